@@ -1,0 +1,1 @@
+"""Not built yet: see docs/architecture.md, section 9."""

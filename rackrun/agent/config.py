@@ -1,0 +1,53 @@
+"""What an agent is told when it starts. The launcher makes it, before it forks the agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rackrun.core.ids import TrayId
+
+__all__ = ["AgentConfig", "LogConfig", "ScriptConfig"]
+
+
+class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker runs, as torchrun understands it."""
+
+    path: str
+    """A file; a module with ``module``; an executable with ``no_python``."""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    preload: tuple[str, ...] = ()
+    """Modules that the fork server imports beforehand, besides torch's."""
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """torchrun's ``--log-dir --redirects --tee --local-ranks-filter`` in torchrun's own notation (``3``, ``0:1,1:3``)."""
+
+    directory: str
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: str = ""
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    tray: TrayId
+    slots: int
+    coordinator: str
+    """``http://host:port``."""
+    token: str
+    advertise: str
+    """The host name or address under which other hosts reach this one."""
+    script: ScriptConfig
+    logs: LogConfig
+    env: dict[str, str] = {}
+    """Added to the workers' environment: what is the same for all of them (TORCHELASTIC_RUN_ID, OMP_NUM_THREADS, ...)."""
+    nnodes: int = 1
+    max_restarts: int = 3
+    grace_s: float = 10.0
+    """From SIGTERM to SIGKILL, when a job ends."""
+    lease_s: float = 15.0
+    """Without a word from the coordinator for this long, and no step committed, workers are parked."""
+    stall_floor_ms: int = 1_000
+    """The shortest time without progress that may be called a stall."""

@@ -1,0 +1,156 @@
+"""What to do: the only way in which the core changes the world.
+
+The coordinator's shell carries each command out, in order; what addresses a worker travels as it is, over the agent, to
+the worker. *Persist before send*: `BreakGeneration` and `ResumeGeneration` are in the journal, on disk, before anyone
+is told; if that fails the shell sends nothing and answers with `JournalFailed`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from rackrun.core.events import Failure
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step
+
+__all__ = [
+    "BreakGeneration",
+    "Command",
+    "DrainWorkers",
+    "FenceWorker",
+    "Member",
+    "Plan",
+    "ReleaseWorkers",
+    "Restore",
+    "ResumeGeneration",
+    "SetTimer",
+    "StartWorker",
+    "StopJob",
+    "Worker",
+    "WorkerCommand",
+]
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="command"):
+    pass
+
+
+class Worker(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One process: the place it runs in, and which start of it."""
+
+    slot: SlotId
+    incarnation: Incarnation
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    rank: Rank
+    slot: SlotId
+    incarnation: Incarnation
+    fresh: bool = False
+    """Joins in this generation, without state."""
+
+
+class Restore(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a fresh member's state comes from."""
+
+    rank: Rank
+    sources: tuple[Rank, ...] = ()
+    """Live members of the same replica class, all of them clean at ``Plan.committed``. Empty: from snapshots."""
+    snapshot: str = ""
+    """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot; used when the plan rolls back."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs in order to go on in a generation."""
+
+    generation: Generation
+    world_size: int
+    members: tuple[Member, ...]
+    """In the order of their ranks."""
+    store: str
+    """``host:port`` of the TCPStore that this generation's groups are built over; keys carry the generation."""
+    committed: Position = BEGIN
+    """The last unit that is committed. A worker that entered its gate without seeing it pass now applies it; one that
+    entered a later gate discards it. The next unit runs after that."""
+    gate: tuple[float, ...] = ()
+    """What the gate of ``committed`` reduced to, for those who missed it."""
+    restores: tuple[Restore, ...] = ()
+    """One for each fresh member, unless this is the first generation."""
+    rollback: Step | None = None
+    """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
+    from here to ``committed`` are computed again (the same bits), but are committed once."""
+
+
+class SetTimer(_Command, frozen=True, kw_only=True):
+    """`TimerFired` with this name comes back at ``at_ms``. A timer is never taken back: a late one is ignored."""
+
+    name: str
+    at_ms: int
+
+
+class StartWorker(_Command, frozen=True, kw_only=True):
+    """Fork a worker in an empty slot."""
+
+    slot: SlotId
+    incarnation: Incarnation
+    spare: bool
+    """A spare runs the script on loopback groups with a provisional rank, and waits at ``run.steps()``."""
+    rank: Rank
+    world_size: int
+    generation: Generation
+    store: str
+    """``host:port`` of the TCPStore that becomes MASTER_ADDR and MASTER_PORT. Plain scripts get a fresh one a restart."""
+    restarts: int = 0
+    """TORCHELASTIC_RESTART_COUNT."""
+
+
+class FenceWorker(_Command, frozen=True, kw_only=True):
+    """SIGKILL. Its `WorkerExited` comes back."""
+
+    slot: SlotId
+    incarnation: Incarnation
+    because: str
+
+
+class BreakGeneration(_Command, frozen=True, kw_only=True):
+    """End every collective of the older generation on these workers; each answers with `WorkerParked`."""
+
+    generation: Generation
+    """The one that is to come."""
+    workers: tuple[Worker, ...]
+    because: str
+
+
+class ResumeGeneration(_Command, frozen=True, kw_only=True):
+    """Build the groups of the new generation, restore what is missing, go on. Each answers with `WorkerResumed`."""
+
+    plan: Plan
+    because: str
+
+
+class DrainWorkers(_Command, frozen=True, kw_only=True):
+    """Leave the step loop at the next step boundary, all at the same one."""
+
+    workers: tuple[Worker, ...]
+    because: str
+
+
+class ReleaseWorkers(_Command, frozen=True, kw_only=True):
+    """Every rank has finished: workers may return from ``main`` and exit."""
+
+    workers: tuple[Worker, ...]
+
+
+class StopJob(_Command, frozen=True, kw_only=True):
+    """The end. Agents end every worker; the launcher exits with ``exit_code`` (0 done, 1 the script's, 3 ours)."""
+
+    exit_code: int
+    because: str
+    remedy: str = ""
+    failure: Failure | None = None
+    rank: Rank | None = None
+
+
+WorkerCommand: TypeAlias = StartWorker | FenceWorker | BreakGeneration | ResumeGeneration | DrainWorkers | ReleaseWorkers | StopJob
+Command: TypeAlias = WorkerCommand | SetTimer

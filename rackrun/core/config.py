@@ -1,0 +1,29 @@
+"""What the core is told when a job begins."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["JobConfig"]
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
+    trays_min: int
+    """Trays that must have joined before the world is formed (``--nnodes MIN:MAX``)."""
+    trays_max: int
+    spares: int
+    """Slots held back, out of those that exist. WORLD_SIZE is the rest."""
+    max_restarts: int = 3
+    """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
+    join_timeout_ms: int = 600_000
+    """From the start until ``trays_min`` have joined; then the job stops with a reason."""
+    last_call_ms: int = 1_000
+    """With ``trays_min`` joined, how long to wait for more."""
+    gather_ms: int = 5
+    """Faults within this time of the first are one decision. Survivors are broken at once, without waiting for it."""
+    park_timeout_ms: int = 5_000
+    """A worker that does not answer BreakGeneration for this long is fenced."""
+    resume_timeout_ms: int = 30_000
+    """A member that has not resumed after this long is fenced."""
+    no_progress_max: int = 8
+    """Recoveries in a row without one committed step before the job stops."""

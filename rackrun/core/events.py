@@ -1,0 +1,154 @@
+"""What happened: the only way in which the core learns of the world.
+
+Agents and workers send these very objects over the wire (`rackrun.core.wire`), so there is one definition of each. The
+sender leaves ``at_ms`` at 0; the coordinator stamps it with its own monotonic clock on arrival, because two hosts'
+clocks are never compared. An event of an incarnation that is no longer current is ignored by the core.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, TrayId
+
+__all__ = [
+    "Event",
+    "Failure",
+    "JournalFailed",
+    "StopRequested",
+    "TimerFired",
+    "TrayJoined",
+    "TrayLost",
+    "WorkerElastic",
+    "WorkerEvent",
+    "WorkerExited",
+    "WorkerFinished",
+    "WorkerParked",
+    "WorkerReady",
+    "WorkerResumed",
+    "WorkerStalled",
+]
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    at_ms: int = 0
+
+
+class _WorkerEvent(_Event, frozen=True, kw_only=True):
+    slot: SlotId
+    incarnation: Incarnation
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A Python exception that ended a worker's script."""
+
+    type: str
+    """Qualified name, such as ``builtins.ValueError``."""
+    message: str
+    traceback: str
+    where: str
+    """``file:line`` of the innermost frame: with ``type`` it tells the same bug on two ranks."""
+
+
+class TrayJoined(_Event, frozen=True, kw_only=True):
+    """An agent connected. Its slots are empty: whatever ran there before is dead."""
+
+    tray: TrayId
+    host: str
+    slots: int
+    store: str
+    """``host:port`` of the tray's TCPStore, over which workers may build groups."""
+    snapshots: str
+    """``host:port`` where the tray serves the snapshots that it keeps."""
+
+
+class TrayLost(_Event, frozen=True, kw_only=True):
+    """The agent is gone, and with it (by PR_SET_PDEATHSIG, or by fencing) all its workers."""
+
+    tray: TrayId
+    because: str
+
+
+class WorkerElastic(_WorkerEvent, frozen=True, kw_only=True):
+    """The script entered ``@rackrun.elastic``. Until the first of these a job is taken for a plain torchrun script."""
+
+
+class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
+    """The worker stands at ``run.steps()``: a rank begins with step 0, a spare waits."""
+
+    replica_class: str = ""
+    """Equal on ranks whose large state is the same (data-parallel replicas). "" when unknown, as for a spare."""
+
+
+class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
+    """Answer to BreakGeneration: all collectives of this worker are broken, and its part in the verdict is fixed."""
+
+    generation: Generation
+    """The one that is to come: BreakGeneration.generation."""
+    passed: Position = BEGIN
+    """The last unit whose gate this worker saw pass: it is committed, whoever else knows."""
+    entered: Position = BEGIN
+    """The last unit whose gate it entered (``passed``, or the one after it)."""
+    gate: tuple[float, ...] = ()
+    """What the gate of ``passed`` reduced to (loss, sample count, digest): others may have missed it."""
+    snapshots: tuple[Step, ...] = ()
+    """Steps whose sealed snapshot of this worker's own shards its agent keeps, oldest first."""
+    replica_class: str = ""
+
+
+class WorkerResumed(_WorkerEvent, frozen=True, kw_only=True):
+    """Groups are built and state is in place: this worker computes again, in ``generation``."""
+
+    generation: Generation
+
+
+class WorkerStalled(_WorkerEvent, frozen=True, kw_only=True):
+    """No progress for longer than the deadline drawn from observed step times."""
+
+    step: Step
+    collective: int
+    """How many collectives it has entered since the generation began: the lowest count is to blame."""
+    silent: bool
+    """Not even its control thread ticks: stopped, or holding the GIL. Blame needs no comparison."""
+    for_ms: int
+
+
+class WorkerExited(_WorkerEvent, frozen=True, kw_only=True):
+    """The process has ended, or is beyond recall (the kernel is tearing it down)."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    failure: Failure | None = None
+    step: Step = Step(-1)
+    """The step it was in, read from its heartbeat page."""
+    snapshots: tuple[Step, ...] = ()
+    """Sealed snapshots of it that its agent keeps, oldest first."""
+
+
+class WorkerFinished(_WorkerEvent, frozen=True, kw_only=True):
+    """``main`` has returned on this rank; it waits, its state intact, until all have."""
+
+
+class TimerFired(_Event, frozen=True, kw_only=True):
+    name: str
+
+
+class StopRequested(_Event, frozen=True, kw_only=True):
+    """A person or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
+
+    because: str
+    exit_code: int
+
+
+class JournalFailed(_Event, frozen=True, kw_only=True):
+    """A generation could not be persisted, so it must not be announced."""
+
+    because: str
+
+
+WorkerEvent: TypeAlias = (
+    WorkerElastic | WorkerReady | WorkerParked | WorkerResumed | WorkerStalled | WorkerExited | WorkerFinished
+)
+Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed

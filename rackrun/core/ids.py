@@ -1,0 +1,41 @@
+"""The names of things: who is who in a job. Plain values, compared and stored everywhere."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+
+__all__ = ["BEGIN", "Generation", "Incarnation", "Position", "Rank", "SlotId", "Step", "TrayId", "slot_id", "tray_of"]
+
+Rank = NewType("Rank", int)
+Step = NewType("Step", int)
+Generation = NewType("Generation", int)
+"""One membership of the world. Monotone, persisted before anyone is told: the fencing token."""
+Incarnation = NewType("Incarnation", int)
+"""One start of one worker process. Monotone over the whole job, so a late message names its sender."""
+TrayId = NewType("TrayId", str)
+SlotId = NewType("SlotId", str)
+"""A place for one worker, ``tray/index``, such as ``tray-03/1``. Its index is LOCAL_RANK for life."""
+
+
+class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A unit of work that a gate closes: the step itself (``phase`` 0), or a phase that runs after it (1, 2, ...).
+
+    Positions are ordered as they run. ``run.at_end`` phases stand after the last step, at ``step == total steps``.
+    """
+
+    step: int
+    phase: int = 0
+
+
+BEGIN = Position(-1, 0)
+"""Before the first step: nothing is committed."""
+
+
+def slot_id(tray: TrayId, index: int) -> SlotId:
+    return SlotId(f"{tray}/{index}")
+
+
+def tray_of(slot: SlotId) -> TrayId:
+    return TrayId(slot.rpartition("/")[0])

@@ -1,0 +1,68 @@
+"""Messages as bytes: msgpack with a type tag, the same between coordinator and agent and between agent and worker.
+
+Nothing is ever unpickled. `PROTOCOL` is compared when an agent connects; another version is refused with both named.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from rackrun.core.commands import WorkerCommand
+from rackrun.core.events import Event
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
+
+__all__ = ["PROTOCOL", "Logged", "Telemetry", "UnitCommitted", "Upward", "decode_command", "decode_upward", "encode"]
+
+PROTOCOL = 1
+
+
+class _Telemetry(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    slot: SlotId
+    incarnation: Incarnation
+    generation: Generation
+    rank: Rank
+    at: Position
+
+
+class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
+    """This rank saw the gate of a step or phase pass. For the ledger, the status line and the report; not for the core."""
+
+    attempt: int = 0
+    seconds: float = 0.0
+    """From the unit's first attempt to its gate on this rank."""
+    gate: tuple[float, ...] = ()
+    ids: bytes = b""
+    """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""
+
+
+class Logged(_Telemetry, frozen=True, kw_only=True):
+    """``run.log(...)``. The launcher prints one line a step, in order, whoever sends it first."""
+
+    values: dict[str, float | int | str]
+
+
+Telemetry: TypeAlias = UnitCommitted | Logged
+Upward: TypeAlias = Event | UnitCommitted | Logged
+"""Whatever travels from worker to agent to coordinator."""
+
+_encoder = msgspec.msgpack.Encoder()
+_upward: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Upward)
+_command: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(WorkerCommand)
+
+
+def encode(message: Upward | WorkerCommand) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_upward(data: bytes) -> Upward:
+    """Raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
+    message: Upward = _upward.decode(data)
+    return message
+
+
+def decode_command(data: bytes) -> WorkerCommand:
+    """Raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
+    message: WorkerCommand = _command.decode(data)
+    return message

@@ -1,0 +1,51 @@
+"""Errors that rackrun raises, by whose they are: *yours*, *the hardware's*, *ours*.
+
+::
+
+    RackrunError
+    +-- UsageError(ValueError)       yours: an argument, a script or a file that cannot work; exit code 2 before the start
+    |   +-- StepError                yours: the script breaks a rule of steps and phases
+    +-- HardwareError                the hardware's: beyond what is survivable; exit code 3
+    |   +-- CollectiveBroken         a collective outside steps and phases lost a peer
+    |   +-- StateLost                no verified copy of some shard is left
+    +-- InternalError                ours: please report
+
+Every message says what happened, why, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CollectiveBroken", "HardwareError", "InternalError", "RackrunError", "StateLost", "StepError", "UsageError"]
+
+
+class RackrunError(Exception):
+    """Base of all. ``remedy`` is what the reader can do about it."""
+
+    def __init__(self, what: str, *, remedy: str = "") -> None:
+        super().__init__(f"{what} Remedy: {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
+
+
+class UsageError(RackrunError, ValueError):
+    """An argument, a script or a file that cannot work."""
+
+
+class StepError(UsageError):
+    """The script breaks a rule of steps and phases."""
+
+
+class HardwareError(RackrunError):
+    """Beyond what is survivable."""
+
+
+class CollectiveBroken(HardwareError):
+    """A collective outside steps and phases lost a peer, so nobody can run it again for the script."""
+
+
+class StateLost(HardwareError):
+    """No verified copy of some shard is left."""
+
+
+class InternalError(RackrunError):
+    """rackrun contradicts itself: a bug of ours."""

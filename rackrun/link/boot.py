@@ -1,0 +1,46 @@
+"""What a worker is born with: who it is, and the descriptors that join it to its agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+
+__all__ = ["Boot", "current", "install"]
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent sends this to its fork server; the child keeps it (`install`) and runs the user's script.
+
+    The environment in ``env`` is torchrun's (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...): set before the script runs.
+    """
+
+    slot: SlotId
+    incarnation: Incarnation
+    spare: bool
+    rank: Rank
+    local_rank: int
+    world_size: int
+    generation: Generation
+    env: dict[str, str]
+    channel_fd: int = -1
+    """Stream socket to the agent (`rackrun.link.channel`). Descriptors are set by the child, once it has received them."""
+    page_fd: int = -1
+    """Heartbeat page (`rackrun.link.page`)."""
+    snapshot_fds: tuple[int, int] = (-1, -1)
+    """Two memfds, empty at first, that the agent keeps open: snapshots in them outlive this process."""
+    token: str = ""
+    """The job's token, for the snapshot service of other trays."""
+
+
+_current: Boot | None = None
+
+
+def install(boot: Boot) -> None:
+    global _current  # noqa: PLW0603 - one process is one worker
+    _current = boot
+
+
+def current() -> Boot | None:
+    """How this process was started by an agent; None when it was not."""
+    return _current

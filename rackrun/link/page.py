@@ -1,0 +1,149 @@
+"""The heartbeat page: how a worker shows its progress without a system call, and what outlives it when it dies.
+
+The agent makes the page (a memfd, so there is nothing in ``/dev/shm`` to leave behind) and hands it to the worker at the
+fork. Every field is one aligned 64-bit word with a single writer, so a read is never torn; the ledger slots, which hold
+more than a word, are sealed by writing their position last. Times are ``time.monotonic_ns()``, one clock on one host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from enum import IntEnum
+
+import numpy as np
+
+from rackrun.core.ids import BEGIN, Position
+
+__all__ = ["LEDGER_IDS_MAX", "PAGE_BYTES", "Activity", "HeartbeatPage"]
+
+LEDGER_IDS_MAX = 65_536
+"""Sample ids that one rank can record for one unit; more are kept as a count and a digest only."""
+
+_WORDS = 512
+_SLOT_WORDS = 8 + LEDGER_IDS_MAX
+PAGE_BYTES = 8 * (_WORDS + 2 * _SLOT_WORDS)  # sparse: only touched pages take memory
+
+_TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = range(11)
+_SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
+
+
+class Activity(IntEnum):
+    """What the main thread is in."""
+
+    SETUP = 0
+    WAITING = 1  # a spare at run.steps(), or a finished rank
+    STEP = 2
+    PHASE = 3
+    RECOVERING = 4
+    BETWEEN = 5  # the user's own code between two units
+
+
+class HeartbeatPage:
+    """A view of one page. The worker writes through it; the agent, and after a death only the agent, reads."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = np.frombuffer(self._map, dtype=np.int64)
+
+    @staticmethod
+    def create(name: str) -> int:
+        """A new page, as a file descriptor that children inherit only where it is passed on."""
+        fd = os.memfd_create(f"rackrun-page-{name}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        return fd
+
+    # -- written by the worker's control thread
+    def tick(self) -> None:
+        self._words[_TICK] = time.monotonic_ns()
+
+    # -- written by the worker's main thread
+    def enter(self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0) -> None:
+        """Begin an activity. ``deadline_ms`` > 0 arms hang detection: no progress for longer is a stall."""
+        words = self._words
+        words[_DEADLINE_MS] = 0  # disarm while the rest changes
+        words[_STEP], words[_PHASE] = at.step, at.phase
+        words[_ACTIVITY] = activity
+        words[_SINCE] = time.monotonic_ns()
+        words[_DEADLINE_MS] = deadline_ms
+
+    def progress(self) -> None:
+        """The main thread is alive and on its way: a collective, a batch. Restarts the deadline."""
+        self._words[_SINCE] = time.monotonic_ns()
+
+    def collective_entered(self) -> None:
+        self._words[_ENTERED] += 1
+        self._words[_SINCE] = time.monotonic_ns()
+
+    def collective_completed(self) -> None:
+        self._words[_COMPLETED] += 1
+
+    def new_generation(self, generation: int) -> None:
+        self._words[_ENTERED] = self._words[_COMPLETED] = 0
+        self._words[_GENERATION] = generation
+
+    def seal_ledger(self, at: Position, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """Record what the loader delivered for ``at``, before its gate is entered. Two units are kept."""
+        slot = self._ledger_slot(at)
+        kept = ids[:LEDGER_IDS_MAX]
+        slot[_SEALED_STEP] = -2  # torn until the position stands again
+        slot[_COUNT] = len(ids)
+        slot[8 : 8 + len(kept)] = kept
+        slot[_SEALED_PHASE] = at.phase
+        slot[_SEALED_STEP] = at.step
+
+    def seal_snapshot(self, index: int, step: int) -> None:
+        """Snapshot slot ``index`` (0 or 1) now holds ``step``, whole; -1 while it is being written."""
+        self._words[_SNAPSHOT_0 + index] = step + 1
+
+    # -- read by the agent
+    @property
+    def tick_ns(self) -> int:
+        return int(self._words[_TICK])
+
+    @property
+    def activity(self) -> Activity:
+        return Activity(int(self._words[_ACTIVITY]))
+
+    @property
+    def since_ns(self) -> int:
+        return int(self._words[_SINCE])
+
+    @property
+    def at(self) -> Position:
+        return Position(int(self._words[_STEP]), int(self._words[_PHASE]))
+
+    @property
+    def collectives(self) -> tuple[int, int]:
+        """How many were entered and completed in this generation."""
+        return int(self._words[_ENTERED]), int(self._words[_COMPLETED])
+
+    @property
+    def generation(self) -> int:
+        return int(self._words[_GENERATION])
+
+    @property
+    def deadline_ms(self) -> int:
+        return int(self._words[_DEADLINE_MS])
+
+    def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
+        """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""
+        slot = self._ledger_slot(at)
+        if (int(slot[_SEALED_STEP]), int(slot[_SEALED_PHASE])) != (at.step, at.phase) or int(slot[_COUNT]) > LEDGER_IDS_MAX:
+            return None
+        return slot[8 : 8 + int(slot[_COUNT])].copy()
+
+    def snapshots(self) -> dict[int, int]:
+        """Step of each sealed snapshot -> the slot that holds it."""
+        found = {int(self._words[_SNAPSHOT_0 + index]) - 1: index for index in (0, 1)}
+        found.pop(-1, None)
+        return found
+
+    def _ledger_slot(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        start = _WORDS + _SLOT_WORDS * (at.step % 2)
+        return self._words[start : start + _SLOT_WORDS]
+
+    def close(self) -> None:
+        del self._words
+        self._map.close()
