@@ -1,0 +1,1 @@
+"""``rackctl``: look at a run, and stop it."""

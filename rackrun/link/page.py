@@ -26,6 +26,7 @@ _SLOT_WORDS = 8 + LEDGER_IDS_MAX
 PAGE_BYTES = 8 * (_WORDS + 2 * _SLOT_WORDS)  # sparse: only touched pages take memory
 
 _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = range(11)
+_LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
 
 
@@ -143,6 +144,19 @@ class HeartbeatPage:
     def _ledger_slot(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         start = _WORDS + _SLOT_WORDS * (at.step % 2)
         return self._words[start : start + _SLOT_WORDS]
+
+    # -- used by `rackrun.link.lifeline`
+    @property
+    def lifeline_address(self) -> int:
+        return int(self._words.ctypes.data) + 8 * _LIFELINE
+
+    @property
+    def lifeline_held(self) -> bool:
+        return bool(self._words[_LIFELINE_HELD])
+
+    @lifeline_held.setter
+    def lifeline_held(self, held: bool) -> None:
+        self._words[_LIFELINE_HELD] = held
 
     def close(self) -> None:
         del self._words

@@ -1,0 +1,48 @@
+# Every target makes the virtual environment it needs. Nothing has to be installed by hand but Python 3.11 or newer.
+#
+#   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
+#   make test     the tests                      make check    lint, format, types
+#   make bench    the measurements (minutes)     make clean    remove what these made
+#
+# TORCH says which torch to install when there is none in .venv, for example
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(READY)
+	@$(PY) examples/demo.py
+
+test: $(READY)
+	@$(PY) -m pytest $(ARGS)
+
+check: $(READY)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+bench: $(READY)
+	@$(PY) benchmarks/recovery.py $(ARGS)
+	@$(PY) benchmarks/rack.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(f"rackrun needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...") if sys.version_info < (3, 11) else None'
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) (a few minutes, once)"; $(PIP) $(TORCH); }
+	@echo "installing rackrun and its development tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@

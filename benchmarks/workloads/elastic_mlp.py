@@ -1,0 +1,44 @@
+"""The workload under rackrun."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from common import SEED, Marks, Noise, ResidualMLP, arguments, loss_of
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import rackrun
+
+BATCH = 4  # of each rank
+RANKS = int(os.environ.get("BENCH_RANKS", "4"))
+
+
+@rackrun.elastic(global_batch_size=BATCH * RANKS, micro_batch_size=BATCH, seed=SEED)
+def main(run: rackrun.Run) -> None:
+    args = arguments()
+    torch.manual_seed(SEED)
+    model = DDP(ResidualMLP(args.width, args.layers).to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Noise(args.width))
+    marks = Marks(args.marks)
+    seen = {"loss": 0.0, "attempt": 0}
+
+    @run.step
+    def train_step(step: rackrun.Step) -> None:
+        seen["attempt"] = step.attempt
+        for batch in data:
+            loss = loss_of(model, batch)
+            step.backward(loss)
+            seen["loss"] = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in run.steps(args.steps):
+        train_step(step)
+        marks.write(rank=run.rank, step=int(step), loss=seen["loss"], attempt=int(seen["attempt"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""rackrun: training that goes on, exactly, while the hardware under it fails."""
+
+from rackrun.errors import CollectiveBroken, HardwareError, InternalError, RackrunError, StateLost, StepError, UsageError
+
+__all__ = [
+    "CollectiveBroken",
+    "HardwareError",
+    "InternalError",
+    "RackrunError",
+    "Run",
+    "StateLost",
+    "Step",
+    "StepError",
+    "UsageError",
+    "elastic",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # torch is imported when the worker's side is first used: rackctl and the coordinator start without it
+    if name == "elastic":
+        from rackrun.worker.elastic import elastic
+
+        return elastic
+    if name == "Run":
+        from rackrun.worker.run import Run
+
+        return Run
+    if name == "Step":
+        from rackrun.worker.step import Step
+
+        return Step
+    raise AttributeError(f"module 'rackrun' has no attribute {name!r}")

@@ -1,0 +1,272 @@
+"""What runs in a worker process between its fork and the user's script, and after the script.
+
+A script sees what torchrun would give it: its own directory at ``sys.path[0]``, its arguments, a fresh ``__main__``,
+default signal handlers, fresh random states, and line-buffered output. How it ends is seen from outside, except for an
+exception: its traceback goes to stderr, to torch's error file, and to the agent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.machinery
+import io
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import types
+from typing import NoReturn
+
+import msgspec
+
+from rackrun.agent.config import ScriptConfig
+from rackrun.core.events import Failure, WorkerExited
+from rackrun.link.boot import Boot, install
+from rackrun.link.channel import WorkerChannel
+from rackrun.link.lifeline import hold
+from rackrun.link.page import HeartbeatPage
+
+__all__ = ["FRESH_BOOT", "exec_fresh", "open_standard_streams", "run_worker"]
+
+FRESH_BOOT = "RACKRUN_BOOT_FD"
+"""Environment variable of an exec'd worker: the descriptor that its Boot and ScriptConfig are read from."""
+
+_TORCH_SEED = 67280421310721
+"""What torch's generators begin with (``c10::default_rng_seed_val``)."""
+
+_page: HeartbeatPage | None = None
+
+
+def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
+    """Run the script as process ``boot``; the descriptors in ``boot`` are open and are ours."""
+    os.environ.update(boot.env)
+    _default_signals()
+    open_standard_streams()
+    report_fd = os.dup(boot.channel_fd)  # the script's side closes its own
+    if script.no_python:
+        _exec_program(boot, script)
+    global _page  # noqa: PLW0603 - mapped for life
+    _page = HeartbeatPage(boot.page_fd)
+    with contextlib.suppress(OSError):  # then the agent has to poll
+        hold(_page)
+    _fresh_state(boot)
+    install(boot)
+    code = _run_script(boot, script, report_fd)
+    _exit(code)
+
+
+def exec_fresh(boot: Boot, script: ScriptConfig) -> NoReturn:
+    """Run the worker in a new interpreter: for when the fork server has threads and its children would be unsound."""
+    boot_fd = os.memfd_create("rackrun-boot", 0)
+    os.write(boot_fd, msgspec.msgpack.encode((boot, script)))
+    os.lseek(boot_fd, 0, os.SEEK_SET)
+    for fd in (boot.channel_fd, boot.page_fd, *boot.snapshot_fds):
+        os.set_inheritable(fd, True)
+    _default_signals()
+    environment = {**os.environ, **boot.env, FRESH_BOOT: str(boot_fd)}
+    os.execve(sys.executable, [sys.executable, "-m", "rackrun.agent.child"], environment)
+
+
+def open_standard_streams() -> None:
+    """New ``sys.stdin, stdout, stderr`` on descriptors 0, 1, 2: whole lines leave at once, whatever the streams are."""
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(
+        open(2, "wb", buffering=0, closefd=False),  # noqa: SIM115
+        encoding="utf-8",
+        errors="backslashreplace",
+        write_through=True,
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _default_signals() -> None:
+    for number in signal.valid_signals():
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as every Python process does: BrokenPipeError instead
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _fresh_state(boot: Boot) -> None:
+    """A fork shares what was random in its parent, and torch read OMP_NUM_THREADS long ago."""
+    random.seed()
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed()  # noqa: NPY002 - the global state is what scripts use
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(_TORCH_SEED)
+        with contextlib.suppress(ValueError):
+            torch.set_num_threads(int(boot.env.get("OMP_NUM_THREADS", "1")))
+
+
+def _exec_program(boot: Boot, script: ScriptConfig) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        os.execvp(script.path, [script.path, *_arguments(boot, script)])
+    except OSError as error:
+        sys.stderr.write(f"rackrun: cannot run {script.path}: {error.strerror}\n")
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
+    """Exit code of the script, as ``python script`` would give it."""
+    try:
+        _run_python(boot, script)
+        return 0
+    except SystemExit as stop:
+        return _code_of(stop)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the worker, and is told
+        failure = _report(error)
+        with contextlib.suppress(OSError):  # the agent is gone, and so shall we be
+            WorkerChannel(report_fd).send(
+                WorkerExited(slot=boot.slot, incarnation=boot.incarnation, exit_code=1, failure=failure)
+            )
+        return 1
+
+
+def _run_python(boot: Boot, script: ScriptConfig) -> None:
+    sys.argv = [script.path, *_arguments(boot, script)]
+    sys.path_importer_cache.clear()
+    if script.module:
+        _set_first_path(os.getcwd())
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(script.path) or script.path.endswith((".zip", ".pyz")):
+        _set_first_path(None)
+        runpy.run_path(script.path, run_name="__main__")
+    else:
+        path = os.path.abspath(script.path)
+        _set_first_path(os.path.dirname(os.path.realpath(path)))
+        # Not runpy.run_path: it takes __main__ away again before exit handlers and late threads are done with it.
+        main = types.ModuleType("__main__")
+        main.__dict__.update(
+            __file__=script.path,
+            __builtins__=__builtins__,
+            __cached__=None,
+            __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        )
+        sys.modules["__main__"] = main
+        with io.open_code(path) as file:
+            code = compile(file.read(), script.path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)  # noqa: S102 - it is what we are for
+
+
+def _arguments(boot: Boot, script: ScriptConfig) -> list[str]:
+    """torchrun replaces ``${local_rank}`` in the script's arguments."""
+    return [argument.replace("${local_rank}", str(boot.local_rank)) for argument in script.args]
+
+
+_first_path = sys.path[0] if sys.path else None
+_starts = {
+    "",
+    os.getcwd(),
+    os.path.dirname(os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", "") or "x")),
+}
+
+
+def _set_first_path(directory: str | None) -> None:
+    """Put the script's directory where Python puts it, in place of the launcher's own."""
+    if sys.path and sys.path[0] == _first_path and _first_path in _starts:
+        del sys.path[0]
+    if directory is not None and not sys.flags.safe_path:
+        sys.path.insert(0, directory)
+
+
+def _code_of(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _report(error: BaseException) -> Failure:
+    """Tell the reader, torch's tools and (by what is returned) the agent."""
+    import traceback
+
+    trace = error.__traceback__
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except Exception:  # noqa: BLE001 - the script's own hook may be what is wrong
+        sys.__excepthook__(type(error), error, trace)
+    _write_error_file(error)
+    frames = traceback.extract_tb(trace)
+    return Failure(
+        type=f"{type(error).__module__}.{type(error).__qualname__}",
+        message=_text_of(error),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        where=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else _where_of_syntax_error(error),
+    )
+
+
+def _write_error_file(error: BaseException) -> None:
+    """In the format of ``@record``, unless ``@record`` has just done so."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with contextlib.suppress(OSError):
+        try:
+            raise error  # record_exception formats the exception that is being handled
+        except BaseException as raised:  # noqa: BLE001
+            get_error_handler().record_exception(raised)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 - a broken __str__ must not hide the failure
+        return f"<{type(error).__name__}.__str__ raised {type(second).__name__}>"
+
+
+def _where_of_syntax_error(error: BaseException) -> str:
+    return f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+
+
+def _exit(code: int) -> NoReturn:
+    """Leave as an interpreter does: wait for threads, run exit handlers, flush; but tear nothing of torch down."""
+    steps = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
+    for step in steps:
+        try:
+            step()
+        except SystemExit as stop:
+            code = _code_of(stop)
+        except BaseException as error:  # noqa: BLE001 - as the interpreter: say so, go on
+            sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120  # what Python itself exits with when it cannot flush
+    os._exit(code)
+
+
+def _main() -> NoReturn:
+    fd = int(os.environ.pop(FRESH_BOOT))
+    with open(fd, "rb") as file:
+        boot, script = msgspec.msgpack.decode(file.read(), type=tuple[Boot, ScriptConfig])
+    for inherited in (boot.channel_fd, boot.page_fd, *boot.snapshot_fds):
+        os.set_inheritable(inherited, False)
+    run_worker(boot, script)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,43 @@
+"""The environment of a worker: torchrun's own names, with torchrun's meanings (``LocalElasticAgent.worker_env``)."""
+
+from __future__ import annotations
+
+import os
+
+from rackrun.agent.config import AgentConfig
+from rackrun.core.commands import StartWorker
+
+__all__ = ["worker_environment"]
+
+
+def worker_environment(config: AgentConfig, command: StartWorker, master: str, error_file: str) -> dict[str, str]:
+    """What is set on top of the agent's own environment. ``master`` is the ``host:port`` of the store to meet at."""
+    local_world_size = _local_world_size(config, command.world_size)
+    host, _, port = master.rpartition(":")
+    return {
+        "OMP_NUM_THREADS": "1",
+        "ROLE_NAME": "default",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **config.env,
+        "RANK": str(command.rank),
+        "LOCAL_RANK": command.slot.rpartition("/")[2],
+        "GROUP_RANK": str(command.rank // local_world_size),
+        "ROLE_RANK": str(command.rank),
+        "WORLD_SIZE": str(command.world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_WORLD_SIZE": str(-(-command.world_size // local_world_size)),
+        "ROLE_WORLD_SIZE": str(command.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": str(command.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+    }
+
+
+def _local_world_size(config: AgentConfig, world_size: int) -> int:
+    """Ranks on this tray. Spares are not ranks, so with several trays it is an even share, as far as that goes."""
+    share = -(-world_size // max(config.nnodes, 1))
+    return max(1, min(config.slots, share))

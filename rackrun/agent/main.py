@@ -1,0 +1,125 @@
+"""One tray's agent: parent of its workers, between them and the coordinator.
+
+`run_agent` forks the fork server first, while the process has one thread and no sockets; only then do stores, the event
+loop and connections come to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from rackrun.agent import proc
+from rackrun.agent.child import open_standard_streams
+from rackrun.agent.config import AgentConfig
+from rackrun.agent.fork_server import ForkServer, preload, unsound_because
+from rackrun.agent.logs import Logs
+from rackrun.agent.snapshots import SnapshotService
+from rackrun.agent.stores import Stores
+from rackrun.agent.tray import Tray
+from rackrun.agent.uplink import End, Uplink
+from rackrun.agent.watch import Watch
+from rackrun.core.commands import StopJob, WorkerCommand
+from rackrun.core.events import StopRequested, TrayJoined
+
+__all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
+
+EXIT_DONE = 0
+EXIT_REFUSED = End.REFUSED.value
+EXIT_LOST = End.LOST.value
+_ORPHAN_S = 30.0
+_FLUSH_S = 2.0
+
+
+def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: bool = False) -> int:
+    """Serve the coordinator until the job ends; returns the process's exit code: 0 done, 2 refused, 3 coordinator lost.
+
+    In a forked child, called from its main thread, ``parent`` is the launcher's pid (default: whoever it is now), and the
+    agent dies with it. ``standalone``: nobody's child; Ctrl-C and SIGTERM are then passed on to the coordinator, instead of
+    being left to the launcher.
+    """
+    if not standalone:
+        proc.die_with(os.getppid() if parent is None else parent)
+    proc.adopt_orphans()
+    gc.collect()
+    gc.freeze()  # what the launcher left here must not be collected: its descriptors' numbers are about to be ours
+    proc.close_other_fds(())
+    open_standard_streams()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    preload(config.script.preload)
+    unsound = unsound_because()
+    server = ForkServer.spawn(config.script) if unsound else ForkServer.fork(config.script)
+    try:
+        return asyncio.run(_Agent(config, standalone=standalone).run(server))
+    except Exception:  # noqa: BLE001 - whatever it is, nobody may be left behind
+        traceback.print_exc()
+        server.close()
+        proc.kill_tree(os.getpid())
+        return EXIT_LOST
+    finally:
+        sys.stdout.flush()
+
+
+class _Agent:
+    def __init__(self, config: AgentConfig, *, standalone: bool) -> None:
+        self._config = config
+        self._standalone = standalone
+        self._stop: asyncio.Future[StopJob]
+        self._tray: Tray
+
+    async def run(self, server: ForkServer) -> int:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        stores = Stores(config.advertise)
+        logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
+        self._tray = tray = Tray(config, server, stores, logs)
+        snapshots = SnapshotService(config.tray, config.advertise, config.token, tray)
+        joined = TrayJoined(
+            tray=config.tray,
+            host=socket.gethostname(),
+            slots=config.slots,
+            store=stores.address,
+            snapshots=await snapshots.start(),
+        )
+        tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
+        watch = Watch(tray, uplink, config.stall_floor_ms)
+        tray.worker_is_new = watch.look_soon
+        if self._standalone:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._signalled, uplink, number)
+        connection = asyncio.create_task(uplink.run())
+        try:
+            await asyncio.wait((connection, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            code, failed = EXIT_DONE, True
+            if self._stop.done():
+                failed = self._stop.result().exit_code != 0
+            else:
+                code = connection.result().value
+            await tray.stop(failed=failed)
+            if not connection.done():
+                await uplink.flush(_FLUSH_S)
+            return code
+        finally:
+            watch.close()
+            connection.cancel()
+            await asyncio.wait((connection,))
+            await snapshots.close()
+            logs.close()
+            stores.close()
+
+    def _obey(self, command: WorkerCommand) -> None:
+        if not isinstance(command, StopJob):
+            self._tray.obey(command)
+        elif not self._stop.done():
+            self._stop.set_result(command)
+
+    def _signalled(self, uplink: Uplink, number: signal.Signals) -> None:
+        because = f"{number.name} to the agent of {self._config.tray}"
+        uplink.event(StopRequested(because=because, exit_code=128 + number))

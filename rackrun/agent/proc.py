@@ -1,0 +1,139 @@
+"""What Linux offers for holding on to processes: death signals, subreapers, /proc, process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = [
+    "ProcessStat",
+    "adopt_orphans",
+    "close_other_fds",
+    "descendants",
+    "die_with",
+    "exit_code_and_signal",
+    "kill_session",
+    "kill_tree",
+    "read_stat",
+    "thread_count",
+]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent: int, sig: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send us ``sig`` when our parent ends. Exits at once when that has already happened.
+
+    The signal comes when the forking *thread* ends, so parents must fork from their main thread.
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(sig))
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that none of them escapes."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class ProcessStat(NamedTuple):
+    exiting: bool
+    """The kernel is tearing it down: it will never run again, though its memory may take long to go."""
+    status: int
+    """As `os.waitpid` would give it; 0 until it is known."""
+
+
+def read_stat(fd: int) -> ProcessStat | None:
+    """Read an open ``/proc/PID/task/PID/stat`` (the whole process's own would add up all threads); None: no such process."""
+    try:
+        line = os.pread(fd, 1024, 0)
+    except ProcessLookupError:
+        return None
+    fields = line[line.rindex(b")") + 2 :].split()  # the command's name may hold anything
+    return ProcessStat(bool(int(fields[6]) & _PF_EXITING) or fields[0] in (b"Z", b"X"), int(fields[49]))
+
+
+def exit_code_and_signal(status: int) -> tuple[int | None, int | None]:
+    if os.WIFSIGNALED(status):
+        return None, os.WTERMSIG(status)
+    return os.WEXITSTATUS(status), None
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def close_other_fds(keep: Iterable[int]) -> None:
+    """Close every descriptor from 3 up, except these."""
+    start = 3
+    for fd in sorted(fd for fd in set(keep) if fd >= start):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below ``root``, parents first."""
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in _all_processes().items():
+        children.setdefault(parent, []).append(pid)
+    found = list(children.get(root, ()))
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def kill_tree(root: int, spare: Iterable[int] = ()) -> None:
+    """SIGKILL everything below ``root``, again until nothing new turns up (a process may fork while we look)."""
+    spared = set(spare)
+    killed: set[int] = set()
+    while found := [pid for pid in descendants(root) if pid not in killed and pid not in spared]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL what is left of a worker's session. Only while its leader is not reaped: then nobody else can have its id."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for pid, (_, session) in _all_processes().items():
+        if session == leader and pid != leader:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _all_processes() -> dict[int, tuple[int, int]]:
+    """Process -> its parent and its session."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                line = file.read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = line[line.rindex(b")") + 2 :].split()
+        found[int(name)] = (int(fields[1]), int(fields[3]))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+
+
+if sys.platform != "linux":  # pragma: no cover
+    raise ImportError("the rackrun agent needs Linux (pidfd, memfd, prctl)")

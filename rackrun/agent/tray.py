@@ -1,0 +1,303 @@
+"""The workers of one tray: their starts and ends, and the messages between them and the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from rackrun.agent import proc
+from rackrun.agent.config import AgentConfig
+from rackrun.agent.environment import worker_environment
+from rackrun.agent.fork_server import Forked, ForkServer, Reaped
+from rackrun.agent.logs import Logs, Outputs
+from rackrun.agent.stores import Stores, StoreUnreachable
+from rackrun.agent.uplink import Uplink, Urgency
+from rackrun.agent.worker import Worker
+from rackrun.core import commands as c
+from rackrun.core.events import Failure, WorkerEvent, WorkerExited
+from rackrun.core.ids import SlotId, tray_of
+from rackrun.core.wire import Logged, UnitCommitted, Upward, decode_upward
+from rackrun.link.boot import Boot
+from rackrun.link.channel import frame
+
+__all__ = ["Tray"]
+
+_KEPT_WORKERS = 3
+"""A slot keeps page and snapshots of this many workers, the present one included."""
+_FAILED_GRACE_S = 1.0
+_KILL_S = 10.0
+
+
+class Tray:
+    def __init__(self, config: AgentConfig, server: ForkServer, stores: Stores, logs: Logs) -> None:
+        self._config = config
+        self._server = server
+        self._stores = stores
+        self._logs = logs
+        self._slots: list[deque[Worker]] = [deque() for _ in range(config.slots)]
+        self._loop = asyncio.get_running_loop()
+        self._starts: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._server_reaped = asyncio.Event()
+        self.uplink: Uplink  # these two are set by the agent, before anything can happen
+        self.worker_is_new: Callable[[], None]
+        self._loop.add_reader(server.fileno(), self._server_spoke)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
+
+    # -- for the watch and the snapshot service
+    def living(self) -> list[Worker]:
+        return [worker for worker in self._current() if worker.pid and not worker.reported]
+
+    def kept(self, index: int, incarnation: int) -> Worker | None:
+        slot = self._slots[index] if 0 <= index < len(self._slots) else ()
+        return next((worker for worker in slot if worker.incarnation == incarnation), None)
+
+    def look(self, worker: Worker) -> None:
+        """Tell of its end if it can be seen."""
+        status = worker.ending()
+        if status is not None:
+            self._ended(worker, status)
+
+    # -- commands
+    def obey(self, command: c.WorkerCommand) -> None:
+        match command:
+            case c.StartWorker():
+                self._start(command)
+            case c.FenceWorker():
+                if worker := self._find(command.slot, command.incarnation):
+                    worker.kill()
+            case c.BreakGeneration() | c.DrainWorkers() | c.ReleaseWorkers():
+                self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
+            case c.ResumeGeneration():
+                self._pass_on(command, [(member.slot, member.incarnation) for member in command.plan.members])
+            case c.StopJob():
+                raise AssertionError("the agent carries out StopJob")
+            case _:
+                assert_never(command)
+
+    async def stop(self, *, failed: bool) -> None:
+        """End every worker and everything they left behind."""
+        self._stopping = True
+        for task in tuple(self._starts):
+            task.cancel()
+        for worker in self._current():
+            worker.terminate()
+        if not await self._emptied(_FAILED_GRACE_S if failed else self._config.grace_s):
+            for worker in self._current():
+                worker.kill()
+            if not await self._emptied(_KILL_S):
+                _say("some workers do not end, though killed: the kernel holds them (a driver?)")
+        self._loop.remove_reader(self._server.fileno())
+        self._server.close()
+        try:
+            await asyncio.wait_for(self._server_reaped.wait(), _KILL_S)
+        except TimeoutError:
+            _say("the fork server does not end; killed")
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+        proc.kill_tree(os.getpid())
+        for slot in self._slots:
+            while slot:
+                slot.popleft().forget()
+
+    async def _emptied(self, timeout_s: float) -> bool:
+        waits = [asyncio.ensure_future(worker.gone.wait()) for worker in self._current()]
+        if not waits:
+            return True
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in pending:
+            wait.cancel()
+        return not pending
+
+    # -- starts
+    def _start(self, command: c.StartWorker) -> None:
+        slot = self._slots[_index_of(command.slot)]
+        previous = slot[-1] if slot else None
+        if self._stopping or (previous is not None and previous.incarnation >= command.incarnation):
+            return  # told twice, or overtaken
+        if previous is not None and not previous.gone.is_set():
+            previous.kill()
+        worker = Worker(command, self._deliver)
+        slot.append(worker)
+        task = self._loop.create_task(self._bring_up(worker, previous))
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+
+    async def _bring_up(self, worker: Worker, previous: Worker | None) -> None:
+        outputs: Outputs | None = None
+        command = worker.command
+        try:
+            if previous is not None:
+                await previous.gone.wait()
+                self._forget_old(self._slots[_index_of(command.slot)])
+            master = await self._stores.master_soon(command.store, command.generation)
+            if worker.doomed:
+                self._never_born(worker, "")
+                return
+            index = _index_of(command.slot)
+            outputs = self._logs.open(index, command.rank, command.restarts)
+            environment = worker_environment(self._config, command, master, outputs.error_file)
+            boot = Boot(
+                slot=command.slot,
+                incarnation=command.incarnation,
+                spare=command.spare,
+                rank=command.rank,
+                local_rank=index,
+                world_size=command.world_size,
+                generation=command.generation,
+                env=environment,
+                token=self._config.token,
+            )
+            self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))
+            worker.asked = True
+        except asyncio.CancelledError:
+            self._never_born(worker, "")
+            raise
+        except (StoreUnreachable, OSError) as error:
+            self._never_born(worker, str(error))
+        finally:
+            worker.sent_off()
+            if outputs is not None:
+                outputs.close()
+
+    def _never_born(self, worker: Worker, because: str) -> None:
+        failure = None
+        if because:
+            _say(f"{worker.slot} cannot start: {because}")
+            failure = Failure(type="rackrun.StartFailed", message=because, traceback="", where="rackrun.agent")
+        self._report(worker, None, None if because else int(signal.SIGKILL), failure)
+        worker.buried()
+
+    def _forget_old(self, slot: deque[Worker]) -> None:
+        while len(slot) > _KEPT_WORKERS:
+            slot.popleft().forget()
+
+    # -- what the fork server and the kernel tell
+    def _server_spoke(self) -> None:
+        told = self._server.answer()
+        if told is None:
+            self._server_lost()
+            return
+        answer, pidfd = told
+        worker = next((worker for worker in self._current() if worker.incarnation == answer.incarnation), None)
+        if worker is None:
+            if pidfd >= 0:
+                os.close(pidfd)
+            return
+        match answer:
+            case Forked(pid=0):
+                self._never_born(worker, answer.error)
+            case Forked():
+                worker.born(answer.pid, pidfd, self.look)
+                self.worker_is_new()
+            case Reaped():
+                self._reaped(worker, answer.status)
+
+    def _child_ended(self) -> None:
+        """Reap our own children: the fork server, and what was adopted from one that died."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._server.pid:
+                self._server_reaped.set()
+            for worker in self._current():
+                if worker.pid == pid:
+                    self._reaped(worker, status)
+
+    def _server_lost(self) -> None:
+        """Its workers die with it. We have threads and cannot fork another, but we can start one afresh."""
+        self._loop.remove_reader(self._server.fileno())
+        self._server.close()
+        proc.kill_tree(os.getpid())
+        for worker in self._current():
+            if worker.asked and not worker.pid:
+                self._never_born(worker, "the fork server died")
+        if self._stopping:
+            self._server_reaped.set()
+            return
+        self._server_reaped.clear()
+        _say("the fork server died, and its workers with it; another one is started")
+        self._server = ForkServer.spawn(self._config.script)
+        self._loop.add_reader(self._server.fileno(), self._server_spoke)
+
+    # -- ends
+    def _ended(self, worker: Worker, status: int) -> None:
+        worker.channel.drain()  # what it said comes before its end; it may be how it ended
+        if not worker.reported:
+            self._report(worker, *proc.exit_code_and_signal(status), None)
+
+    def _reaped(self, worker: Worker, status: int) -> None:
+        self._ended(worker, status)
+        worker.buried()
+
+    def _report(self, worker: Worker, exit_code: int | None, signal_: int | None, failure: Failure | None) -> None:
+        worker.reported = True
+        self.uplink.event(
+            WorkerExited(
+                slot=worker.slot,
+                incarnation=worker.incarnation,
+                exit_code=exit_code,
+                signal=signal_,
+                failure=failure,
+                step=worker.step(),
+                snapshots=worker.snapshots(),
+            )
+        )
+
+    # -- messages
+    def _deliver(self, worker: Worker, body: bytes) -> None:
+        try:
+            message: Upward = decode_upward(body)
+        except msgspec.MsgspecError as error:
+            _say(f"{worker.slot} sent what is no message, and is killed: {error}")
+            worker.kill()
+            return
+        match message:
+            case UnitCommitted():
+                self.uplink.forward(Urgency.SOON, body)
+            case Logged():
+                self.uplink.forward(Urgency.MAYBE, body)
+            case WorkerExited():
+                if not worker.reported:  # the script is over; exit handlers may take a while, but not for ever
+                    self._report(worker, message.exit_code, message.signal, message.failure)
+                    self._loop.call_later(self._config.grace_s, self._end_of_grace, worker)
+            case _ if isinstance(message, WorkerEvent) and not worker.reported:
+                self.uplink.forward(Urgency.NOW, body)
+            case _:
+                pass  # late: its end has been told
+
+    def _end_of_grace(self, worker: Worker) -> None:
+        if not worker.gone.is_set():
+            worker.kill()
+
+    def _pass_on(self, command: c.WorkerCommand, to: list[tuple[SlotId, int]]) -> None:
+        data = frame(command)
+        for slot, incarnation in to:
+            if tray_of(slot) == self._config.tray and (worker := self._find(slot, incarnation)):
+                worker.channel.send(data)
+
+    # -- who is here
+    def _find(self, slot: SlotId, incarnation: int) -> Worker | None:
+        worker = self.kept(_index_of(slot), incarnation)
+        return None if worker is None or worker.gone.is_set() else worker
+
+    def _current(self) -> list[Worker]:
+        return [worker for slot in self._slots for worker in slot if not worker.gone.is_set()]
+
+
+def _index_of(slot: SlotId) -> int:
+    return int(slot.rpartition("/")[2])
+
+
+def _say(text: str) -> None:
+    print(f"rackrun: agent: {text}", file=sys.stderr)

@@ -1,0 +1,212 @@
+"""The agent's connection to its coordinator: in order, bounded, and put together again when it breaks.
+
+Telemetry waits for up to 20 ms for company; an event goes at once, and takes with it whatever waits, so nothing overtakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from enum import Enum
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+
+from rackrun.agent.config import AgentConfig
+from rackrun.core.commands import WorkerCommand
+from rackrun.core.events import Event
+from rackrun.core.wire import PROTOCOL, decode_command
+from rackrun.link.channel import FRAME_BYTES_MAX, frame, split_frames
+
+__all__ = ["End", "Uplink", "Urgency"]
+
+_BATCH_S = 0.02
+_BATCH_BYTES = 1 << 20
+_LOGGED_MAX = 10_000
+_CONNECT_S = 60.0
+_RETRY_S = (0.02, 1.0)
+_REFUSED = (401, 403, 404, 409, 426)
+_LENGTH = struct.Struct("<I")
+
+
+class Urgency(Enum):
+    NOW = "an event"
+    SOON = "telemetry that must arrive"
+    MAYBE = "telemetry that may be dropped in a flood, the oldest first"
+
+
+class End(Enum):
+    """Why there is no coordinator any more."""
+
+    REFUSED = 2
+    LOST = 3
+
+
+class Uplink:
+    def __init__(
+        self, config: AgentConfig, first: Event, obey: Callable[[WorkerCommand], None], orphan_s: float
+    ) -> None:
+        self._config = config
+        self._first = frame(first)
+        self._obey = obey
+        self._orphan_s = orphan_s
+        self._session_name = uuid4().hex
+        self._waiting: deque[tuple[Urgency, bytes]] = deque()
+        self._logged = 0
+        self.dropped = 0
+        """Logged messages that a flood has cost so far."""
+        self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._joined = False
+        self._closing = False
+
+    def event(self, event: Event) -> None:
+        self._put(Urgency.NOW, frame(event))
+
+    def forward(self, urgency: Urgency, body: bytes) -> None:
+        """A message of a worker, as it came."""
+        self._put(urgency, _LENGTH.pack(len(body)) + body)
+
+    async def run(self) -> End:
+        """Connect and stay connected; returns when that cannot be."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CONNECT_S
+        pause = _RETRY_S[0]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
+            while True:
+                try:
+                    async with self._connect(session) as socket:
+                        await self._converse(socket)
+                    if self._closing:
+                        return End.LOST
+                    _say("the connection to the coordinator broke; the workers go on, and I try again")
+                    deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in _REFUSED:
+                        _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
+                        return End.LOST if self._joined else End.REFUSED
+                    because = f"{error.status} {error.message}"
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    because = str(error) or type(error).__name__
+                if loop.time() >= deadline:
+                    _say(f"no coordinator at {self._config.coordinator}: {because}")
+                    return End.LOST
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _RETRY_S[1])
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all is sent."""
+        self._closing = True
+        self._urgent.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    def _put(self, urgency: Urgency, data: bytes) -> None:
+        if urgency is Urgency.MAYBE:
+            self._logged += 1
+            if self._logged > _LOGGED_MAX:
+                self._drop_oldest_logged()
+        self._waiting.append((urgency, data))
+        self._idle.clear()
+        if urgency is Urgency.NOW:
+            self._urgent.set()
+        self._wake.set()
+
+    def _drop_oldest_logged(self) -> None:
+        """Half of them, so that a flood costs one pass in many."""
+        surplus = self._logged - _LOGGED_MAX // 2
+        kept: deque[tuple[Urgency, bytes]] = deque()
+        for item in self._waiting:
+            if surplus and item[0] is Urgency.MAYBE:
+                surplus -= 1
+                self._logged -= 1
+                self.dropped += 1
+            else:
+                kept.append(item)
+        self._waiting = kept
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        if not self._joined:
+            await socket.send_bytes(self._first)
+            self._joined = True
+        writer = asyncio.create_task(self._write(socket))
+        try:
+            buffer = bytearray()
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    continue
+                buffer += message.data
+                for body in split_frames(buffer):
+                    self._obey(decode_command(body))
+        except (msgspec.MsgspecError, ValueError) as error:
+            _say(f"the coordinator sent what is no command: {error}")
+        finally:
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
+                await writer
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), _BATCH_S)
+            self._wake.clear()
+            self._urgent.clear()
+            while self._waiting:
+                batch = self._take()
+                try:
+                    await socket.send_bytes(b"".join(data for _, data in batch))
+                except BaseException:
+                    self._logged += sum(urgency is Urgency.MAYBE for urgency, _ in batch)
+                    self._waiting.extendleft(reversed(batch))
+                    self._urgent.set()
+                    self._wake.set()
+                    raise
+            self._idle.set()
+
+    def _take(self) -> list[tuple[Urgency, bytes]]:
+        batch: list[tuple[Urgency, bytes]] = []
+        size = 0
+        while self._waiting and (not batch or size + len(self._waiting[0][1]) <= _BATCH_BYTES):
+            urgency, data = self._waiting.popleft()
+            self._logged -= urgency is Urgency.MAYBE
+            size += len(data)
+            batch.append((urgency, data))
+        return batch
+
+    async def _reason(self, session: aiohttp.ClientSession, error: aiohttp.WSServerHandshakeError) -> str:
+        """The text of the refusal: aiohttp throws it away, but a plain request is refused with the same."""
+        text = ""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            limit = aiohttp.ClientTimeout(total=5.0)
+            async with session.get(self._url(), params=self._query(), timeout=limit) as answer:
+                text = (await answer.text()).strip() if answer.status == error.status else ""
+        return f"{error.status} {text or error.message}"
+
+    def _url(self) -> str:
+        return f"{self._config.coordinator}/agent"
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._config.token}"}
+
+    def _query(self) -> dict[str, str]:
+        query = {"protocol": str(PROTOCOL), "tray": self._config.tray, "session": self._session_name}
+        return {**query, "resume": "1"} if self._joined else query
+
+    def _connect(self, session: aiohttp.ClientSession) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse]:
+        return session.ws_connect(
+            self._url(), params=self._query(), heartbeat=self._config.lease_s / 2, max_msg_size=FRAME_BYTES_MAX
+        )
+
+
+def _say(text: str) -> None:
+    print(f"rackrun: agent: {text}", file=sys.stderr)

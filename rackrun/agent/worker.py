@@ -1,0 +1,149 @@
+"""One worker process as its agent holds it, from before its birth until its slot has forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from rackrun.agent import proc
+from rackrun.agent.channel import AgentChannel
+from rackrun.core.commands import StartWorker
+from rackrun.core.ids import Incarnation, SlotId, Step
+from rackrun.link import lifeline
+from rackrun.link.page import HeartbeatPage
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    def __init__(self, command: StartWorker, deliver: Callable[[Worker, bytes], None]) -> None:
+        self.command = command
+        self.slot: SlotId = command.slot
+        self.incarnation: Incarnation = command.incarnation
+        self.asked = False
+        """The fork server has been asked for it."""
+        self.pid = 0
+        self.reported = False
+        """The coordinator has been told of its end."""
+        self.gone = asyncio.Event()
+        """It has been reaped: its slot is empty."""
+        self.doomed = False
+        """To be killed, if need be as soon as it exists."""
+        self.stalled_since_ns = 0
+        """When its last stall was told; progress since then ends that stall."""
+        page_fd = HeartbeatPage.create(command.slot)
+        self.page = HeartbeatPage(page_fd)
+        name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
+        self.snapshot_fds = (_memfd(f"{name}-a"), _memfd(f"{name}-b"))
+        ours, theirs = socket.socketpair()
+        self.channel = AgentChannel(ours, lambda body: deliver(self, body))
+        self._birth_fds: tuple[int, ...] = (theirs.detach(), page_fd)
+        self._pidfd = -1
+        self._stat_fd = -1
+        self._seen_exiting = False
+        self._let_go = False
+        self.tied = False
+        """Its lifeline is waited for: there is no need to poll for its end."""
+
+    @property
+    def fds_for_birth(self) -> tuple[int, ...]:
+        """Channel, page, snapshots: what its process is to have."""
+        return (*self._birth_fds, *self.snapshot_fds)
+
+    def sent_off(self) -> None:
+        """Its process has its own descriptors now, or there will be none."""
+        for fd in self._birth_fds:
+            os.close(fd)
+        self._birth_fds = ()
+
+    def born(self, pid: int, pidfd: int, ended: Callable[[Worker], None]) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # already reaped: that will be told too
+            self._stat_fd = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        asyncio.get_running_loop().add_reader(pidfd, self._over, ended)
+        if self.doomed:
+            self.kill()
+
+    def tie(self, ended: Callable[[Worker], None]) -> None:
+        """Wait for its lifeline, once there is one."""
+        if self._let_go or self.tied or not lifeline.held(self.page):
+            return
+        self.tied = True
+        loop = asyncio.get_running_loop()
+
+        def released() -> None:
+            with contextlib.suppress(RuntimeError):  # the agent itself has ended
+                loop.call_soon_threadsafe(self._lifeline_released, ended)
+
+        lifeline.wait_in_thread(self.page, f"rackrun-lifeline-{self.slot}", released)
+
+    def ending(self) -> int | None:
+        """Its wait status if the kernel is tearing it down, or has. None: it runs, as far as can be seen."""
+        if self._stat_fd < 0:
+            return None
+        stat = proc.read_stat(self._stat_fd)
+        if stat is None or not stat.exiting:
+            return None
+        # The flag is set an instant before the status: a zero counts when it is seen twice.
+        if stat.status == 0 and not self._seen_exiting:
+            self._seen_exiting = True
+            return None
+        return stat.status
+
+    def kill(self) -> None:
+        """SIGKILL, to it and nobody else. Its group follows when it is reaped."""
+        self.doomed = True
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM to its whole group; to a process that does not exist yet, the end."""
+        if self._pidfd < 0:
+            self.doomed = True
+        elif not self.gone.is_set():
+            try:
+                os.killpg(self.pid, signal.SIGTERM)
+            except ProcessLookupError:  # it has not made its group yet, or is gone
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+
+    def buried(self) -> None:
+        """It has been reaped. Page and snapshots stay."""
+        self.channel.close()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        if self._stat_fd >= 0:
+            os.close(self._stat_fd)
+        self._pidfd = self._stat_fd = -1
+        self.gone.set()
+
+    def forget(self) -> None:
+        for fd in self.snapshot_fds:
+            os.close(fd)
+        self.snapshot_fds = (-1, -1)
+
+    def step(self) -> Step:
+        return Step(self.page.at.step) if self.page.since_ns else Step(-1)
+
+    def snapshots(self) -> tuple[Step, ...]:
+        return tuple(Step(step) for step in sorted(self.page.snapshots()))
+
+    def _lifeline_released(self, ended: Callable[[Worker], None]) -> None:
+        self._let_go = True
+        self.tied = False  # should it not be dying after all, it is polled from now on
+        ended(self)
+
+    def _over(self, ended: Callable[[Worker], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        ended(self)
+
+
+def _memfd(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC)

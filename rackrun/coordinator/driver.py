@@ -1,0 +1,286 @@
+"""The shell around the core: it stamps events, asks the core, and carries out what the core says, in that order.
+
+Everything here runs on the event loop's thread, without an await between an event and the last of its commands: journal,
+then outboxes. Whoever sends from an outbox is `rackrun.coordinator.server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, assert_never
+
+import msgspec
+
+from rackrun.coordinator.journal import Journal, JournalError
+from rackrun.coordinator.ledger import Ledger, Progress
+from rackrun.coordinator.log import StepLog
+from rackrun.coordinator.metrics import Metrics
+from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
+from rackrun.core.commands import (
+    BreakGeneration,
+    Command,
+    DrainWorkers,
+    FenceWorker,
+    ReleaseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+    WorkerCommand,
+)
+from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost
+from rackrun.core.ids import SlotId, TrayId, tray_of
+from rackrun.core.wire import Logged, Telemetry, UnitCommitted
+from rackrun.link.channel import frame
+
+__all__ = ["Core", "Driver", "Link", "Observer", "Status"]
+
+_log = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What the driver needs of `rackrun.core.control_plane.ControlPlane`."""
+
+    def handle(self, event: Event) -> Sequence[Command]: ...
+
+    def view(self) -> msgspec.Struct: ...
+
+
+class Link(Protocol):
+    """The way to one agent. ``send`` never blocks and keeps the order."""
+
+    def send(self, data: bytes) -> None: ...
+
+
+class Observer(Protocol):
+    """Whoever shows a person what goes on."""
+
+    def line(self, text: str, logged: Logged) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /api/status``"""
+
+    run_id: str
+    uptime_s: float
+    trays: tuple[TrayId, ...]
+    progress: Progress
+    recoveries: int
+    last_recovery: str
+    """One line about it; "" when there was none."""
+    last_recovery_s: float | None
+    over: StopJob | None
+    core: msgspec.Struct
+    """`ControlPlane.view`"""
+
+
+class Driver:
+    """Runs one job. Await `finished` for its end."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        *,
+        run_id: str,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.finished: asyncio.Future[StopJob] = asyncio.get_running_loop().create_future()
+        self.metrics = Metrics(run_id)
+        self.ledger = Ledger()
+        self.watch = RecoveryWatch(self._recovered)
+        self.recoveries: list[Recovery] = []
+        self._core = core
+        self._journal = journal
+        self._run_id = run_id
+        self._observer = observer
+        self._clock = clock
+        self._began = clock()
+        self._at_ms = 0
+        self._links: dict[TrayId, Link] = {}
+        self._inbox: deque[tuple[Event, float]] = deque()
+        self._handling = False
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._step_log = StepLog(self._line)
+
+    # -- who is there
+    @property
+    def over(self) -> StopJob | None:
+        return self.finished.result() if self.finished.done() and not self.finished.cancelled() else None
+
+    def link_of(self, tray: TrayId) -> Link | None:
+        return self._links.get(tray)
+
+    def joined(self, event: TrayJoined, link: Link) -> None:
+        """An agent has introduced itself on a new connection; an older one of the same tray is void."""
+        if event.tray in self._links:
+            self.lost(event.tray, self._links[event.tray], "its agent connected anew")
+        self._links[event.tray] = link
+        self.metrics.trays.set(len(self._links))
+        self.submit(event)
+
+    def lost(self, tray: TrayId, link: Link, because: str) -> None:
+        """A connection has ended. Only the tray's current one counts."""
+        if self._links.get(tray) is not link:
+            return
+        del self._links[tray]
+        self.metrics.trays.set(len(self._links))
+        if self.over is None:
+            self.submit(TrayLost(tray=tray, because=because))
+
+    # -- what happens
+    def begin(self) -> None:
+        """The job's time starts: from now on the core waits for trays."""
+        self.submit(TimerFired(name="begin"))
+
+    def submit(self, event: Event) -> None:
+        """Handle ``event`` and all that follows from it, now. Nothing happens once the job is over."""
+        self._inbox.append((event, self.now_ms()))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox and self.over is None:
+                self._handle(*self._inbox.popleft())
+        finally:
+            self._inbox.clear()
+            self._handling = False
+
+    def heard(self, telemetry: Iterable[Telemetry]) -> None:
+        """Telemetry that arrived together."""
+        now_ms = self.now_ms()
+        lines = []
+        for message in telemetry:
+            match message:
+                case UnitCommitted():
+                    self._journal.unit(message, now_ms)
+                    plan = self.watch.plan
+                    if self.ledger.commit(message, plan.world_size if plan else 1, now_ms) and message.at.phase == 0:
+                        self.metrics.step.set(message.at.step)
+                    self.watch.committed(message, now_ms)
+                case Logged():
+                    lines.append(message)
+                case _:
+                    assert_never(message)
+        if lines:
+            self._step_log.take(lines)
+
+    def stop(self, command: StopJob) -> None:
+        """End the job without asking the core: it is broken, or it did not end in time."""
+        if self.over is None:
+            self._journal.command(command, int(self.now_ms()), 0)
+            self._carry_out(command)
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self.watch.finish()
+
+    # -- what it looks like
+    def now_ms(self) -> float:
+        return (self._clock() - self._began) * 1e3
+
+    def status(self) -> Status:
+        last = self.recoveries[-1] if self.recoveries else None
+        return Status(
+            run_id=self._run_id,
+            uptime_s=self.now_ms() / 1e3,
+            trays=tuple(sorted(self._links)),
+            progress=self.ledger.progress(self.now_ms()),
+            recoveries=len(self.recoveries),
+            last_recovery=last.line() if last else "",
+            last_recovery_s=last.seconds if last else None,
+            over=self.over,
+            core=self._core.view(),
+        )
+
+    # -- one event
+    def _handle(self, event: Event, arrived_ms: float) -> None:
+        # A timer may fire a fraction early, and one arrival is never before another.
+        self._at_ms = max(self._at_ms, int(arrived_ms), event.at_ms if isinstance(event, TimerFired) else 0)
+        event = msgspec.structs.replace(event, at_ms=self._at_ms)
+        cause = self._journal.event(event)
+        self.watch.heard(event, arrived_ms)
+        try:
+            commands = self._core.handle(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
+            _log.exception("the core failed on %r", event)
+            because = f"rackrun contradicts itself on {type(event).__name__}: {type(error).__name__}: {error}"
+            remedy = f"please report this, with {self._journal.path}"
+            commands = (StopJob(exit_code=3, because=because, remedy=remedy),)
+        for command in commands:
+            self._journal.command(command, self._at_ms, cause)
+            self._carry_out(command)
+            self.watch.told(command, arrived_ms, self.now_ms())
+        self.metrics.events.labels(type(event).__name__).inc()
+        self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SetTimer():
+                self._set_timer(command)
+            case BreakGeneration():
+                if self._persist(command):
+                    self._send(command, (worker.slot for worker in command.workers))
+            case ResumeGeneration():
+                if self._persist(command):
+                    self.metrics.generation.set(command.plan.generation)
+                    self.metrics.world_size.set(command.plan.world_size)
+                    self._send(command, (member.slot for member in command.plan.members))
+            case StartWorker() | FenceWorker():
+                self._send(command, (command.slot,))
+            case DrainWorkers() | ReleaseWorkers():
+                self._send(command, (worker.slot for worker in command.workers))
+            case StopJob():
+                data = frame(command)
+                for link in self._links.values():
+                    link.send(data)
+                if not self.finished.done():
+                    self.finished.set_result(command)
+            case _:
+                assert_never(command)
+
+    def _persist(self, command: BreakGeneration | ResumeGeneration) -> bool:
+        began = self.now_ms()
+        try:
+            self._journal.persist(command, self._at_ms)
+        except JournalError as error:
+            self.submit(JournalFailed(because=str(error)))
+            return False
+        self.metrics.persist_s.observe((self.now_ms() - began) / 1e3)
+        return True
+
+    def _send(self, command: WorkerCommand, slots: Iterable[SlotId]) -> None:
+        data = frame(command)
+        for tray in dict.fromkeys(tray_of(slot) for slot in slots):
+            if link := self._links.get(tray):  # else: its TrayLost is handled already, or comes next
+                link.send(data)
+
+    def _set_timer(self, command: SetTimer) -> None:
+        def fire() -> None:
+            self._timers.discard(timer)
+            if self.over is None:
+                self.submit(TimerFired(name=command.name, at_ms=command.at_ms))
+
+        delay_s = max(0.0, command.at_ms - self.now_ms()) / 1e3
+        timer = asyncio.get_running_loop().call_later(delay_s, fire)
+        self._timers.add(timer)
+
+    # -- telemetry
+    def _line(self, text: str, logged: Logged) -> None:
+        self.ledger.logged(logged)
+        self._observer.line(text, logged)
+
+    def _recovered(self, recovery: Recovery) -> None:
+        self.recoveries.append(recovery)
+        self.metrics.recovered(recovery)
+        self._journal.recovery(recovery)
+        self._observer.recovered(recovery)

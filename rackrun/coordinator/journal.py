@@ -1,0 +1,240 @@
+"""The journal: what a job did, in one SQLite file, and the only thing that must be on disk before anyone is told.
+
+Theory of operation. Two connections share the file (WAL). The *synchronous* one belongs to the event loop and runs with
+``synchronous=FULL``: `Journal.persist` returns once a generation is on disk, a few milliseconds, and raises
+`JournalError` if it is not. Everything else is telemetry: it is queued and written by a thread, in transactions of at
+most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job.
+
+Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordinator's monotonic clock since it began;
+``wall`` is Unix time in seconds, for people. Bodies are JSON; a number that JSON lacks (NaN) is null there.
+
+=============  =====================================================================================================
+``meta``       key, value: format, run_id, protocol, began_wall, and whatever the launcher adds; at the end also
+               exit_code, because, ended_ms, rows_lost
+``events``     id, cause (id of the event that a command answers, NULL for an event), kind (``event``, ``command``),
+               name, at_ms, wall, body: every core event and command, in the order in which they were handled
+``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*
+               it is announced
+``recoveries``  generation, fault_ms, body (`rackrun.coordinator.recoveries.Recovery`)
+``units``      step, phase, rank, generation, attempt, committed_at_ms, seconds, gate (float64, little endian)
+``ledger``     step, phase, rank, generation, count, digest (BLAKE2b, 16 bytes), ids (int64, little endian; NULL with
+               ``--ledger digest``)
+=============  =====================================================================================================
+
+A unit that is computed again after a rollback has rows of both generations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rackrun.coordinator.recoveries import Recovery
+from rackrun.core.commands import BreakGeneration, Command, ResumeGeneration
+from rackrun.core.events import Event
+from rackrun.core.wire import PROTOCOL, UnitCommitted
+from rackrun.errors import RackrunError
+
+__all__ = ["BATCH_ROWS", "FORMAT", "Journal", "JournalError", "LedgerMode", "digest_of"]
+
+FORMAT = 1
+BATCH_ROWS = 256
+BATCH_S = 0.1
+
+LedgerMode: TypeAlias = Literal["ids", "digest"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, cause INTEGER, kind TEXT, name TEXT, at_ms INTEGER, wall REAL, body TEXT);
+CREATE TABLE IF NOT EXISTS generations (
+    id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, stage TEXT NOT NULL, at_ms INTEGER, wall REAL, body TEXT);
+CREATE TABLE IF NOT EXISTS recoveries (generation INTEGER PRIMARY KEY, fault_ms REAL, body TEXT);
+CREATE TABLE IF NOT EXISTS units (
+    step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, attempt INTEGER, committed_at_ms REAL, seconds REAL,
+    gate BLOB, PRIMARY KEY (step, phase, rank, generation)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger (
+    step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, count INTEGER, digest BLOB, ids BLOB,
+    PRIMARY KEY (step, phase, rank, generation));
+"""
+_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)"
+_GENERATION = "INSERT INTO generations (generation, stage, at_ms, wall, body) VALUES (?, ?, ?, ?, ?)"
+_RECOVERY = "INSERT OR REPLACE INTO recoveries VALUES (?, ?, ?)"
+_UNIT = "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_LEDGER = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?)"
+
+_Row: TypeAlias = tuple[str, tuple[object, ...]]
+
+
+class JournalError(RackrunError):
+    """A generation could not be put on disk."""
+
+
+class Journal:
+    """One job's journal, open for writing.
+
+    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written.
+    Raises JournalError when the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str,
+        facts: Mapping[str, str] | None = None,
+        ledger: LedgerMode = "ids",
+        on_trouble: Callable[[str], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.rows_lost = 0
+        self._ids = ledger == "ids"
+        self._on_trouble = on_trouble
+        self._next_id = 1
+        try:
+            self._synchronous = _connect(path, "FULL")
+            self._synchronous.execute("PRAGMA wal_autocheckpoint=0")  # the writer's thread checkpoints, not the loop
+            self._synchronous.executescript(_SCHEMA)
+            self._telemetry = _connect(path, "NORMAL")
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"the journal {path} cannot be made: {error}.", remedy="choose another --out-dir."
+            ) from error
+        began = {"format": FORMAT, "run_id": run_id, "protocol": PROTOCOL, "began_wall": time.time()}
+        self._synchronous.executemany(_META, [(k, str(v)) for k, v in (began | dict(facts or {})).items()])
+        self._one_writer = threading.Lock()  # instead of SQLite's busy handler, which sleeps in whole milliseconds
+        self._queue: deque[_Row] = deque()
+        self._queued = threading.Event()
+        self._closing = threading.Event()
+        self._put_rows = 0  # by the loop
+        self._done_rows = 0  # by the writer, under _progress
+        self._progress = threading.Condition()
+        self._thread = threading.Thread(target=self._write_batches, name="rackrun-journal", daemon=True)
+        self._thread.start()
+
+    # -- before anyone is told
+    def persist(self, command: BreakGeneration | ResumeGeneration, at_ms: int) -> None:
+        """Return once ``command`` is on disk. Raises JournalError when it is not."""
+        if isinstance(command, BreakGeneration):
+            stage, generation = "break", command.generation
+        else:
+            stage, generation = "resume", command.plan.generation
+        try:
+            with self._one_writer:  # held elsewhere for one small transaction without a sync at most
+                self._synchronous.execute(_GENERATION, (generation, stage, at_ms, time.time(), _json(command)))
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"generation {generation} could not be written to {self.path}: {error}.",
+                remedy="make room on that disk, or choose another --out-dir.",
+            ) from error
+
+    # -- telemetry: never blocks
+    def event(self, event: Event) -> int:
+        """Returns its id, the cause of what is done about it."""
+        return self._entry("event", event, event.at_ms, None)
+
+    def command(self, command: Command, at_ms: int, cause: int) -> None:
+        self._entry("command", command, at_ms, cause)
+
+    def recovery(self, recovery: Recovery) -> None:
+        self._put(_RECOVERY, (recovery.generation, recovery.fault_ms, recovery))
+
+    def unit(self, unit: UnitCommitted, at_ms: float) -> None:
+        where = (unit.at.step, unit.at.phase, unit.rank, unit.generation)
+        gate = struct.pack(f"<{len(unit.gate)}d", *unit.gate)
+        self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate))
+        if unit.ids:
+            ids = unit.ids if self._ids else None
+            self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))
+
+    def fact(self, key: str, value: object) -> None:
+        self._put(_META, (key, str(value)))
+
+    # -- the end
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until all telemetry queued so far is written (or lost)."""
+        wanted = self._put_rows
+        with self._progress:
+            return self._progress.wait_for(lambda: self._done_rows >= wanted, timeout_s)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._queued.set()
+        self._thread.join()
+        if self.rows_lost:
+            with contextlib.suppress(sqlite3.Error):  # the disk is as full as it was; `on_trouble` has said so
+                self._synchronous.execute(_META, ("rows_lost", str(self.rows_lost)))
+        self._telemetry.close()
+        self._synchronous.close()
+
+    def _entry(self, kind: str, body: Event | Command, at_ms: int, cause: int | None) -> int:
+        number = self._next_id
+        self._next_id += 1
+        self._put(_EVENT, (number, cause, kind, type(body).__name__, at_ms, time.time(), body))
+        return number
+
+    def _put(self, sql: str, values: tuple[object, ...]) -> None:
+        self._queue.append((sql, values))
+        self._put_rows += 1
+        self._queued.set()
+
+    # -- the writer's thread
+    def _write_batches(self) -> None:
+        while not (self._closing.is_set() and not self._queue):
+            self._queued.wait()
+            self._closing.wait(BATCH_S)  # let a batch gather
+            self._queued.clear()
+            while self._queue:
+                rows = [self._queue.popleft() for _ in range(min(BATCH_ROWS, len(self._queue)))]
+                self._write(rows)
+                with self._progress:
+                    self._done_rows += len(rows)
+                    self._progress.notify_all()
+
+    def _write(self, rows: list[_Row]) -> None:
+        plain = [(sql, tuple(_json(v) if isinstance(v, msgspec.Struct) else v for v in values)) for sql, values in rows]
+        plain.sort(key=itemgetter(0))  # stable: the order within a table stays
+        try:
+            with self._one_writer:
+                self._telemetry.execute("BEGIN IMMEDIATE")
+                for sql, group in groupby(plain, key=itemgetter(0)):
+                    self._telemetry.executemany(sql, [values for _, values in group])
+                self._telemetry.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._telemetry.in_transaction:
+                self._telemetry.execute("ROLLBACK")
+            if not self.rows_lost and self._on_trouble is not None:
+                self._on_trouble(
+                    f"the journal {self.path} takes no more telemetry: {error}. Training goes on; the report and the "
+                    f"ledger check will be incomplete. Remedy: make room on that disk."
+                )
+            self.rows_lost += len(rows)
+
+
+def digest_of(ids: bytes) -> bytes:
+    """What the ledger keeps of sample ids (int64, little endian) in either mode."""
+    return hashlib.blake2b(ids, digest_size=16).digest()
+
+
+def _connect(path: Path, synchronous: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute(f"PRAGMA synchronous={synchronous}")
+    return connection
+
+
+def _json(body: object) -> str:
+    return msgspec.json.encode(body).decode()

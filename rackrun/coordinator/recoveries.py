@@ -1,0 +1,258 @@
+"""One recovery after another, timed: what the report, the status line and the operator see of a failure.
+
+A pure observer: it hears every event and every command that the driver handles, with the time, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import msgspec
+
+from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, ResumeGeneration, StartWorker
+from rackrun.core.events import (
+    Event,
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerParked,
+    WorkerResumed,
+    WorkerStalled,
+)
+from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, tray_of
+from rackrun.core.wire import UnitCommitted
+
+__all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
+
+_GONE = "gone"
+
+
+class LostRank(msgspec.Struct, frozen=True, kw_only=True):
+    rank: Rank
+    slot: SlotId
+    how: str
+    """``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``."""
+    to: SlotId | None = None
+    """Who took the rank over; None when the world shrank."""
+
+
+class Recovery(msgspec.Struct, kw_only=True):
+    """One answer to a failure. Times are milliseconds of the coordinator's clock; None: the stage was never reached."""
+
+    generation: int
+    kind: str
+    """``swap``, ``restart`` (the whole world, in place), ``resize`` (the world shrank or grew), ``regroup`` (nobody was lost)."""
+    because: str
+    fault_ms: float
+    """When the first event of the failure arrived; carried over when a newer generation overtakes this one."""
+    break_ms: float | None = None
+    parked_ms: float | None = None
+    plan_ms: float | None = None
+    resumed_ms: float | None = None
+    committed_ms: float | None = None
+    """Every rank of the new world has committed a unit."""
+    lost: tuple[LostRank, ...] = ()
+    world_size: int = 0
+    restores: tuple[str, ...] = ()
+    """Who got its state from where: ``rank 2 from rank 0``."""
+    rollback: int | None = None
+    """Everyone went back to the state after this step."""
+    redone: tuple[int, ...] = ()
+    """Steps computed again: the one that was broken, and those since the rollback."""
+    overtaken: bool = False
+    """A newer generation replaced this one before its world had resumed."""
+
+    @property
+    def seconds(self) -> float | None:
+        """From the fault until every rank computed again."""
+        return None if self.resumed_ms is None else (self.resumed_ms - self.fault_ms) / 1e3
+
+    def line(self) -> str:
+        """For people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done again``."""
+        restart = self.kind == "restart"
+        who = "; ".join(
+            f"rank {one.rank} lost on {one.slot} ({one.how})"
+            + ("" if restart else f" -> {one.to or 'nobody, the world shrinks'}")
+            for one in self.lost
+        )
+        parts = [who or f"generation {self.generation}: {self.because}"]
+        if restart:
+            parts.append(f" -> all {self.world_size} workers start again")
+        if self.overtaken:
+            parts.append(", overtaken by another failure")
+        elif self.seconds is not None:
+            parts.append(f" in {self.seconds:.2f} s")
+        if self.rollback is not None:
+            parts.append(f", back to the state after step {self.rollback}")
+        if self.redone:
+            first, last = self.redone[0], self.redone[-1]
+            parts.append(f", step {first} done again" if first == last else f", steps {first} to {last} done again")
+        return "".join(parts)
+
+
+class RecoveryWatch:
+    """Follows the generations. ``on_done`` gets each recovery once: when it is complete, overtaken, or the job has ended."""
+
+    def __init__(self, on_done: Callable[[Recovery], None]) -> None:
+        self._on_done = on_done
+        self._open: Recovery | None = None
+        self._plan: Plan | None = None
+        self._how: dict[SlotId, str] = {}
+        self._fault_ms: float | None = None
+        self._waiting: set[tuple[SlotId, Incarnation]] = set()  # members that have not resumed
+        self._uncommitted: set[Rank] = set()  # ranks without a commit since the recovery
+        self._from = BEGIN
+        self._restarts = 0
+        self._elastic = False
+        self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
+        self.last: Recovery | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan: who is the world."""
+        return self._plan
+
+    def heard(self, event: Event, now_ms: float) -> None:
+        match event:
+            case WorkerElastic():
+                self._elastic = True
+            case WorkerExited() if event.slot not in self._fenced:
+                self._fault(event.slot, describe_exit(event), now_ms)
+            case WorkerStalled():
+                self._fault(event.slot, f"stalled for {event.for_ms} ms", now_ms)
+            case TrayLost():
+                for member in self._plan.members if self._plan else ():
+                    if tray_of(member.slot) == event.tray:
+                        self._fault(member.slot, f"tray lost: {event.because}", now_ms)
+            case WorkerParked() if self._open and event.generation == self._open.generation:
+                self._open.parked_ms = now_ms
+            case WorkerResumed() if self._plan and event.generation == self._plan.generation:
+                self._waiting.discard((event.slot, event.incarnation))
+                if (
+                    self._open
+                    and not self._waiting
+                    and self._open.plan_ms is not None
+                    and self._open.resumed_ms is None
+                ):
+                    self._open.resumed_ms = now_ms
+            case _:
+                pass
+
+    def told(self, command: Command, cause_ms: float, now_ms: float) -> None:
+        """``cause_ms`` is when the event arrived that the command answers."""
+        match command:
+            case BreakGeneration():
+                if self._open is None or self._open.generation != command.generation:
+                    self._begin(command.generation, "regroup", command.because, cause_ms)
+                assert self._open is not None
+                if self._open.break_ms is None:
+                    self._open.break_ms = now_ms
+            case FenceWorker() if command.slot not in self._how:
+                self._fenced.add(command.slot)
+            case StartWorker() if command.restarts > self._restarts:
+                self._restarts = command.restarts
+                if self._open is not None and self._open.kind == "restart" and not self._elastic:
+                    self._end()  # a plain script does not tell when it computes again
+            case ResumeGeneration():
+                self._planned(command, now_ms)
+            case _:
+                pass
+
+    def committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        recovery = self._open
+        if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
+            return
+        if unit.attempt > 0 and unit.at.phase == 0 and unit.at.step not in recovery.redone:
+            recovery.redone = tuple(sorted({*recovery.redone, unit.at.step}))
+        self._uncommitted.discard(unit.rank)
+        if not self._uncommitted and recovery.plan_ms is not None:
+            recovery.committed_ms = now_ms
+            if recovery.resumed_ms is None:
+                recovery.resumed_ms = now_ms
+            self._end()
+
+    def finish(self) -> None:
+        """The job has ended: whatever is open will not be completed."""
+        self._end()
+
+    def _fault(self, slot: SlotId, how: str, now_ms: float) -> None:
+        self._how.setdefault(slot, how)
+        if self._fault_ms is None:
+            self._fault_ms = now_ms
+
+    def _begin(self, generation: int, kind: str, because: str, cause_ms: float) -> None:
+        fault_ms = cause_ms
+        if self._open is not None:
+            if self._open.resumed_ms is None:
+                fault_ms = self._open.fault_ms
+                self._open.overtaken = True
+            self._end()
+        elif self._fault_ms is not None and self._fault_ms < fault_ms:
+            fault_ms = self._fault_ms  # such as the first exit of several, before all start again
+        self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms)
+
+    def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
+        plan, before = command.plan, self._plan
+        self._plan = plan
+        self._waiting = {(m.slot, m.incarnation) for m in plan.members}
+        self._uncommitted = {m.rank for m in plan.members}
+        self._from = plan.committed if plan.rollback is None else Position(plan.rollback)
+        if before is not None and (self._open is None or self._open.plan_ms is not None):
+            self._begin(plan.generation, "restart", command.because, now_ms)  # nobody was left to be broken
+        recovery = self._open
+        if recovery is not None:
+            recovery.generation = plan.generation
+            recovery.plan_ms = now_ms
+            recovery.because = command.because or recovery.because
+            recovery.world_size = plan.world_size
+            recovery.rollback = plan.rollback
+            recovery.restores = tuple(_restore(r.rank, r.sources, r.snapshot) for r in plan.restores)
+            if plan.rollback is not None:
+                recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
+            if before is not None:
+                recovery.lost = self._lost(before, plan)
+                if recovery.kind == "restart":
+                    recovery.lost = tuple(one for one in recovery.lost if one.how != _GONE) or recovery.lost
+                else:
+                    resized = before.world_size != plan.world_size
+                    recovery.kind = "resize" if resized else "swap" if recovery.lost else "regroup"
+        self._how.clear()
+        self._fenced.clear()
+        self._fault_ms = None
+
+    def _lost(self, before: Plan, after: Plan) -> tuple[LostRank, ...]:
+        now = {m.rank: m for m in after.members}
+        alive = {(m.slot, m.incarnation) for m in after.members}
+        return tuple(
+            LostRank(
+                rank=m.rank,
+                slot=m.slot,
+                how=self._how.get(m.slot, _GONE),
+                to=now[m.rank].slot if m.rank in now else None,
+            )
+            for m in before.members
+            if (m.slot, m.incarnation) not in alive
+        )
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self.last, self._open = self._open, None
+            self._on_done(self.last)
+
+
+def describe_exit(event: WorkerExited) -> str:
+    if event.signal is not None:
+        try:
+            return signal.Signals(event.signal).name
+        except ValueError:
+            return f"signal {event.signal}"
+    if event.failure is not None:
+        return event.failure.type.removeprefix("builtins.")
+    return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
+
+
+def _restore(rank: Rank, sources: tuple[Rank, ...], snapshot: str) -> str:
+    if sources:
+        return f"rank {rank} from rank {', '.join(map(str, sources))}"
+    return f"rank {rank} from snapshot {snapshot}" if snapshot else f"rank {rank} from nothing"

@@ -1,0 +1,289 @@
+"""What a journal tells afterwards: recoveries stage by stage, where the time went, and whether a sample was lost or doubled.
+
+Reads the file only; the job may still run. Formats: `rackrun.coordinator.journal`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from rackrun.coordinator.journal import FORMAT
+from rackrun.coordinator.recoveries import Recovery
+from rackrun.core.commands import Plan, ResumeGeneration
+from rackrun.core.ids import Position
+from rackrun.errors import UsageError
+
+__all__ = ["Goodput", "LedgerCheck", "Report", "Stage", "read_report"]
+
+_STAGES = (
+    ("break", "fault_ms", "break_ms"),
+    ("park", "break_ms", "parked_ms"),
+    ("plan", "parked_ms", "plan_ms"),
+    ("resume", "plan_ms", "resumed_ms"),
+    ("first commit", "resumed_ms", "committed_ms"),
+)
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    from_ms: float
+    ms: float
+
+
+class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
+    line: str
+    recovery: Recovery
+    seconds: float | None
+    """From the fault until every rank computed again."""
+    stages: tuple[Stage, ...]
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """ETTR: effective training time ratio, productive time over wall time (the Llama 3 and Revisiting Reliability papers)."""
+
+    wall_s: float
+    """From the coordinator's start to the job's end, or to the last thing in the journal."""
+    productive_s: float
+    """Each committed unit counted once, at the time an undisturbed one takes."""
+    startup_s: float
+    """Until the first generation was resumed."""
+    recovery_s: float
+    """From each fault until all ranks computed again."""
+    redone_s: float
+    """Computed again: broken steps, and those since a rollback."""
+    other_s: float
+    """The script's own code between units, and what is in none of the above."""
+    ettr: float
+    ettr_since_first_step: float
+
+
+class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Every sample counted once. Empty lists are good news."""
+
+    units: int
+    samples: int
+    distinct: int
+    """Different sample ids, where ids were kept."""
+    doubled: tuple[str, ...] = ()
+    """A sample id twice within one committed unit."""
+    differing: tuple[str, ...] = ()
+    """A unit that was computed again, on other samples than before."""
+    missing: tuple[str, ...] = ()
+    """A rank of the world whose row of a committed unit is not there."""
+    rows_lost: int = 0
+    """Rows that the journal could not take."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.doubled or self.differing or self.missing or self.rows_lost)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    exit_code: int | None
+    because: str
+    steps: int
+    steps_redone: int
+    generations: int
+    recoveries: tuple[RecoveryReport, ...]
+    goodput: Goodput
+    ledger: LedgerCheck
+
+
+class _Unit(msgspec.Struct, frozen=True):
+    at: Position
+    rank: int
+    generation: int
+    attempt: int
+    committed_ms: float
+    seconds: float
+
+
+def read_report(path: Path) -> Report:
+    """Raises UsageError when ``path`` is not a journal that this version can read."""
+    if not path.is_file():
+        raise UsageError(f"there is no journal at {path}.", remedy="name the --out-dir of a run.")
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+    try:
+        meta = dict(connection.execute("SELECT key, value FROM meta"))
+        if meta.get("format") != str(FORMAT):
+            raise UsageError(
+                f"{path} has format {meta.get('format')}, this rackrun reads format {FORMAT}.",
+                remedy="use the version of rackrun that wrote it.",
+            )
+        return _report(connection, meta)
+    except sqlite3.Error as error:
+        raise UsageError(
+            f"{path} cannot be read as a journal: {error}.", remedy="name the --out-dir of a run."
+        ) from error
+    finally:
+        connection.close()
+
+
+def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
+    plans: dict[int, Plan] = {
+        (resume := msgspec.json.decode(body, type=ResumeGeneration)).plan.generation: resume.plan
+        for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
+    }
+    first_resume_ms = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]
+    recoveries = [
+        msgspec.json.decode(body, type=Recovery)
+        for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation")
+    ]
+    units = [
+        _Unit(Position(step, phase), *rest)
+        for step, phase, *rest in connection.execute(
+            "SELECT step, phase, rank, generation, attempt, committed_at_ms, seconds FROM units ORDER BY step, phase, rank"
+        )
+    ]
+    last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
+    ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
+    redone = _redone(units)
+    exit_code = meta.get("exit_code")
+    return Report(
+        run_id=meta.get("run_id", ""),
+        exit_code=int(exit_code) if exit_code else None,
+        because=meta.get("because", ""),
+        steps=len({unit.at.step for unit in units if unit.at.phase == 0}),
+        steps_redone=len([at for at in redone if at.phase == 0]),
+        generations=len(plans),
+        recoveries=tuple(
+            RecoveryReport(line=one.line(), recovery=one, seconds=one.seconds, stages=_stages(one))
+            for one in recoveries
+        ),
+        goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),
+        ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
+    )
+
+
+def _stages(recovery: Recovery) -> tuple[Stage, ...]:
+    """Consecutive; a stage that was skipped (nobody to break, nobody to park) takes no time."""
+    stages = []
+    reached = recovery.fault_ms
+    for name, _, end in _STAGES:
+        at: float | None = getattr(recovery, end)
+        if at is not None:
+            stages.append(Stage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
+            reached = max(reached, at)
+    return tuple(stages)
+
+
+# -- where the time went ---------------------------------------------------------------------------------------------
+def _redone(units: list[_Unit]) -> dict[Position, int]:
+    """How many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
+    attempts: dict[Position, int] = {}
+    generations: dict[tuple[Position, int], set[int]] = defaultdict(set)
+    for unit in units:
+        attempts[unit.at] = max(attempts.get(unit.at, 0), unit.attempt)
+        generations[unit.at, unit.rank].add(unit.generation)
+    for (at, _), seen in generations.items():
+        attempts[at] = max(attempts[at], len(seen) - 1)
+    return {at: count for at, count in attempts.items() if count}
+
+
+def _goodput(
+    units: list[_Unit],
+    recoveries: list[Recovery],
+    redone: dict[Position, int],
+    ended_ms: float,
+    first_resume_ms: int | None,
+) -> Goodput:
+    slowest: dict[Position, float] = {}
+    calm: dict[int, list[float]] = defaultdict(list)  # phase -> seconds of units that nothing disturbed
+    for unit in units:
+        slowest[unit.at] = max(slowest.get(unit.at, 0.0), unit.seconds)
+    for at, seconds in slowest.items():
+        if at not in redone:
+            calm[at.phase].append(seconds)
+    usual = {phase: median(times) for phase, times in calm.items()}
+
+    def worth(at: Position) -> float:
+        return usual.get(at.phase, 0.0) if at in redone else slowest[at]
+
+    wall_s = ended_ms / 1e3
+    productive_s = sum(worth(at) for at in slowest)
+    redone_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
+    recovery_s = sum(one.seconds or 0.0 for one in recoveries if not one.overtaken)
+    startup_s = (first_resume_ms if first_resume_ms is not None else ended_ms) / 1e3
+    since_s = wall_s - startup_s
+    return Goodput(
+        wall_s=wall_s,
+        productive_s=productive_s,
+        startup_s=startup_s,
+        recovery_s=recovery_s,
+        redone_s=redone_s,
+        other_s=max(0.0, wall_s - productive_s - startup_s - recovery_s - redone_s),
+        ettr=productive_s / wall_s if wall_s > 0 else 0.0,
+        ettr_since_first_step=productive_s / since_s if since_s > 0 else 0.0,
+    )
+
+
+# -- nothing lost, nothing twice -------------------------------------------------------------------------------------
+def _check_ledger(
+    connection: sqlite3.Connection, units: list[_Unit], plans: dict[int, Plan], rows_lost: int
+) -> LedgerCheck:
+    """An *execution* of a unit is one time that it was committed: rollbacks separate them, and within one each sample
+    stands once. Some ranks may report it in the generation in which its gate passed, others in the next."""
+    rollbacks = sorted(generation for generation, plan in plans.items() if plan.rollback is not None)
+
+    def era(generation: int) -> int:
+        return sum(rollback <= generation for rollback in rollbacks)
+
+    expected: dict[tuple[Position, int], dict[int, int]] = defaultdict(dict)  # execution -> rank -> generation
+    for unit in units:
+        expected[unit.at, era(unit.generation)][unit.rank] = unit.generation
+    missing = []
+    last = max((unit.at for unit in units), default=None)
+    for (at, _), ranks in sorted(expected.items()):
+        plan = plans.get(min(ranks.values()))
+        absent = [rank for rank in range(plan.world_size) if rank not in ranks] if plan else []
+        if absent and at != last:  # of the last unit some rows may still be on their way
+            missing.append(f"{_name(at)}: no row of rank {', '.join(map(str, absent))}")
+
+    samples: dict[tuple[Position, int], dict[int, tuple[int, bytes, bytes | None]]] = defaultdict(dict)
+    for step, phase, rank, generation, count, digest, ids in connection.execute(
+        "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
+    ):
+        samples[Position(step, phase), era(generation)][rank] = (count, digest, ids)
+    doubled: list[str] = []
+    differing: list[str] = []
+    seen: Counter[int] = Counter()
+    first: dict[Position, tuple[bytes, ...]] = {}
+    total = 0
+    for (at, _), rows in sorted(samples.items()):
+        blobs = [ids for _, _, ids in rows.values() if ids is not None]
+        delivered = np.sort(np.frombuffer(b"".join(blobs), dtype="<i8"))
+        twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
+        if len(twice):
+            doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
+        content = (delivered.tobytes(),) if len(blobs) == len(rows) else tuple(rows[rank][1] for rank in sorted(rows))
+        if at not in first:
+            first[at] = content
+            total += sum(count for count, _, _ in rows.values())
+            seen.update(delivered.tolist())
+        elif first[at] != content:
+            differing.append(f"{_name(at)}: computed again on other samples")
+    return LedgerCheck(
+        units=len({at for at, _ in expected}),
+        samples=total,
+        distinct=len(seen),
+        doubled=tuple(doubled),
+        differing=tuple(differing),
+        missing=tuple(missing),
+        rows_lost=rows_lost,
+    )
+
+
+def _name(at: Position) -> str:
+    return f"step {at.step}" if at.phase == 0 else f"step {at.step} phase {at.phase}"
+
+
+def _some(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:8]))
+    return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"

@@ -1,0 +1,236 @@
+"""One port: agents (WebSocket), status, metrics, stop. Every request but ``/healthz`` shows the job's token.
+
+==================  =============================================================================================
+``GET /agent``      WebSocket, for agents; ``?protocol=N&tray=NAME``. Each binary message holds whole frames
+                    (`rackrun.link.channel`). The first one upwards is `TrayJoined`
+``GET /healthz``    ``{"run_id": ..., "protocol": ...}``; no token
+``GET /api/status``  `rackrun.coordinator.driver.Status`
+``GET /metrics``    for Prometheus
+``POST /api/stop``  end at the next step boundary
+``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
+==================  =============================================================================================
+
+401 means a wrong or missing token, 426 another protocol version, 409 that the job is over or (with ``resume=1``) that the
+tray has been given up: a broken connection is a lost tray, and its agent must begin anew. The body says so in words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from rackrun.coordinator.driver import Driver
+from rackrun.core.events import JournalFailed, StopRequested, TimerFired, TrayJoined, TrayLost
+from rackrun.core.ids import TrayId, tray_of
+from rackrun.core.wire import PROTOCOL, Logged, Telemetry, UnitCommitted, Upward, decode_upward
+from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
+
+__all__ = ["Server"]
+
+_log = logging.getLogger(__name__)
+_OUR_OWN = (TrayLost, TimerFired, JournalFailed)
+"""Events that only the coordinator may say."""
+
+
+class Server:
+    """Serves one driver on a socket that listens already."""
+
+    def __init__(self, driver: Driver, *, run_id: str, token: str, lease_s: float = 15.0) -> None:
+        self._driver = driver
+        self._run_id = run_id
+        self._token = token.encode()
+        self._heartbeat_s = lease_s * 2 / 3  # aiohttp waits half as long again for the answer to its ping
+        self._links: set[_AgentLink] = set()
+        app = web.Application(client_max_size=64 * 1024)
+        app.add_routes(
+            [
+                web.get("/agent", self._agent),
+                web.get("/healthz", self._healthz),
+                web.get("/api/status", self._status),
+                web.get("/metrics", self._metrics),
+                web.post("/api/stop", self._stop),
+                web.get("/api/end", self._end),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+
+    async def start(self, listening: socket.socket) -> None:
+        await self._runner.setup()
+        await web.SockSite(self._runner, listening).start()
+
+    async def close(self) -> None:
+        """Say what is still to be said, then close every connection and the port."""
+        for link in list(self._links):
+            await link.close()
+        await self._runner.cleanup()
+
+    # -- people and machines
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.json_response({"run_id": self._run_id, "protocol": PROTOCOL})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        return web.Response(body=msgspec.json.encode(self._driver.status()), content_type="application/json")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        return web.Response(body=self._driver.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        because = "rackctl stop"
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            because = str((await request.json())["because"])[:500]
+        if self._driver.over is None:
+            self._driver.submit(StopRequested(because=because, exit_code=143))
+        return web.json_response({"stopping": True}, status=202)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        over = await asyncio.shield(self._driver.finished)
+        return web.Response(body=msgspec.json.encode(over), content_type="application/json")
+
+    def _check_token(self, request: web.Request) -> None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
+            raise web.HTTPUnauthorized(
+                headers={"WWW-Authenticate": "Bearer"},
+                text=f"wrong or missing job token for run {self._run_id}. Remedy: every host of a job needs the same "
+                f"--token-file.",
+            )
+
+    # -- agents
+    async def _agent(self, request: web.Request) -> web.StreamResponse:
+        self._check_token(request)
+        theirs, tray = request.query.get("protocol", "none"), request.query.get("tray", "")
+        if theirs != str(PROTOCOL):
+            return web.Response(
+                status=426,
+                text=f"the agent speaks protocol {theirs}, the coordinator speaks protocol {PROTOCOL}. Remedy: install "
+                f"the same version of rackrun on every host.",
+            )
+        if not tray or "/" in tray:
+            raise web.HTTPBadRequest(text=f"tray={tray!r} is not the name of a tray.")
+        if (over := self._driver.over) is not None:
+            return web.Response(status=409, text=f"run {self._run_id} is over: {over.because}")
+        if request.query.get("resume"):
+            return web.Response(status=409, text=f"{tray} was given up when its connection broke; it must begin anew")
+        socket_ = web.WebSocketResponse(
+            heartbeat=self._heartbeat_s, compress=False, max_msg_size=FRAME_BYTES_MAX + 64, timeout=1.0
+        )
+        await socket_.prepare(request)
+        link = _AgentLink(TrayId(tray), socket_)
+        self._links.add(link)
+        because = "its agent went away without a reason"
+        try:
+            because = await self._listen(link)
+        except _Breach as breach:
+            because = f"its agent broke the protocol: {breach}"
+            _log.warning("tray %s: %s", tray, breach)
+            await socket_.close(code=1002, message=str(breach).encode()[:120])
+        finally:
+            self._links.discard(link)
+            self._driver.lost(link.tray, link, because)
+            await link.close()
+        return socket_
+
+    async def _listen(self, link: _AgentLink) -> str:
+        """Until the connection ends; returns why it did."""
+        async for message in link.socket:
+            if message.type is not WSMsgType.BINARY:
+                raise _Breach(f"a message of type {message.type.name}")
+            telemetry: list[Telemetry] = []
+            for upward in _decode(message.data):
+                if isinstance(upward, UnitCommitted | Logged):
+                    telemetry.append(upward)
+                else:
+                    self._event(link, upward)
+            if telemetry:
+                self._driver.heard(telemetry)
+        error = link.socket.exception()
+        if isinstance(error, asyncio.TimeoutError):
+            return f"no word from its agent for {self._heartbeat_s * 1.5:.0f} s"
+        return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
+
+    def _event(self, link: _AgentLink, event: Upward) -> None:
+        assert not isinstance(event, UnitCommitted | Logged)
+        if isinstance(event, TrayJoined):
+            if event.tray != link.tray or link.joined:
+                raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
+            other = self._driver.link_of(link.tray)
+            if isinstance(other, _AgentLink) and other.host != event.host:
+                raise _Breach(f"the name {link.tray} is in use by host {other.host}")
+            link.joined, link.host = True, event.host
+            self._driver.joined(event, link)
+        elif isinstance(event, _OUR_OWN):
+            raise _Breach(f"{type(event).__name__} is not an agent's to say")
+        elif isinstance(event, StopRequested):  # of an agent that a person started by hand
+            self._driver.submit(event)
+        elif not link.joined:
+            raise _Breach(f"{type(event).__name__} before TrayJoined")
+        elif tray_of(event.slot) != link.tray:
+            raise _Breach(f"{type(event).__name__} of slot {event.slot} on the connection of {link.tray}")
+        elif self._driver.link_of(link.tray) is link:  # else: a newer connection has taken its place
+            self._driver.submit(event)
+
+
+class _Breach(Exception):
+    """An agent said what it must not."""
+
+
+def _decode(data: bytes) -> list[Upward]:
+    buffer = bytearray(data)
+    try:
+        messages = [decode_upward(body) for body in split_frames(buffer)]
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _Breach(f"a message that cannot be read: {error}") from error
+    if buffer:
+        raise _Breach(f"{len(buffer)} bytes after the last whole frame")
+    return messages
+
+
+class _AgentLink:
+    """An outbox and the task that empties it: what waits leaves as one message, nothing waits for more to come."""
+
+    def __init__(self, tray: TrayId, socket_: web.WebSocketResponse) -> None:
+        self.tray = tray
+        self.socket = socket_
+        self.joined = False
+        self.host = ""
+        self._outbox = bytearray()
+        self._filled = asyncio.Event()
+        self._closing = False
+        self._sender = asyncio.create_task(self._send_all(), name=f"send-{tray}")
+
+    def send(self, data: bytes) -> None:
+        self._outbox += data
+        self._filled.set()
+
+    async def close(self) -> None:
+        """Flush for a second at most, then close."""
+        self._closing = True
+        self._filled.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._sender, 1.0)
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            await self.socket.close()
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._outbox:
+                data = bytes(self._outbox)
+                self._outbox.clear()
+                try:
+                    await self.socket.send_bytes(data)
+                except (ConnectionError, RuntimeError):
+                    return  # the reader sees the end as well, and reports it
+            if self._closing:
+                return

@@ -1,0 +1,216 @@
+"""The whole core behind one door: events in, commands out, and a view for whoever looks on.
+
+Everything here is a pure function of the configuration and the events so far. Time is ``event.at_ms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from rackrun.core.commands import Command, SetTimer
+from rackrun.core.config import JobConfig
+from rackrun.core.events import (
+    Event,
+    JournalFailed,
+    StopRequested,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFinished,
+    WorkerParked,
+    WorkerReady,
+    WorkerResumed,
+    WorkerStalled,
+)
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.core.job import JobMachine
+from rackrun.core.layout import natural
+from rackrun.core.rack import RackMachine
+from rackrun.core.workers import Loss, WorkerRecord, WorkerState
+from rackrun.core.world import Phase
+
+__all__ = ["ControlPlane", "RankView", "SpareView", "TrayView", "View"]
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    rank: Rank
+    slot: SlotId
+    incarnation: Incarnation | None
+    """None while nobody holds the rank."""
+    state: str
+
+
+class SpareView(msgspec.Struct, frozen=True, kw_only=True):
+    slot: SlotId
+    incarnation: Incarnation
+    state: str
+
+
+class TrayView(msgspec.Struct, frozen=True, kw_only=True):
+    tray: TrayId
+    host: str
+    slots: int
+    quarantined: tuple[SlotId, ...]
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """The job as a status page shows it."""
+
+    phase: str
+    elastic: bool
+    generation: Generation
+    world_size: int
+    restarts: int
+    committed: Position
+    """Of the last plan: the core is not told of every step."""
+    reason: str
+    """Of the last decision."""
+    ranks: tuple[RankView, ...]
+    spares: tuple[SpareView, ...]
+    trays: tuple[TrayView, ...]
+
+
+class ControlPlane:
+    def __init__(self, config: JobConfig) -> None:
+        self._out: list[Command] = []
+        self._began = False
+        self._config = config
+        self._rack = RackMachine()
+        self._job = JobMachine(config, self._rack, self._out.append)
+
+    def begin(self, at_ms: int) -> Sequence[Command]:
+        """The job's time starts (with the first event, if nobody calls this): trays may join from now on."""
+        return self.handle(TimerFired(name="begin", at_ms=at_ms))
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        """What to do about ``event``, in this order. What is no longer (or not yet) of interest is ignored."""
+        if not self._began:
+            self._began = True
+            self._out.append(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
+        if self._job.world.phase is not Phase.STOPPED:
+            self._dispatch(event)
+        commands = tuple(self._out)
+        self._out.clear()
+        return commands
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case TrayJoined():
+                self._tray_joined(event)
+            case TrayLost():
+                self._tray_lost(event.tray, f"{event.tray} lost: {event.because}", event.at_ms)
+            case TimerFired():
+                self._job.timer(event.name, event.at_ms)
+            case StopRequested():
+                self._job.stop_requested(event)
+            case JournalFailed():
+                because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
+                self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
+            case _:
+                record = self._rack.current(event)
+                if record is not None:
+                    self._dispatch_worker(event, record)
+
+    def _dispatch_worker(self, event: WorkerEvent, record: WorkerRecord) -> None:
+        if isinstance(event, WorkerExited):
+            self._exited(event, record)
+            return
+        if not record.alive:
+            return  # condemned: only its exit is of interest
+        match event:
+            case WorkerElastic():
+                self._job.elastic(event.at_ms)
+            case WorkerReady():
+                self._job.ready(record, event.replica_class, event.at_ms)
+            case WorkerParked():
+                self._job.recovery.parked(record, event)
+            case WorkerResumed():
+                self._job.recovery.resumed(record, event)
+            case WorkerStalled():
+                self._stalled(event, record)
+            case WorkerFinished():
+                self._job.finished(record, event.at_ms)
+            case _:
+                assert_never(event)
+
+    def _tray_joined(self, event: TrayJoined) -> None:
+        if event.tray in self._rack.trays:
+            self._tray_lost(event.tray, f"{event.tray} came back empty", event.at_ms)
+        if self._job.world.phase is not Phase.STOPPED:
+            self._rack.join(event)
+            self._job.joined(event.at_ms)
+
+    def _tray_lost(self, tray: TrayId, because: str, at_ms: int) -> None:
+        if tray not in self._rack.trays:
+            return
+        losses = self._rack.lose_tray(tray, because)
+        self._job.recovery.forget_tray(tray)
+        self._job.lost(losses, at_ms)
+
+    def _exited(self, event: WorkerExited, record: WorkerRecord) -> None:
+        condemned = not record.alive
+        loss = self._rack.exited(record, event)
+        self._job.recovery.remember(record, event)
+        if condemned:  # it was counted as lost when it was fenced
+            self._job.slot_empty(event.at_ms)
+        else:
+            self._job.lost([loss], event.at_ms)
+
+    def _stalled(self, event: WorkerStalled, record: WorkerRecord) -> None:
+        """A member's stall is a matter of the world; a spare's is its own."""
+        because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
+        if record.state is WorkerState.RELEASED:
+            return
+        if record.rank is None:
+            self._out.append(self._rack.fence(record, because, fault=True))
+        elif self._job.world.phase is Phase.SETUP:
+            if event.silent:
+                self._out.append(self._rack.fence(record, because, fault=True))
+                self._job.lost([Loss(record=record, because=because)], event.at_ms)
+        else:
+            self._job.recovery.stalled(record, event)
+
+    # -- looking on ------------------------------------------------------------------------------------------------
+    def view(self) -> View:
+        world, rack = self._job.world, self._rack
+        return View(
+            phase=world.phase.value,
+            elastic=world.elastic,
+            generation=world.generation,
+            world_size=world.size,
+            restarts=world.restarts,
+            committed=world.plan.committed if world.plan else BEGIN,
+            reason=world.reason,
+            ranks=tuple(self._rank_view(rank, slot) for rank, slot in sorted(world.seats.items())),
+            spares=tuple(
+                SpareView(slot=record.worker.slot, incarnation=record.worker.incarnation, state=record.state.value)
+                for record in rack.spares()
+            ),
+            trays=tuple(
+                TrayView(
+                    tray=tray,
+                    host=rack.trays[tray].host,
+                    slots=rack.trays[tray].slots,
+                    quarantined=tuple(s for s in rack.slots() if s.startswith(f"{tray}/") and rack.quarantined(s)),
+                )
+                for tray in sorted(rack.trays, key=natural)
+            ),
+        )
+
+    def _rank_view(self, rank: Rank, slot: SlotId) -> RankView:
+        record = self._job.world.members.get(rank)
+        if record is None:
+            return RankView(rank=rank, slot=slot, incarnation=None, state="lost")
+        state = "finished" if record.finished and record.state is WorkerState.TRAINING else record.state.value
+        return RankView(rank=rank, slot=slot, incarnation=record.worker.incarnation, state=state)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the core contradicts itself. Tests call it after every event."""
+        self._rack.check_invariants()
+        self._job.world.check_invariants()

@@ -1,0 +1,71 @@
+"""Is it the hardware, or is it the script?
+
+The first fault is always taken for the hardware's: the rank moves on, and training goes on. The same error at the same
+step on other hardware is the script's: trying again would only fail again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rackrun.core.events import WorkerExited
+from rackrun.core.ids import Incarnation, Rank, Step
+from rackrun.core.workers import why_exited
+
+__all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts"]
+
+CRASHES = ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV")
+"""Signals that a process brings upon itself. SIGKILL comes from outside: the hardware's, or the out-of-memory killer."""
+SEEN_MAX = 256
+
+
+def is_scripts(event: WorkerExited) -> bool:
+    """An exception, or the script's own exit code."""
+    return event.failure is not None or why_exited(event).startswith("exit code")
+
+
+def is_crash(event: WorkerExited) -> bool:
+    return why_exited(event) in CRASHES
+
+
+def fingerprint(event: WorkerExited) -> str:
+    """Equal for the same bug on two ranks; "" for what no script does."""
+    return why_exited(event) if is_scripts(event) or is_crash(event) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    fingerprint: str
+    step: Step
+    rank: Rank
+    incarnation: Incarnation
+    at_ms: int
+
+
+@dataclass(slots=True)
+class Culprit:
+    """What has been seen so far in this job."""
+
+    window_ms: int
+    _seen: list[_Seen] = field(default_factory=list)
+
+    def convict(self, event: WorkerExited, rank: Rank) -> str:
+        """Why this is the script's, or "" as long as it may be the hardware's. Remembers the event."""
+        mark = fingerprint(event)
+        if not mark:
+            return ""
+        new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms)
+        because = next((why for old in self._seen if (why := self._same(old, new))), "")
+        self._seen.append(new)
+        del self._seen[:-SEEN_MAX]
+        return because
+
+    def _same(self, old: _Seen, new: _Seen) -> str:
+        if old.fingerprint != new.fingerprint or old.incarnation == new.incarnation:
+            return ""
+        who = f"rank {old.rank} before" if old.rank == new.rank else f"rank {old.rank}"
+        if old.step == new.step:
+            return f"{new.fingerprint} on rank {new.rank} at step {new.step}, as on {who}: not the hardware's"
+        if new.fingerprint not in CRASHES and new.at_ms - old.at_ms <= self.window_ms:
+            return f"{new.fingerprint} on rank {new.rank} and on {who} within {self.window_ms} ms: not the hardware's"
+        return ""

@@ -1,0 +1,390 @@
+"""The job: it forms a world, starts it, restarts it when it must, finishes it, and always ends with a reason.
+
+Recovery in place (a swap) is `rackrun.core.recovery`; this is what stands around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.commands import (
+    Command,
+    DrainWorkers,
+    Plan,
+    ReleaseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.culprit import Culprit, is_crash, is_scripts
+from rackrun.core.events import Failure, StopRequested, WorkerExited
+from rackrun.core.ids import Rank, SlotId, tray_of
+from rackrun.core.layout import split
+from rackrun.core.rack import RackMachine
+from rackrun.core.recovery import Recovery, named
+from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
+from rackrun.core.world import Phase, World
+
+__all__ = ["DRAIN_MS", "JobMachine"]
+
+DRAIN_MS = 60_000
+"""From a request to stop until the job is ended without waiting any longer."""
+IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
+"""Where a loss is a swap."""
+
+
+@dataclass(slots=True)
+class JobMachine:
+    config: JobConfig
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    world: World = field(default_factory=World)
+    recovery: Recovery = field(init=False)
+    culprit: Culprit = field(init=False)
+    stopping: StopRequested | None = None
+    _gone: dict[Rank, None] = field(default_factory=dict)
+    """Ranks that have ended well: of a plain script, or after the release."""
+
+    def __post_init__(self) -> None:
+        self.recovery = Recovery(self.config, self.world, self.rack, self, self.emit)
+        self.culprit = Culprit(self.config.gather_ms)
+
+    # -- forming ---------------------------------------------------------------------------------------------------
+    def joined(self, at_ms: int) -> None:
+        """A tray's slots have become free."""
+        match self.world.phase:
+            case Phase.FORMING:
+                joined = len(self.rack.trays)
+                if joined >= self.config.trays_max:
+                    self._form()
+                elif joined >= self.config.trays_min:
+                    self.emit(SetTimer(name=f"last-call:{joined}", at_ms=at_ms + self.config.last_call_ms))
+            case Phase.TRAINING:
+                self._top_up()
+            case Phase.PARKING:
+                self.recovery.decide(at_ms)
+            case _:
+                pass
+
+    def timer(self, name: str, at_ms: int) -> None:
+        kind, _, number = name.partition(":")
+        if kind == "join" and self.world.phase is Phase.FORMING:
+            self._nobody_joined()
+        elif kind == "last-call" and self.world.phase is Phase.FORMING:
+            if len(self.rack.trays) >= self.config.trays_min:
+                self._form()
+        elif kind == "drain" and self.stopping is not None:
+            self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+        elif kind == "exits" and number == str(self.world.generation):
+            self._exits_overdue()
+        else:
+            self.recovery.timer(name, at_ms)
+
+    def _nobody_joined(self) -> None:
+        wanted, joined = self.config.trays_min, len(self.rack.trays)
+        if joined >= wanted:
+            return  # the last call is under way
+        self.stop(
+            3,
+            f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined)",
+            remedy="start the missing agents, lower --nnodes, or raise join_timeout_ms.",
+        )
+
+    def _form(self) -> None:
+        trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
+        slots = sum(trays.values())
+        if self.config.spares >= slots:
+            because = f"{self.config.spares} spares, but only {slots} slots on {len(trays)} trays: nobody would train"
+            self.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
+            return
+        ranks, _ = split(trays, self.config.spares)
+        self.world.size = len(ranks)
+        self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
+        self._launch(f"{len(trays)} trays joined: {len(ranks)} ranks, {self.config.spares} spares")
+
+    # -- setup and restart -----------------------------------------------------------------------------------------
+    def _launch(self, because: str) -> None:
+        """Start every rank from the beginning. The plan goes first: the journal precedes anyone who runs."""
+        world = self.world
+        generation = world.next_generation()
+        world.phase = Phase.SETUP
+        world.reason = because
+        world.elastic = False
+        world.members.clear()
+        self._gone.clear()
+        self.recovery.forget_all()
+        store = self.rack.store(world.plan.store if world.plan else "")
+        starts = [
+            self.rack.start(
+                slot,
+                rank,
+                spare=False,
+                world_size=world.size,
+                generation=generation,
+                store=store,
+                restarts=world.restarts,
+            )
+            for rank, slot in sorted(world.seats.items())
+        ]
+        for start in starts:
+            world.seat(start.rank, self.rack.occupants[start.slot])
+        world.plan = Plan(generation=generation, world_size=world.size, members=world.as_members(), store=store)
+        self.emit(ResumeGeneration(plan=world.plan, because=because))
+        for start in starts:
+            self.emit(start)
+
+    def elastic(self, at_ms: int) -> None:
+        """The first of these tells that the script is not a plain one."""
+        self.world.elastic = True
+        if self.world.phase is Phase.SETUP and self._gone:
+            self.restart(f"{named(list(self._gone))} exited with code 0 before the first step", None, at_ms)
+
+    def ready(self, record: WorkerRecord, replica_class: str, at_ms: int) -> None:
+        if record.state is not WorkerState.STARTING:
+            return
+        record.move(Trigger.READY)
+        self.recovery.learn_class(record, replica_class)
+        if record.rank is None:
+            self.recovery.decide(at_ms)
+            return
+        self.elastic(at_ms)
+        if self.world.phase is Phase.SETUP and self.world.all_members(WorkerState.READY):
+            self._all_ready(at_ms)
+
+    def _all_ready(self, at_ms: int) -> None:
+        for record in self.world.members.values():
+            record.move(Trigger.TRAIN)
+            record.stateful = True
+            record.resumed_in = self.world.generation
+        self.world.phase = Phase.TRAINING
+        self.trained(at_ms)
+
+    def restart(self, because: str, loss: Loss | None, at_ms: int) -> None:
+        """The whole world begins again, as soon as all that runs has ended."""
+        world = self.world
+        if world.restarts >= self.config.max_restarts:
+            scripts = loss is not None and loss.exit is not None and is_scripts(loss.exit)
+            self.stop(
+                1 if scripts else 3,
+                f"{because}; restarted {world.restarts} of {self.config.max_restarts} times already",
+                remedy="see the traceback."
+                if scripts
+                else "raise --max-restarts, or look at the health of the hardware.",
+                failure=loss.failure if loss else None,
+                rank=loss.record.rank if loss else None,
+            )
+            return
+        world.restarts += 1
+        world.phase = Phase.RESTARTING
+        world.reason = because
+        world.members.clear()
+        for record in [record for record in self.rack.occupants.values() if record.alive]:
+            self.emit(self.rack.fence(record, "the world starts again"))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        self._relaunch()
+
+    def _relaunch(self) -> None:
+        if self.rack.occupants:
+            return
+        world = self.world
+        seats = self.rack.seats(world.seats)
+        if seats is None:
+            slots = len(self.rack.slots())
+            self.stop(
+                3,
+                f"{world.reason}; {world.size} ranks need a slot, {slots} are left on {len(self.rack.trays)} trays",
+                remedy="hold back more spares (--spares), or start with more trays.",
+            )
+            return
+        world.seats = seats
+        self._launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
+
+    def _exits_overdue(self) -> None:
+        if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
+            return
+        left = sorted(self.rack.occupants) if self.world.phase is Phase.RESTARTING else self._not_gone()
+        self.stop(
+            3,
+            f"{', '.join(left)} did not exit within {self.config.join_timeout_ms} ms ({self.world.reason})",
+            remedy="look for processes that cannot be killed (state D): a device or a file system hangs.",
+        )
+
+    def _not_gone(self) -> list[str]:
+        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in self._gone]
+
+    # -- losses ----------------------------------------------------------------------------------------------------
+    def lost(self, losses: Sequence[Loss], at_ms: int) -> None:
+        """Workers are gone that nobody had condemned. They belong together: one event brought them."""
+        members = [loss for loss in losses if loss.record.rank is not None]
+        if members:
+            self._members_lost(members, at_ms)
+        self.slot_empty(at_ms)
+
+    def slot_empty(self, at_ms: int) -> None:
+        """A worker has ended: there may be room for what waits for it."""
+        match self.world.phase:
+            case Phase.TRAINING:
+                self._top_up()
+            case Phase.PARKING:
+                self.recovery.decide(at_ms)
+            case Phase.RESTARTING:
+                self._relaunch()
+            case _:
+                pass
+
+    def _members_lost(self, losses: Sequence[Loss], at_ms: int) -> None:
+        phase = self.world.phase
+        if phase is Phase.SETUP and not self.world.elastic and all(_ended_well(loss) for loss in losses):
+            self._plain_ended(losses)
+        elif phase is Phase.SETUP:
+            told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
+            self.restart(
+                f"{told} lost ({_because(losses[0])}) before the first step"
+                if self.world.elastic
+                else f"{told} lost ({losses[0].because})",
+                losses[0],
+                at_ms,
+            )
+        elif phase is Phase.ENDING:
+            self._ended(losses)
+        elif phase in IN_PLACE and not any(self._convicted(loss) for loss in losses):
+            self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
+
+    def _convicted(self, loss: Loss) -> bool:
+        """Trying again would only fail again: stop, and say whose error it is."""
+        rank = loss.record.rank
+        if loss.exit is None or rank is None:
+            return False
+        because = self.culprit.convict(loss.exit, rank)
+        if not because:
+            return False
+        if _ended_well(loss):
+            because = f"{because} (exited with code 0 before training was finished)"
+        self.stop(1, because, remedy="see the traceback of that rank.", failure=loss.failure, rank=rank)
+        return True
+
+    def _plain_ended(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            assert loss.record.rank is not None
+            del self.world.members[loss.record.rank]
+            self._gone[loss.record.rank] = None
+        if len(self._gone) == self.world.size:
+            self.stop(0, f"all {self.world.size} ranks exited with code 0")
+
+    # -- training --------------------------------------------------------------------------------------------------
+    def trained(self, at_ms: int) -> None:
+        """Everybody computes: time for what had to wait."""
+        self._top_up()
+        if self.stopping is not None:
+            self._drain(self.stopping)
+        self._finish(at_ms)
+
+    def _top_up(self) -> None:
+        """Spares start in the background, in the slots that are free: what training loses is replaced before it is
+        needed."""
+        for slot in self.rack.free_slots()[: max(self.config.spares - len(self.rack.spares()), 0)]:
+            self.emit(self.start_spare(slot))
+
+    def start_spare(self, slot: SlotId) -> StartWorker:
+        """Its provisional rank is one that it may well have to replace: the first on its own tray. Its generation is
+        that of the last plan, never the one that is being decided: the next plan is newer for everyone."""
+        plan = self.world.plan
+        assert plan is not None, "spares start after the first plan"
+        near = (rank for rank, seat in sorted(self.world.seats.items()) if tray_of(seat) == tray_of(slot))
+        return self.rack.start(
+            slot,
+            next(near, Rank(0)),
+            spare=True,
+            world_size=self.world.size,
+            generation=plan.generation,
+            store=self.rack.store(plan.store),
+            restarts=self.world.restarts,
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+    def finished(self, record: WorkerRecord, at_ms: int) -> None:
+        if record.rank is None or record.state is WorkerState.RELEASED:
+            return
+        record.finished = True
+        if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
+            self.ready(record, "", at_ms)
+        self._finish(at_ms)
+
+    def _finish(self, at_ms: int) -> None:
+        world = self.world
+        if world.phase is not Phase.TRAINING or not world.all_finished():
+            return
+        world.phase = Phase.ENDING
+        world.reason = f"all {world.size} ranks have finished"
+        going = [*world.members.values(), *self.rack.spares()]
+        for record in going:
+            record.move(Trigger.RELEASE)
+        self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+
+    def _ended(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            del self.world.members[rank]
+            if not _ended_well(loss):
+                scripts = loss.exit is not None and (is_scripts(loss.exit) or is_crash(loss.exit))
+                self.stop(
+                    1 if scripts else 3,
+                    f"rank {rank} had finished training but did not exit well: {loss.because}",
+                    remedy="look at what the script does after training.",
+                    failure=loss.failure,
+                    rank=rank,
+                )
+                return
+            self._gone[rank] = None
+        if len(self._gone) == self.world.size:
+            because = self.stopping.because if self.stopping else self.world.reason
+            self.stop(self.stopping.exit_code if self.stopping else 0, because)
+
+    def stop_requested(self, event: StopRequested) -> None:
+        world = self.world
+        if self.stopping is not None or world.phase not in (*IN_PLACE, Phase.ENDING):
+            self.stop(event.exit_code, event.because)
+            return
+        if world.phase is Phase.ENDING:  # it ends anyway; a second request does not wait for it
+            self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
+            return
+        self.stopping = event
+        self.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
+        if world.phase is Phase.TRAINING:
+            self._drain(event)
+
+    def _drain(self, event: StopRequested) -> None:
+        self.emit(DrainWorkers(workers=self.world.workers(), because=event.because))
+
+    def stop(
+        self,
+        exit_code: int,
+        because: str,
+        *,
+        remedy: str = "",
+        failure: Failure | None = None,
+        rank: Rank | None = None,
+    ) -> None:
+        world = self.world
+        world.phase = Phase.STOPPED
+        world.reason = because
+        world.members = {held: record for held, record in world.members.items() if record.alive}
+        self.emit(StopJob(exit_code=exit_code, because=because, remedy=remedy, failure=failure, rank=rank))
+
+
+def _ended_well(loss: Loss) -> bool:
+    event: WorkerExited | None = loss.exit
+    return event is not None and event.exit_code == 0 and not event.signal and event.failure is None
+
+
+def _because(loss: Loss) -> str:
+    return "exited with code 0 before training was finished" if _ended_well(loss) else loss.because
+
+
+def _told_better(loss: Loss) -> Loss:
+    return Loss(record=loss.record, because=_because(loss), exit=loss.exit)

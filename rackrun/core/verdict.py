@@ -1,0 +1,125 @@
+"""What is committed, and where everyone's state comes from. Pure functions of fresh reports; nothing is remembered here.
+
+**Committed.** The gate of a unit is an all-reduce over the whole world: if one rank saw it pass, every rank has entered
+it, with its gradients complete. So ``committed = max(passed)`` over the survivors: whoever entered that gate without
+seeing it pass can still apply it. And it is never below what the last plan said (`floor`): a survivor may have been
+told so, may have applied it, and may be the one that is lost now, while all others still stand where they entered.
+
+**State.** A fresh member copies from a live member of its replica class. Where a shard has no live copy, everybody goes
+back to the newest step that everybody still has. Never a mixture: one plan, one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rackrun.core.commands import Restore
+from rackrun.core.ids import BEGIN, Position, Rank, SlotId, Step
+
+__all__ = ["Kept", "Report", "StatePlan", "committed", "state_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a parked member that has state says of itself."""
+
+    passed: Position = BEGIN
+    entered: Position = BEGIN
+    gate: tuple[float, ...] = ()
+    snapshots: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Snapshots of a worker that is gone, on a tray that lives."""
+
+    slot: SlotId
+    where: str
+    """``host:port/slot/incarnation``."""
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    fresh: tuple[Rank, ...]
+    """Ranks that receive their state in this plan."""
+    restores: tuple[Restore, ...]
+    rollback: Step | None = None
+
+
+def committed(
+    reports: Mapping[Rank, Report], floor: Position, floor_gate: tuple[float, ...] = ()
+) -> tuple[Position, tuple[float, ...]]:
+    """The last unit that is committed, and what its gate reduced to. ``floor`` is what was committed already."""
+    position, gate = floor, floor_gate
+    for _, report in sorted(reports.items()):
+        if report.passed > position or (report.passed == position and not gate):
+            position, gate = report.passed, report.gate
+    return position, gate
+
+
+def state_plan(
+    *,
+    reports: Mapping[Rank, Report],
+    kept: Mapping[Rank, Sequence[Kept]],
+    classes: Mapping[Rank, str],
+    world_size: int,
+    upto: Position,
+    torn: bool = False,
+) -> StatePlan | None:
+    """Where every rank's state comes from; None if some shard has no copy at all, and only a new start helps.
+
+    ``reports`` holds the members with state: every other rank is fresh. So is one that says it never entered the gate
+    of what is committed (a contradiction; its state cannot be made that of ``upto``, so it is replaced). ``torn``: a rollback was broken off, so some
+    members have gone back and others have not; only another rollback makes them one again.
+    """
+    clean = {rank: report for rank, report in reports.items() if max(report.passed, report.entered) >= upto}
+    missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
+    sources = {rank: _sources(rank, clean, classes) for rank in missing}
+    if not torn and all(sources.values()):
+        restores = tuple(Restore(rank=rank, sources=sources[rank]) for rank in missing)
+        return StatePlan(fresh=tuple(missing), restores=restores)
+    for step in _candidates(reports, kept, upto):
+        plan = _go_back(step, reports, kept, classes, world_size)
+        if plan is not None:
+            return plan
+    return None
+
+
+def _sources(rank: Rank, holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> tuple[Rank, ...]:
+    wanted = classes.get(rank, "")
+    if not wanted:
+        return ()
+    return tuple(other for other in sorted(holders) if other != rank and classes.get(other, "") == wanted)
+
+
+def _candidates(
+    reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]], upto: Position
+) -> tuple[Step, ...]:
+    """Steps of which somebody has a snapshot, newest first. Without a survivor what is sealed is all that is known of
+    what is committed (a snapshot is sealed after its gate), so nothing bounds it."""
+    steps = [step for report in reports.values() for step in report.snapshots]
+    steps += [step for holders in kept.values() for holder in holders for step in holder.steps]
+    bounded = [step for step in steps if not reports or Position(step) <= upto]
+    return tuple(sorted(dict.fromkeys(bounded), reverse=True))
+
+
+def _go_back(
+    step: Step,
+    reports: Mapping[Rank, Report],
+    kept: Mapping[Rank, Sequence[Kept]],
+    classes: Mapping[Rank, str],
+    world_size: int,
+) -> StatePlan | None:
+    """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, or from a
+    replica that has gone back itself. A member without its own (it joined after that step) is fresh once more."""
+    own = {rank: report for rank, report in reports.items() if step in report.snapshots}
+    restores: list[Restore] = []
+    for rank in (Rank(rank) for rank in range(world_size) if rank not in own):
+        snapshot = next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
+        sources = () if snapshot else _sources(rank, own, classes)
+        if not snapshot and not sources:
+            return None
+        restores.append(Restore(rank=rank, sources=sources, snapshot=snapshot))
+    return StatePlan(fresh=tuple(restore.rank for restore in restores), restores=tuple(restores), rollback=step)

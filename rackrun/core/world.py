@@ -1,0 +1,129 @@
+"""The world: what a generation is made of. Shared by the parts of the job's machine, owned by none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rackrun.core.commands import Member, Plan, Worker
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId
+from rackrun.core.workers import WorkerRecord, WorkerState
+
+__all__ = ["Phase", "World"]
+
+
+class Phase(Enum):
+    """Where the job stands.
+
+    ::
+
+        FORMING --> SETUP --> TRAINING --> PARKING --> RESUMING --> TRAINING --> ENDING --> STOPPED
+                      ^           |           ^ |          |
+                      |           |           | +----------+  (a loss while resuming breaks again)
+                      +-- RESTARTING <--------+
+    """
+
+    FORMING = "forming"
+    SETUP = "setup"
+    """Members start, up to their first step. A plain script stays here for its whole life."""
+    TRAINING = "training"
+    PARKING = "parking"
+    """A generation is broken; the next is not decided yet."""
+    RESUMING = "resuming"
+    RESTARTING = "restarting"
+    """Everyone is fenced; the world begins again when all have ended."""
+    ENDING = "ending"
+    """Released: everyone has finished and exits."""
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class World:
+    phase: Phase = Phase.FORMING
+    generation: Generation = Generation(0)
+    elastic: bool = False
+    size: int = 0
+    seats: dict[Rank, SlotId] = field(default_factory=dict)
+    """Where each rank lives or last lived."""
+    members: dict[Rank, WorkerRecord] = field(default_factory=dict)
+    """The ranks that have a living worker."""
+    plan: Plan | None = None
+    restarts: int = 0
+    reason: str = ""
+
+    def next_generation(self) -> Generation:
+        self.generation = Generation(self.generation + 1)
+        return self.generation
+
+    def ranks(self) -> list[Rank]:
+        return [Rank(rank) for rank in range(self.size)]
+
+    def lost(self) -> dict[Rank, SlotId]:
+        """Ranks without a worker, and where they were."""
+        return {rank: self.seats[rank] for rank in self.ranks() if rank not in self.members}
+
+    def stateful(self) -> dict[Rank, WorkerRecord]:
+        return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
+
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(record.worker for _, record in sorted(self.members.items()))
+
+    def all_members(self, state: WorkerState) -> bool:
+        return len(self.members) == self.size and all(record.state is state for record in self.members.values())
+
+    def all_finished(self) -> bool:
+        return len(self.members) == self.size and all(record.finished for record in self.members.values())
+
+    def seat(self, rank: Rank, record: WorkerRecord) -> None:
+        record.rank = rank
+        self.members[rank] = record
+        self.seats[rank] = record.worker.slot
+
+    def as_members(self, fresh: tuple[Rank, ...] = ()) -> tuple[Member, ...]:
+        return tuple(
+            Member(rank=rank, slot=record.worker.slot, incarnation=record.worker.incarnation, fresh=rank in fresh)
+            for rank, record in sorted(self.members.items())
+        )
+
+    # -- what the last plan settled --------------------------------------------------------------------------------
+    def torn(self) -> bool:
+        """A rollback was broken off before everyone had gone back."""
+        if self.plan is None or self.plan.rollback is None:
+            return False
+        return any(record.resumed_in != self.plan.generation for record in self.stateful().values())
+
+    def floor(self) -> tuple[Position, tuple[float, ...]]:
+        """What is committed at the least, and its gate."""
+        if self.plan is None:
+            return BEGIN, ()
+        if self.plan.rollback is not None and self.stateful() and not self.torn():
+            return Position(self.plan.rollback), ()
+        return self.plan.committed, self.plan.gate
+
+    def check_invariants(self) -> None:
+        workers = self.workers()
+        assert len(workers) == len(dict.fromkeys(workers)), "two ranks on one worker"
+        slots = [worker.slot for worker in workers]
+        assert len(slots) == len(dict.fromkeys(slots)), "two ranks on one slot"
+        seats = list(self.seats.values())
+        assert len(seats) == self.size, "a rank without a seat"
+        for rank, record in self.members.items():
+            assert record.rank == rank, "a worker that is not what its rank says"
+            assert record.alive, f"rank {rank} is held by a worker that is {record.state.value}"
+            assert self.seats[rank] == record.worker.slot, "a rank that is not in its seat"
+        if self.plan is not None:
+            assert self.plan.generation <= self.generation, "a plan of a generation that is not yet"
+        self._check_phase()
+
+    def _check_phase(self) -> None:
+        complete = len(self.members) == self.size
+        if self.phase in (Phase.TRAINING, Phase.RESUMING):
+            assert complete, f"{self.phase.value} with {len(self.members)} of {self.size} ranks"
+        if self.phase is Phase.TRAINING:
+            assert all(r.state is WorkerState.TRAINING for r in self.members.values()), "training without everyone"
+            assert all(r.stateful for r in self.members.values()), "training without state"
+        if self.phase is Phase.PARKING:
+            states = [r.state for r in self.members.values()]
+            assert all(s in (WorkerState.BREAKING, WorkerState.PARKED) for s in states), "parking while others compute"
+        if self.phase in (Phase.RESUMING, Phase.TRAINING) and self.plan is not None:
+            assert self.plan.generation == self.generation, "on the way without a plan"

@@ -1,0 +1,128 @@
+"""The commands of ``rackctl``. A run is named by its directory, its id, or not at all: then it is the newest."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from rackrun.coordinator.report import read_report
+from rackrun.ctl.render import render_report, render_result, render_status
+from rackrun.errors import UsageError
+from rackrun.launch.place import Endpoint, Result, find_run, read_json
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="rackctl",
+    help="Look at a run of rackrun, and stop it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+_RUN = typer.Argument(metavar="[RUN]", help="Directory or id of a run. Default: the newest.", show_default=False)
+Run = Annotated[str | None, _RUN]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    """Exit codes: 0 done; 1 the run is not as asked for (a ledger that does not add up); 2 bad usage."""
+    try:
+        app()
+    except UsageError as error:
+        print(f"rackctl: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command(epilog="Example: rackctl status out/ --json")
+def status(run: Run = None, as_json: Json = False) -> None:
+    """Ranks, spares, trays, generation, progress; of a run that has ended, how it did."""
+    place = find_run(run)
+    result = read_json(place / "result.json", Result)
+    if result is not None:
+        if as_json:
+            print(msgspec.json.encode({"running": False, "result": result}).decode())
+        else:
+            render_result(Console(), result)
+        return
+    found = json.loads(_request(place, "/api/status"))
+    if as_json:
+        print(json.dumps({"running": True, **found}))
+    else:
+        render_status(Console(), found)
+
+
+@app.command(epilog="Example: rackctl report 20260131-120000-ab12 --json")
+def report(run: Run = None, as_json: Json = False) -> None:
+    """Recoveries stage by stage, goodput (ETTR), where the time went, and the check of the ledger.
+
+    The exit code is 1 when a sample was counted twice or rows are missing.
+    """
+    found = read_report(find_run(run) / "journal.sqlite")
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        render_report(Console(), found)
+    if not found.ledger.ok:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: rackctl stop out/")
+def stop(run: Run = None) -> None:
+    """End a run at its next step boundary."""
+    place = find_run(run)
+    if read_json(place / "result.json", Result) is not None:
+        raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
+    _request(place, "/api/stop", data=b'{"because": "rackctl stop"}')
+    print("stopping at the next step boundary")
+
+
+def _request(place: Path, path: str, data: bytes | None = None) -> str:
+    """Ask the run's coordinator. Raises UsageError when it is not there."""
+    endpoint = read_json(place / "endpoint.json", Endpoint)
+    gone = "see rackctl report for what it did."
+    if endpoint is None:
+        raise UsageError(
+            f"the run in {place} has no coordinator: it never began, or its launcher was killed.", remedy=gone
+        )
+    try:
+        token = (place / "token").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise UsageError(
+            f"{place / 'token'} cannot be read: {error.strerror}.", remedy="be the user who started it."
+        ) from error
+    request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
+        f"{endpoint.url}{path}",
+        data=data,
+        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            text: Any = answer.read().decode()
+            return str(text)
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace").strip()
+        raise UsageError(
+            f"the coordinator at {endpoint.url} refused: {said}.", remedy="is this the right run?"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"nobody answers at {endpoint.url}: the launcher (process {endpoint.pid}) of run {endpoint.run_id} is gone.",
+            remedy=gone,
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

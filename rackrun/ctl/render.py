@@ -1,0 +1,129 @@
+"""What `rackctl` shows to people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rackrun.coordinator.report import LedgerCheck, RecoveryReport, Report
+from rackrun.launch.place import Result
+
+__all__ = ["render_report", "render_result", "render_status"]
+
+_BAR = 32
+_COLOURS = ("red", "yellow", "magenta", "blue", "green")
+
+
+def render_status(console: Console, status: Mapping[str, Any]) -> None:
+    """``status`` is the JSON of `rackrun.coordinator.driver.Status`: perhaps of a slightly different version."""
+    progress, core = status["progress"], status["core"]
+    console.print(
+        f"[bold]{status['run_id']}[/]  {core.get('phase', '')}, up {status['uptime_s']:.0f} s", highlight=False
+    )
+    values = "  ".join(f"{name} {value}" for name, value in progress["values"].items())
+    console.print(f"step {progress['position'][0]}  {progress['steps_per_s']:.3g} steps/s  {values}", highlight=False)
+    console.print(
+        f"generation {core.get('generation', '?')}, world size {core.get('world_size', '?')}, "
+        f"recoveries {status['recoveries']}, restarts {core.get('restarts', 0)}",
+        highlight=False,
+    )
+    if status["last_recovery"]:
+        console.print(f"last: {status['last_recovery']}", highlight=False, markup=False)
+    table = Table("rank", "slot", "incarnation", "state", box=None, pad_edge=False)
+    for rank in core.get("ranks", ()):
+        table.add_row(str(rank["rank"]), rank["slot"], str(rank["incarnation"] or "-"), rank["state"])
+    for spare in core.get("spares", ()):
+        table.add_row("spare", spare["slot"], str(spare["incarnation"]), spare["state"])
+    console.print(table)
+
+
+def render_result(console: Console, result: Result) -> None:
+    colour = "green" if result.exit_code == 0 else "red"
+    console.print(f"[bold]{result.run_id}[/]  [{colour}]ended with exit code {result.exit_code}[/]", highlight=False)
+    console.print(f"{result.because} {result.remedy}".strip(), highlight=False, markup=False)
+    console.print(
+        f"{result.steps} steps in {result.seconds:.1f} s, {len(result.recoveries)} recoveries", highlight=False
+    )
+    for line in result.recoveries:
+        console.print(f"  {line}", highlight=False, markup=False)
+
+
+def render_report(console: Console, report: Report) -> None:
+    ended = (
+        "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
+    )
+    console.print(f"[bold]{report.run_id}[/]  {ended}", highlight=False)
+    console.print(
+        f"{report.steps} steps, {report.steps_redone} of them done again; {report.generations} generations, "
+        f"{len(report.recoveries)} recoveries",
+        highlight=False,
+    )
+    for one in report.recoveries:
+        _waterfall(console, one)
+    if not report.ledger.units:
+        console.print("no steps were reported: a plain script, or one that ended before its first step", highlight=False)
+        return
+    _goodput(console, report)
+    _ledger(console, report.ledger)
+
+
+def _waterfall(console: Console, one: RecoveryReport) -> None:
+    console.print()
+    console.print(f"generation {one.recovery.generation}: {one.line}", highlight=False, markup=False)
+    total = sum(stage.ms for stage in one.stages)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for stage, colour in zip(one.stages, _COLOURS, strict=False):
+        start = int(_BAR * stage.from_ms / total) if total else 0
+        length = max(1, round(_BAR * stage.ms / total)) if total else 1
+        bar = Text(" " * min(start, _BAR - 1)) + Text("█" * min(length, _BAR - min(start, _BAR - 1)), style=colour)
+        table.add_row(f"  {stage.name}", f"{stage.ms:8.1f} ms", bar)
+    console.print(table)
+    for restore in one.recovery.restores:
+        console.print(f"  state of {restore}", highlight=False, markup=False)
+
+
+def _goodput(console: Console, report: Report) -> None:
+    goodput = report.goodput
+    console.print()
+    console.print(
+        f"goodput (ETTR) {goodput.ettr:.1%}, since the first generation {goodput.ettr_since_first_step:.1%}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, seconds in (
+        ("steps", goodput.productive_s),
+        ("start-up", goodput.startup_s),
+        ("recovery", goodput.recovery_s),
+        ("done again", goodput.redone_s),
+        ("other", goodput.other_s),
+        ("wall", goodput.wall_s),
+    ):
+        share = seconds / goodput.wall_s if goodput.wall_s else 0.0
+        table.add_row(f"  {name}", f"{seconds:9.2f} s", f"{share:6.1%}")
+    console.print(table)
+
+
+def _ledger(console: Console, ledger: LedgerCheck) -> None:
+    console.print()
+    if ledger.ok:
+        console.print(
+            f"[green]ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing[/]",
+            highlight=False,
+        )
+        return
+    console.print(f"[red]ledger: {ledger.samples} samples in {ledger.units} units do not add up[/]", highlight=False)
+    for what, lines in (("twice", ledger.doubled), ("differing", ledger.differing), ("missing", ledger.missing)):
+        _some(console, what, lines)
+    if ledger.rows_lost:
+        console.print(f"  {ledger.rows_lost} rows could not be written: the disk was full", highlight=False)
+
+
+def _some(console: Console, what: str, lines: Sequence[str], shown: int = 10) -> None:
+    for line in lines[:shown]:
+        console.print(f"  {what}: {line}", highlight=False, markup=False)
+    if len(lines) > shown:
+        console.print(f"  {what}: and {len(lines) - shown} more", highlight=False)

@@ -1,0 +1,186 @@
+"""The agents of this host: forked before there is a loop or a thread, watched, replaced, and gone at the end.
+
+The launcher is a subreaper, so what a dead agent leaves behind (its fork server takes the workers with it) becomes ours:
+a tray is handed to a new agent only when nobody of the old one lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from rackrun.agent import proc
+from rackrun.agent.config import AgentConfig
+from rackrun.core.ids import TrayId
+
+__all__ = ["LocalAgents"]
+
+_REFUSED = 2
+_LEFTOVERS_S = 10.0
+_POLL_S = 0.02
+_KILL_S = 5.0
+
+
+class LocalAgents:
+    def __init__(self, configs: Sequence[AgentConfig]) -> None:
+        self._configs = {config.tray: config for config in configs}
+        self._pids: dict[TrayId, int] = {}
+        self._restarts_left = {config.tray: config.max_restarts for config in configs}
+        self._on_lost: Callable[[TrayId, str], None] = lambda _tray, _because: None
+        self._on_none_left: Callable[[str], None] = lambda _because: None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._pidfds: dict[TrayId, int] = {}
+        self._ending = False
+        self._changed = asyncio.Event()
+        self.exit_codes: dict[TrayId, int] = {}
+
+    def fork(self) -> None:
+        """From the main thread of a process that has no other, before its event loop runs."""
+        proc.adopt_orphans()
+        gc.collect()
+        gc.freeze()  # a collection would copy the pages that agents share with us
+        for tray, config in self._configs.items():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                _become_agent(config, parent)
+            self._pids[tray] = pid
+
+    def watch(self, on_lost: Callable[[TrayId, str], None], on_none_left: Callable[[str], None]) -> None:
+        """On the running loop. ``on_none_left``: every agent here is gone, and none will be started again."""
+        self._on_lost = on_lost
+        self._on_none_left = on_none_left
+        for tray, pid in self._pids.items():
+            self._watch(tray, pid)
+
+    async def end(self, grace_s: float) -> None:
+        """Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
+        self._ending = True
+        for task in self._replacing:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._pids:
+                    self._changed.clear()
+                    await self._changed.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL every process below us, and reap."""
+        self._ending = True
+        proc.kill_tree(os.getpid())
+        for tray in list(self._pidfds):
+            self._unwatch(tray)
+        while _reap_any(block=True):
+            pass
+        self._pids.clear()
+
+    def _watch(self, tray: TrayId, pid: int) -> None:
+        self._pidfds[tray] = pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, tray)
+
+    def _unwatch(self, tray: TrayId) -> None:
+        pidfd = self._pidfds.pop(tray)
+        with contextlib.suppress(RuntimeError):  # no loop any more
+            asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+    def _exited(self, tray: TrayId) -> None:
+        self._unwatch(tray)
+        _, status = os.waitpid(self._pids.pop(tray), 0)
+        code, number = proc.exit_code_and_signal(status)
+        self.exit_codes[tray] = code if code is not None else 128 + (number or 0)
+        self._changed.set()
+        if self._ending:
+            return
+        because = (
+            f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
+        )
+        self._on_lost(tray, because)
+        if self._restarts_left[tray] > 0 and code not in {0, _REFUSED}:
+            self._restarts_left[tray] -= 1
+            task = asyncio.create_task(self._replace(tray), name=f"replace-{tray}")
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+        elif not self._pids and not self._replacing:
+            self._on_none_left(f"{tray}: {because}")
+
+    async def _replace(self, tray: TrayId) -> None:
+        """Once nobody of the old agent lives, which takes a tear-down of its workers' memory."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _LEFTOVERS_S
+        while leftovers := _children(self._pids.values()):
+            for pid in leftovers:
+                if loop.time() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                _reap(pid)
+            await asyncio.sleep(_POLL_S)
+        self._pids[tray] = _spawn_agent(self._configs[tray])
+        self._watch(tray, self._pids[tray])
+
+
+def _become_agent(config: AgentConfig, parent: int) -> None:
+    """Never returns."""
+    from rackrun.agent.main import run_agent
+
+    code = 70
+    try:
+        os.setsid()  # the terminal's Ctrl-C is for the launcher alone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        code = run_agent(config, parent=parent)
+    except BaseException:  # noqa: BLE001 - this process must end here, whatever happened, and say why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _spawn_agent(config: AgentConfig) -> int:
+    """From a process that has threads: a fresh interpreter, which takes its configuration from a memory file."""
+    fd = os.memfd_create("rackrun-agent-config", 0)
+    try:
+        os.write(fd, msgspec.json.encode(config))
+        os.lseek(fd, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rackrun.agent", f"fd:{fd}", "--parent", str(os.getpid())],
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
+        process.returncode = 0  # reaped through its pidfd
+        return process.pid
+    finally:
+        os.close(fd)
+
+
+def _children(known: Iterable[int]) -> list[int]:
+    """Our children that are not agents: orphans of an agent that died."""
+    ours = set(known)
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [pid for text in file.read().split() if (pid := int(text)) not in ours]
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def _reap_any(*, block: bool) -> bool:
+    try:
+        pid, _ = os.waitpid(-1, 0 if block else os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return pid > 0

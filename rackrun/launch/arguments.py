@@ -1,0 +1,400 @@
+"""torchrun's arguments, all of them, and ours; checked as far as that is possible before anything is started.
+
+Importing this imports torch: set OMP_NUM_THREADS before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+from rackrun.agent.config import ScriptConfig
+from rackrun.coordinator.journal import LedgerMode
+from rackrun.errors import UsageError
+
+__all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
+
+MAX_RESTARTS = 3
+"""torchrun's default is 0: the one default that differs."""
+DEFAULT_PORT = 29400
+_TRAYS_MAX = 1_000
+
+_DESCRIPTION = """\
+rackrun runs a PyTorch training script on every GPU and keeps it running while the hardware fails: a lost rank is
+replaced by a warm spare within seconds. It takes every argument of torchrun, with the same meaning.
+
+  rackrun --standalone --nproc-per-node 5 --spares 1 train.py --lr 3e-4
+  rackrun --nnodes 18 --nproc-per-node 4 --spares 8 --rdzv-endpoint head:29400 --rdzv-id job7 \\
+          --token-file /shared/job7.token train.py
+
+exit codes: 0 done; 1 the script failed; 2 bad usage; 3 stopped beyond what is survivable; 128+N ended by signal N
+"""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user wants, checked."""
+
+    script: ScriptConfig
+    run_id: str
+    """"" when the user named none."""
+    nodes_min: int
+    nodes_max: int
+    trays: int
+    """Agents on this host."""
+    slots: int
+    """Workers a tray, spares included."""
+    spares: int
+    max_restarts: int
+    endpoint: tuple[str, int] | None
+    """None: this host is all there is."""
+    node_rank: int | None
+    out_dir: Path | None
+    log_dir: str | None
+    redirects: str
+    tee: str
+    local_ranks_filter: str
+    token_file: Path | None
+    ledger: LedgerMode
+    quiet: bool
+    role: str
+    local_addr: str | None
+    join_timeout_ms: int
+    last_call_ms: int
+    grace_s: float
+    signals: tuple[signal.Signals, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    """torchrun's parser with our group; whatever abbreviation torchrun accepts still means what it meant there."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [match for match in found if not getattr(match[0], "ours", False)] or found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = get_args_parser()
+    parser.__class__ = _Parser
+    parser.prog = "rackrun"
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for action in parser._actions:
+        if action.dest == "max_restarts":
+            action.help = (
+                f"Maximum number of restarts of the whole world. Here the default is {MAX_RESTARTS}; torchrun's is 0. "
+                f"A rank that a spare takes over is no restart."
+            )
+            if action.default == 0:  # not given by PET_MAX_RESTARTS, which would be a string
+                action.default = MAX_RESTARTS
+        elif action.dest == "node_rank" and action.default == 0:
+            action.default = None
+    group = parser.add_argument_group("rackrun", "What torchrun does not have.")
+    add = group.add_argument
+    for action in (
+        add("--spares", action=env, type=int, default=0, metavar="N", help="Slots held back as warm spares, out of those "
+            "that exist: --nproc-per-node 8 --spares 1 trains with WORLD_SIZE 7."),
+        add("--trays", action=env, type=int, default=1, metavar="N", help="Stand-in for several compute trays on this "
+            "host: N agents with --nproc-per-node slots each."),
+        add("--out-dir", "--out_dir", action=env, type=str, default=None, metavar="DIR", help="Journal, endpoint and "
+            "result of the run. Default: a new directory under ${XDG_STATE_HOME:-~/.local/state}/rackrun/runs."),
+        add("--token-file", "--token_file", action=env, type=str, default=os.environ.get("RACKRUN_TOKEN_FILE"),
+            metavar="FILE", help="The job's shared secret: required with several hosts, the same on all of them. "
+            "Default: $RACKRUN_TOKEN_FILE; on one host a new one is made."),
+        add("--ledger", action=env, choices=("ids", "digest"), default="ids", help="What the journal keeps of the sample "
+            "ids of each step: all of them, or a count and a digest."),
+        add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
+            "workers are forked. They must neither start threads nor touch a GPU."),
+        add("--quiet", action=check_env, help="No status line and no line about recoveries."),
+    ):  # fmt: skip
+        action.ours = True  # type: ignore[attr-defined]  # see _Parser
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Raises UsageError for what cannot work; SystemExit(2) for what argparse itself refuses."""
+    try:
+        parser = make_parser()
+    except ValueError as error:  # a flag's PET_ variable is not a number
+        flags = [name for name in os.environ if name.startswith("PET_")]
+        raise UsageError(
+            f"one of {', '.join(flags)} cannot be read: {error}.", remedy="use 0 or 1 for flags."
+        ) from error
+    args = parser.parse_args(arguments)
+    _refuse_what_has_no_meaning(args)
+    nodes_min, nodes_max = _nodes(args.nnodes)
+    slots = _slots(args.nproc_per_node)
+    _check_counts(args, nodes_min, slots)
+    _check_logs(args)
+    rendezvous = _rendezvous_config(args.rdzv_conf)
+    endpoint = _endpoint(args, nodes_max)
+    token_file = Path(args.token_file).expanduser() if args.token_file else None
+    if endpoint and token_file is None:
+        raise UsageError(
+            "several hosts need a shared secret, and there is no --token-file.",
+            remedy="make one (head -c 32 /dev/urandom | base64 > job.token; chmod 600 job.token), copy it to every host, "
+            "and name it with --token-file or RACKRUN_TOKEN_FILE.",
+        )
+    run_id = "" if args.rdzv_id == "none" or args.standalone else args.rdzv_id
+    if "/" in run_id or run_id.startswith("."):
+        raise UsageError(f"--rdzv-id {run_id!r} cannot name a directory.", remedy="leave out '/' and leading dots.")
+    if endpoint and not run_id:
+        raise UsageError(
+            "several hosts need a common name for the job, and there is no --rdzv-id.",
+            remedy="give the same --rdzv-id on every host, for example the scheduler's job id.",
+        )
+    return Options(
+        script=_script(args),
+        run_id=run_id,
+        nodes_min=nodes_min,
+        nodes_max=nodes_max,
+        trays=args.trays,
+        slots=slots,
+        spares=args.spares,
+        max_restarts=args.max_restarts,
+        endpoint=endpoint,
+        node_rank=args.node_rank,
+        out_dir=Path(args.out_dir).expanduser().absolute() if args.out_dir else None,
+        log_dir=args.log_dir,
+        redirects=args.redirects,
+        tee=args.tee,
+        local_ranks_filter=args.local_ranks_filter,
+        token_file=token_file,
+        ledger=args.ledger,
+        quiet=args.quiet,
+        role=args.role,
+        local_addr=args.local_addr,
+        join_timeout_ms=_milliseconds(rendezvous, ("join_timeout", "timeout"), 600.0),
+        last_call_ms=_milliseconds(rendezvous, ("last_call_timeout",), 1.0),
+        grace_s=_grace_s(args.shutdown_timeout),
+        signals=_signals(args.signals_to_handle),
+    )
+
+
+# -- one check each --------------------------------------------------------------------------------------------------
+def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
+    if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") == "1":
+        raise UsageError(
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 bypasses the process groups that rackrun can repair.",
+            remedy="unset it.",
+        )
+    if args.rdzv_backend not in {"", "static", "c10d"} and not args.standalone:
+        raise UsageError(
+            f"--rdzv-backend {args.rdzv_backend} is not supported: the coordinator is the rendezvous.",
+            remedy="leave it out; with several hosts give --rdzv-endpoint HOST:PORT.",
+        )
+    for option, given in (
+        ("--logs-specs", args.logs_specs),
+        ("--duplicate-stdout-filters", args.duplicate_stdout_filters),
+        ("--duplicate-stderr-filters", args.duplicate_stderr_filters),
+        ("--numa-binding", args.numa_binding),
+        ("--virtual-local-rank", args.virtual_local_rank),
+    ):
+        if given:
+            raise UsageError(
+                f"{option} is not supported by rackrun.", remedy="leave it out, or use torchrun for this job."
+            )
+    if args.module and args.no_python:
+        raise UsageError("--module and --no-python exclude each other.", remedy="leave one of them out.")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    try:
+        nodes_min, nodes_max = parse_min_max_nnodes(text)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--nnodes {text!r} is neither N nor MIN:MAX.", remedy="give a number of hosts.") from error
+    if not 0 < nodes_min <= nodes_max:
+        raise UsageError(f"--nnodes {text} is not a range of hosts.", remedy="give 1 <= MIN <= MAX.")
+    return nodes_min, nodes_max
+
+
+def _slots(text: str) -> int:
+    try:
+        slots = int(text)
+    except ValueError:
+        slots = _count_devices(text)
+    if slots < 1:
+        raise UsageError(f"--nproc-per-node {text} leaves nothing to run.", remedy="give at least 1.")
+    return slots
+
+
+def _count_devices(kind: str) -> int:
+    """Ask torch in a child: counting GPUs may initialise CUDA, and a process that has cannot fork workers."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                answer = struct.pack("<q", determine_local_world_size(kind))
+            except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
+                answer = str(error).encode()[:500]
+            os.write(writing, answer)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    if len(answer) == 8:
+        return int(struct.unpack("<q", answer)[0])
+    raise UsageError(
+        f"--nproc-per-node {kind}: {answer.decode(errors='replace') or 'torch cannot count these devices.'}",
+        remedy="give a number, or one of auto, cpu, gpu.",
+    )
+
+
+def _check_counts(args: argparse.Namespace, nodes_min: int, slots: int) -> None:
+    if not 1 <= args.trays <= _TRAYS_MAX:
+        raise UsageError(f"--trays {args.trays} is out of range.", remedy=f"give 1 to {_TRAYS_MAX}.")
+    if args.spares < 0:
+        raise UsageError(f"--spares {args.spares} is negative.", remedy="give 0 or more.")
+    total = nodes_min * args.trays * slots
+    if args.spares >= total:
+        raise UsageError(
+            f"--spares {args.spares} of {total} slots ({nodes_min} hosts x {args.trays} trays x {slots} workers) leave no "
+            f"rank to train.",
+            remedy=f"lower --spares below {total}, or raise --nproc-per-node; spares are taken out of it.",
+        )
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts {args.max_restarts} is negative.", remedy="give 0 or more.")
+    if args.node_rank is not None and args.node_rank < 0:
+        raise UsageError(f"--node-rank {args.node_rank} is negative.", remedy="give 0 or more.")
+
+
+def _check_logs(args: argparse.Namespace) -> None:
+    for option, text in (("--redirects", args.redirects), ("--tee", args.tee)):
+        try:
+            Std.from_str(text)
+        except (ValueError, KeyError) as error:
+            raise UsageError(
+                f"{option} {text!r}: {error}.", remedy="give 0 to 3, or 0:1,1:3 for ranks 0 and 1."
+            ) from error
+    try:
+        _ = [int(rank) for rank in args.local_ranks_filter.split(",") if args.local_ranks_filter]
+    except ValueError as error:
+        raise UsageError(
+            f"--local-ranks-filter {args.local_ranks_filter!r} is no list of numbers.", remedy="for example 0,1,2."
+        ) from error
+
+
+def _rendezvous_config(text: str) -> dict[str, str]:
+    try:
+        return dict(_parse_rendezvous_config(text))
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {text!r}: {error}.", remedy="give KEY=VALUE[,KEY=VALUE].") from error
+
+
+def _milliseconds(config: dict[str, str], keys: tuple[str, ...], default_s: float) -> int:
+    for key in keys:
+        if key in config:
+            try:
+                return int(float(config[key]) * 1e3)
+            except ValueError as error:
+                raise UsageError(f"--rdzv-conf {key}={config[key]} is no number.", remedy="give seconds.") from error
+    return int(default_s * 1e3)
+
+
+def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | None:
+    if args.standalone or (nodes_max == 1 and not args.rdzv_endpoint):
+        if args.standalone and nodes_max > 1:
+            raise UsageError("--standalone means one host.", remedy="leave out --standalone or --nnodes.")
+        return None
+    text, port = args.rdzv_endpoint, DEFAULT_PORT
+    if not text:
+        if args.master_port is None and args.master_addr == "127.0.0.1":
+            raise UsageError(
+                f"--nnodes {args.nnodes} needs a place to meet, and there is no --rdzv-endpoint.",
+                remedy=f"give --rdzv-endpoint HOST[:PORT] (default port {DEFAULT_PORT}), the same on every host.",
+            )
+        text, port = args.master_addr, args.master_port or 29500
+    host, colon, tail = text.rpartition(":")
+    if not colon or (tail and not tail.isdigit() and "]" in tail):
+        host = text
+    else:
+        try:
+            port = int(tail)
+        except ValueError as error:
+            raise UsageError(f"--rdzv-endpoint {text!r} has no port number.", remedy="give HOST:PORT.") from error
+    if not host or not 0 < port < 65536:
+        raise UsageError(f"--rdzv-endpoint {text!r} names no host and port.", remedy="give HOST:PORT.")
+    if nodes_max == 1 and host in {"localhost", "127.0.0.1"} and port == 0:
+        return None
+    return host.strip("[]"), port
+
+
+def _grace_s(given: int | None) -> float:
+    text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else str(given)
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise UsageError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text} is no number.", remedy="give seconds.") from error
+    if seconds < 0:
+        raise UsageError(f"--shutdown-timeout {text} is negative.", remedy="give seconds.")
+    return seconds
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(signal.Signals[name])
+        except KeyError as error:
+            raise UsageError(
+                f"--signals-to-handle: there is no signal {name}.", remedy="for example SIGTERM,SIGINT."
+            ) from error
+    return tuple(found)
+
+
+def _script(args: argparse.Namespace) -> ScriptConfig:
+    name: str = args.training_script
+    preload = tuple(filter(None, (module.strip() for module in args.preload.split(","))))
+    for module in preload:
+        if not _can_import(module):
+            raise UsageError(f"--preload {module}: there is no such module.", remedy="check the name and PYTHONPATH.")
+    if args.module:
+        if not _can_import(name):
+            raise UsageError(f"there is no module {name}.", remedy="check the name and PYTHONPATH.")
+    elif args.no_python and not args.run_path:
+        if shutil.which(name) is None:
+            raise UsageError(f"there is no executable {name}.", remedy="give its path, and chmod +x it.")
+    else:
+        path = Path(name)
+        if not path.exists():
+            raise UsageError(f"there is no script {name} (in {Path.cwd()}).", remedy="check the path.")
+        if path.is_dir() and not (path / "__main__.py").is_file():
+            raise UsageError(f"{name} is a directory without __main__.py.", remedy="name the script in it.")
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{name} cannot be read.", remedy="check its permissions.")
+    return ScriptConfig(
+        path=name,
+        args=tuple(args.training_script_args),
+        module=args.module,
+        no_python=args.no_python and not args.run_path,
+        preload=preload,
+    )
+
+
+def _can_import(module: str) -> bool:
+    """By its top level only: looking for a submodule would import its parents."""
+    top = module.partition(".")[0]
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` does
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,224 @@
+"""The launcher's event loop: the coordinator on the host that has it, and on the others a wait for the job's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import aiohttp
+import msgspec
+
+from rackrun.coordinator.driver import Driver
+from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.server import Server
+from rackrun.core.commands import StopJob
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane
+from rackrun.core.events import StopRequested
+from rackrun.core.ids import TrayId
+from rackrun.launch.agents import LocalAgents
+from rackrun.launch.arguments import Options
+from rackrun.launch.place import Endpoint, Result, RunPlace
+from rackrun.launch.screen import Screen, status_text
+
+__all__ = ["follow", "host"]
+
+_STATUS_S = 0.25
+_AGENT_S = 10.0
+"""What an agent may need beyond its workers' grace time."""
+_AT_ONCE_S = 2.0
+_ASK_S = 10.0
+
+
+async def host(
+    options: Options, place: RunPlace, listening: socket.socket, agents: LocalAgents, endpoint: Endpoint, token: str
+) -> StopJob:
+    """Run the job to its end. Raises JournalError when there can be no journal."""
+    began = time.monotonic()
+    loop = asyncio.get_running_loop()
+    screen = Screen(quiet=options.quiet)
+    journal = Journal(
+        place.journal,
+        run_id=endpoint.run_id,
+        facts={"script": options.script.path, "arguments": " ".join(options.script.args)},
+        ledger=options.ledger,
+        on_trouble=screen.say,
+    )
+    config = JobConfig(
+        trays_min=options.nodes_min * options.trays,
+        trays_max=options.nodes_max * options.trays,
+        spares=options.spares,
+        max_restarts=options.max_restarts,
+        join_timeout_ms=options.join_timeout_ms,
+        last_call_ms=options.last_call_ms,
+    )
+    driver = Driver(ControlPlane(config), journal, run_id=endpoint.run_id, observer=screen)
+    server = Server(driver, run_id=endpoint.run_id, token=token)
+    await server.start(listening)
+    place.announce(endpoint)
+    driver.begin()
+
+    def tray_lost(tray: TrayId, because: str) -> None:
+        if (link := driver.link_of(tray)) is not None:
+            driver.lost(tray, link, because)
+
+    def none_left(because: str) -> None:
+        if options.endpoint is None:
+            remedy = "see what ended the agents above; --max-restarts allows more of them."
+            driver.stop(StopJob(exit_code=3, because=f"no agent is left on this host ({because})", remedy=remedy))
+
+    agents.watch(tray_lost, none_left)
+    over = StopJob(exit_code=3, because="the launcher failed", remedy="please report this, with the traceback.")
+    requests = 0
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal requests
+        requests += 1
+        exit_code = 128 + number
+        late = StopJob(exit_code=exit_code, because=f"{number.name}; no step boundary within {options.grace_s:.0f} s")
+        driver.submit(StopRequested(because=number.name, exit_code=exit_code))
+        loop.call_later(options.grace_s if requests == 1 else 0.0, driver.stop, late)
+        if requests == 1 and driver.over is None:
+            screen.say(f"{number.name}: stopping at the next step boundary; once more stops at once")
+        elif requests > 1:
+            agents.kill()
+
+    try:
+        with (
+            _handled(options.signals, stop),
+            _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
+        ):
+            over = await asyncio.shield(driver.finished)
+            await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)
+        await server.close()
+    finally:
+        agents.kill()
+        driver.close()
+        for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", driver.now_ms())):
+            journal.fact(key, value)
+        journal.close()
+        screen.close()
+    place.finish(
+        Result(
+            run_id=endpoint.run_id,
+            exit_code=over.exit_code,
+            because=over.because,
+            remedy=over.remedy,
+            steps=driver.ledger.steps,
+            recoveries=tuple(recovery.line() for recovery in driver.recoveries),
+            seconds=round(time.monotonic() - began, 3),
+        )
+    )
+    return over
+
+
+async def follow(options: Options, url: str, agents: LocalAgents, token: str) -> StopJob:
+    """On a host without the coordinator: keep its agents, and end as the job ends."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[StopJob] = loop.create_future()
+    lost = StopJob(
+        exit_code=3,
+        because="the coordinator is gone",
+        remedy="see the launcher of the host that --rdzv-endpoint names.",
+    )
+
+    def conclude(how: StopJob) -> None:
+        if not over.done():
+            over.set_result(how)
+
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
+        tasks = {asyncio.create_task(_end_of(session, url, conclude, lost))}
+
+        def stop(number: signal.Signals) -> None:
+            if len(tasks) > 1:
+                agents.kill()
+                conclude(StopJob(exit_code=128 + number, because=number.name))
+            else:
+                because = f"{number.name} on {socket.gethostname()}"
+                tasks.add(asyncio.create_task(_request_stop(session, url, because)))
+                loop.call_later(
+                    options.grace_s + _AGENT_S, conclude, StopJob(exit_code=128 + number, because=number.name)
+                )
+
+        def tray_lost(tray: TrayId, because: str) -> None:
+            pass  # the coordinator sees it by the connection
+
+        def none_left(because: str) -> None:
+            conclude(StopJob(exit_code=3, because=f"no agent is left on this host ({because})"))
+
+        agents.watch(tray_lost, none_left)
+        try:
+            with _handled(options.signals, stop):
+                how = await over
+                await agents.end(options.grace_s + _AGENT_S)
+        finally:
+            agents.kill()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return how
+
+
+async def _end_of(session: aiohttp.ClientSession, url: str, conclude: Callable[[StopJob], None], lost: StopJob) -> None:
+    """Ask again while the coordinator is not up yet, or was once and may be again."""
+    loop = asyncio.get_running_loop()
+    heard = False
+    deadline = loop.time() + 60.0
+    while True:
+        try:
+            async with session.get(
+                f"{url}/api/end", timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_S)
+            ) as answer:
+                if answer.status == 200:
+                    conclude(msgspec.json.decode(await answer.read(), type=StopJob))
+                    return
+                what = (await answer.text()).strip()
+                conclude(StopJob(exit_code=2, because=what))
+                return
+        except aiohttp.ServerDisconnectedError:
+            heard, deadline = True, min(deadline, loop.time() + 5.0) if heard else loop.time() + 5.0
+        except (aiohttp.ClientError, OSError):
+            pass
+        if loop.time() > deadline:
+            conclude(lost)
+            return
+        await asyncio.sleep(0.2)
+
+
+async def _request_stop(session: aiohttp.ClientSession, url: str, because: str) -> None:
+    with contextlib.suppress(aiohttp.ClientError, OSError):
+        async with session.post(
+            f"{url}/api/stop", json={"because": because}, timeout=aiohttp.ClientTimeout(total=_ASK_S)
+        ):
+            pass
+
+
+@contextlib.contextmanager
+def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _repeating(act: Callable[[], None], wanted: bool) -> Iterator[None]:
+    async def repeat() -> None:
+        while True:
+            act()
+            await asyncio.sleep(_STATUS_S)
+
+    task = asyncio.create_task(repeat()) if wanted else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()

@@ -1,0 +1,183 @@
+"""Where a run keeps its files, and how `rackctl` finds it.
+
+::
+
+    RUN/ (0700)   journal.sqlite   while and after    everything that happened
+                  token (0600)     while it runs      the job's secret
+                  endpoint.json    while it runs      url, run_id, protocol, pid (0600)
+                  result.json      after              how it ended
+                  logs/                               workers' output, when it is redirected
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from rackrun.core.wire import PROTOCOL
+from rackrun.errors import UsageError
+
+__all__ = ["Endpoint", "Result", "RunPlace", "find_run", "new_run_id", "read_json", "read_token", "runs_root"]
+
+_TOKEN_CHARS_MIN = 16
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    run_id: str
+    pid: int
+    protocol: int = PROTOCOL
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    exit_code: int
+    because: str
+    remedy: str
+    steps: int
+    """Steps committed."""
+    recoveries: tuple[str, ...]
+    seconds: float
+
+
+class RunPlace:
+    """The directory of one run, from the start to the end of its launcher."""
+
+    def __init__(self, directory: Path, made: tuple[Path, ...]) -> None:
+        self.directory = directory
+        self.journal = directory / "journal.sqlite"
+        self._made = made
+        self._started = False
+
+    @classmethod
+    def make(cls, run_id: str, wanted: Path | None) -> RunPlace:
+        """Raises UsageError when the directory cannot be used."""
+        directory = wanted or _free_name(runs_root() / run_id)
+        made = tuple(path for path in (directory, *directory.parents) if not path.exists())
+        if (directory / "journal.sqlite").exists():
+            raise UsageError(
+                f"{directory} holds the journal of an earlier run.",
+                remedy="name another --out-dir, or remove that one.",
+            )
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = directory / f".probe-{os.getpid()}"
+            probe.touch(mode=0o600)
+            probe.unlink()
+        except OSError as error:
+            _remove(made)
+            raise UsageError(
+                f"the output directory {directory} cannot be written: {error.strerror}.",
+                remedy="choose another --out-dir.",
+            ) from error
+        return cls(directory, made)
+
+    def write_token(self, token: str) -> None:
+        _write(self.directory / "token", token.encode())
+
+    def announce(self, endpoint: Endpoint) -> None:
+        """From here on `rackctl` can talk to the run."""
+        self._started = True
+        _write(self.directory / "endpoint.json", msgspec.json.encode(endpoint) + b"\n")
+
+    def finish(self, result: Result) -> None:
+        data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+        with contextlib.suppress(OSError):  # a full disk must not change how the job ended
+            _write(self.directory / "result.json", data)
+
+    def close(self) -> None:
+        """Take back what is secret or void; and everything, if the run never began."""
+        for name in ("token", "endpoint.json"):
+            (self.directory / name).unlink(missing_ok=True)
+        if not self._started:
+            for path in self.directory.glob("journal.sqlite*"):
+                path.unlink()
+            _remove(self._made)
+
+
+def runs_root() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "rackrun" / "runs"
+
+
+def new_run_id() -> str:
+    """Readable, and new."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def read_token(path: Path) -> str:
+    """Raises UsageError when there is no token in ``path``."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no ASCII text"
+        raise UsageError(f"the token file {path} cannot be read: {why}.", remedy="check --token-file.") from error
+    if len(token) < _TOKEN_CHARS_MIN or len(token.split()) != 1:
+        raise UsageError(
+            f"the token in {path} is not one word of {_TOKEN_CHARS_MIN} characters or more.",
+            remedy=f"make one: head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}",
+        )
+    if path.stat().st_mode & 0o077:
+        raise UsageError(f"the token file {path} can be read by others.", remedy=f"chmod 600 {path}")
+    return token
+
+
+def find_run(name: str | None) -> Path:
+    """The directory of a run: a path, a run id, or (None) the newest. Raises UsageError."""
+    root = runs_root()
+    if name is None:
+        found = [path for path in root.iterdir() if (path / "journal.sqlite").is_file()] if root.is_dir() else []
+        if not found:
+            raise UsageError(f"there are no runs in {root}.", remedy="name the --out-dir of the run.")
+        return max(found, key=lambda path: (path / "journal.sqlite").stat().st_ctime)
+    for path in (Path(name).expanduser(), root / name):
+        if (path / "journal.sqlite").is_file():
+            return path
+    raise UsageError(
+        f"there is no run {name}: no journal in it, nor in {root}.", remedy="name its --out-dir or run id."
+    )
+
+
+def read_json(path: Path, kind: type[_T]) -> _T | None:
+    """None when it is not there."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.", remedy="is it a run of another version?") from error
+
+
+def _free_name(path: Path) -> Path:
+    """A run id that the user gave may be used again."""
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate
+
+
+def _remove(made: tuple[Path, ...]) -> None:
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:
+            return  # somebody else uses it by now
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, for the owner's eyes only."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    partial.replace(path)

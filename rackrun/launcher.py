@@ -1,0 +1,189 @@
+"""``rackrun``: starts the agents of this host and, where it belongs, the coordinator; ends as the job ends.
+
+The order matters. Environment first (one thread a process), then torch, the arguments and everything that can be checked;
+then the port, so that agents know it; then the imports that all workers share; then the agents, forked while there is one
+thread; only then the event loop. Up to the first fork a refusal leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rackrun.errors import RackrunError, UsageError
+
+if TYPE_CHECKING:
+    from rackrun.agent.config import AgentConfig
+    from rackrun.core.commands import StopJob
+    from rackrun.launch.arguments import Options
+    from rackrun.launch.place import RunPlace
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 the script failed, 2 bad usage, 3 beyond what is survivable, 128+N signal N."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(
+            name, "1"
+        )  # torchrun's default; and before torch: a process with threads cannot be forked
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _leave)  # until the loop takes over
+    try:
+        over, hidden = _launch(arguments)
+    except UsageError as error:
+        print(f"rackrun: error: {error}", file=sys.stderr)
+        return 2
+    except RackrunError as error:
+        print(f"rackrun: {error}", file=sys.stderr)
+        return 3
+    _explain(over, hidden=hidden)
+    return over.exit_code
+
+
+def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
+    from rackrun.launch.arguments import parse
+    from rackrun.launch.place import RunPlace, new_run_id, read_token
+    from rackrun.launch.rendezvous import listen, meet
+
+    options = parse(arguments)
+    hidden = options.redirects != "0" or options.local_ranks_filter != ""
+    run_id = options.run_id or new_run_id()
+    token = read_token(options.token_file) if options.token_file else secrets.token_urlsafe(32)
+    listening = meet(*options.endpoint, run_id) if options.endpoint else listen("127.0.0.1", 0)
+    if listening is None:
+        return _follow(options, run_id, token), hidden
+    try:
+        place = RunPlace.make(run_id, options.out_dir)
+        try:
+            return _host(options, run_id, token, listening, place), hidden
+        finally:
+            place.close()
+    finally:
+        listening.close()
+
+
+def _host(options: Options, run_id: str, token: str, listening: socket.socket, place: RunPlace) -> StopJob:
+    from rackrun.agent.fork_server import preload
+    from rackrun.launch.agents import LocalAgents
+    from rackrun.launch.job import host
+    from rackrun.launch.place import Endpoint
+
+    own = f"http://{_authority(*listening.getsockname()[:2])}"
+    url = f"http://{_authority(*options.endpoint)}" if options.endpoint else own
+    place.write_token(token)
+    for what in preload(options.script.preload):
+        print(f"rackrun: could not import {what}", file=sys.stderr)
+    log_dir = options.log_dir or str(place.directory / "logs")
+    agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
+    agents.fork()
+    try:
+        return asyncio.run(
+            host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)
+        )
+    finally:
+        agents.kill()
+
+
+def _follow(options: Options, run_id: str, token: str) -> StopJob:
+    from rackrun.agent.fork_server import preload
+    from rackrun.launch.agents import LocalAgents
+    from rackrun.launch.job import follow
+
+    assert options.endpoint is not None
+    url = f"http://{_authority(*options.endpoint)}"
+    preload(options.script.preload)
+    log_dir = options.log_dir or (str(options.out_dir / "logs") if options.out_dir else os.devnull)
+    agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
+    agents.fork()
+    try:
+        return asyncio.run(follow(options, url, agents, token))
+    finally:
+        agents.kill()
+
+
+def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir: str) -> list[AgentConfig]:
+    from rackrun.agent.config import AgentConfig, LogConfig
+    from rackrun.core.ids import TrayId
+
+    logs = LogConfig(
+        directory=log_dir,
+        redirects=options.redirects,
+        tee=options.tee,
+        local_ranks_filter=options.local_ranks_filter,
+    )
+    env = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return [
+        AgentConfig(
+            run_id=run_id,
+            tray=TrayId(name),
+            slots=options.slots,
+            coordinator=url,
+            token=token,
+            advertise=_advertise(options),
+            script=options.script,
+            logs=logs,
+            env={**env, "ROLE_NAME": options.role},
+            nnodes=options.nodes_max * options.trays,
+            max_restarts=options.max_restarts,
+            grace_s=options.grace_s,
+        )
+        for name in _tray_names(options)
+    ]
+
+
+def _tray_names(options: Options) -> list[str]:
+    """By node rank where it is known; else by host, and process: two launchers may share a host."""
+    if options.endpoint is None or options.node_rank is not None:
+        first = (options.node_rank or 0) * options.trays
+        return [f"tray-{first + index:02}" for index in range(options.trays)]
+    host = socket.gethostname().partition(".")[0]
+    return [f"{host}-{os.getpid()}-{index:02}" for index in range(options.trays)]
+
+
+def _advertise(options: Options) -> str:
+    """The address under which this host reaches the coordinator is one under which others reach this host."""
+    if options.local_addr:
+        return options.local_addr
+    if options.endpoint is None:
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(*options.endpoint, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: it only chooses the route
+        return str(probe.getsockname()[0])
+
+
+def _authority(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _explain(over: StopJob, *, hidden: bool) -> None:
+    """Say on stderr why the job did not end well. ``hidden``: workers' own output is not on this terminal."""
+    if over.exit_code == 0:
+        return
+    if over.failure is not None:
+        who = "a worker" if over.rank is None else f"rank {over.rank}"
+        kind = over.failure.type.removeprefix("builtins.")
+        print(f"rackrun: the script failed on {who}: {kind}: {over.failure.message}", file=sys.stderr)
+        if hidden:
+            print(over.failure.traceback.rstrip(), file=sys.stderr)
+    remedy = f" Remedy: {over.remedy}" if over.remedy else ""
+    because = over.because.rstrip(".")
+    print(f"rackrun: stopped (exit code {over.exit_code}): {because}.{remedy}", file=sys.stderr)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(again, signal.SIG_IGN)  # cleaning up takes no time
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

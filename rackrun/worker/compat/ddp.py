@@ -1,0 +1,55 @@
+"""DDP's buckets, torch 2.10 to 2.13: one layout, the same on every rank and in every generation.
+
+DDP rebuilds its buckets after the first backward, in the order in which gradients came. A newcomer's DDP, freshly made,
+would have other buckets than the survivors': their all-reduces would not match (gloo ends the process), and the order of
+summation, hence the bits, would differ. So the layout is frozen at construction, in *reverse* parameter order, which is
+about the order of backward: in forward order all communication would start only after backward has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["install", "missing", "reset"]
+
+
+def missing() -> list[str]:
+    needed = ("_build_params_for_reducer",)
+    reducer = ("_push_all_rebuilt_params", "_rebuild_buckets", "_reset_state")
+    found = [f"DistributedDataParallel.{name} is gone" for name in needed if not hasattr(DistributedDataParallel, name)]
+    return found + [f"Reducer.{name} is gone" for name in reducer if not hasattr(torch._C._distributed_c10d.Reducer, name)]
+
+
+def install() -> None:
+    if getattr(DistributedDataParallel, "_rackrun_frozen_buckets", False):
+        return
+    build = DistributedDataParallel._build_params_for_reducer
+    init = DistributedDataParallel.__init__
+
+    def build_reversed(self: DistributedDataParallel) -> tuple[list[Any], list[Any]]:
+        parameters, sparse = build(self)
+        return list(reversed(parameters)), list(reversed(sparse))
+
+    def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _freeze(self)
+
+    DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = init_frozen  # type: ignore[method-assign]
+    DistributedDataParallel._rackrun_frozen_buckets = True  # type: ignore[attr-defined]
+
+
+def reset(module: DistributedDataParallel) -> None:
+    """After a forward whose backward never came: the reducer still expects it, and would communicate in the next backward of
+    all, even one under no_sync. Its buckets are made anew, in the same layout; call only while collectives are loopbacks."""
+    module.reducer._reset_state()
+    _freeze(module)
+
+
+def _freeze(module: DistributedDataParallel) -> None:
+    if not module.find_unused_parameters:  # then DDP never rebuilds them
+        module.reducer._push_all_rebuilt_params()
+        module.reducer._rebuild_buckets()

@@ -1,0 +1,69 @@
+"""The control thread: listens to the agent, answers for the worker, and ticks the heartbeat page.
+
+It never waits for the main thread. When the agent is gone the process ends at once: nobody could fence it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import assert_never
+
+from rackrun.core.commands import (
+    BreakGeneration,
+    DrainWorkers,
+    FenceWorker,
+    ReleaseWorkers,
+    ResumeGeneration,
+    StartWorker,
+    StopJob,
+    WorkerCommand,
+)
+from rackrun.core.ids import Step
+from rackrun.link.boot import Boot
+from rackrun.link.channel import WorkerChannel
+from rackrun.link.page import HeartbeatPage
+from rackrun.worker.world import World
+
+__all__ = ["ControlThread"]
+
+TICK_MS = 100
+
+
+class ControlThread(threading.Thread):
+    def __init__(self, boot: Boot, channel: WorkerChannel, page: HeartbeatPage, world: World, snapshots: Callable[[], tuple[Step, ...]]) -> None:
+        super().__init__(name="rackrun-control", daemon=True)
+        self._boot, self._channel, self._page, self._world, self._snapshots = boot, channel, page, world, snapshots
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        while True:
+            self._page.tick()
+            if not poll.poll(TICK_MS):
+                continue
+            command = self._channel.receive()
+            if command is None:
+                os._exit(1)
+            self._obey(command)
+
+    def _obey(self, command: WorkerCommand) -> None:
+        match command:
+            case BreakGeneration():
+                report = self._world.on_break(command, self._snapshots())
+                if report is not None:
+                    self._channel.send(report)
+            case ResumeGeneration(plan=plan):
+                mine = [m for m in plan.members if (m.slot, m.incarnation) == (self._boot.slot, self._boot.incarnation)]
+                if mine:
+                    self._world.on_plan(plan, build=not mine[0].fresh)
+            case ReleaseWorkers():
+                self._world.on_release()
+            case DrainWorkers():
+                self._world.drain = True
+            case StartWorker() | FenceWorker() | StopJob():
+                pass  # the agent's business
+            case _:
+                assert_never(command)

@@ -1,0 +1,241 @@
+"""Which samples a rank computes in a step, and their delivery.
+
+The global batch of a step is cut into *logical shards* (micro-batches), a list that is fixed for the run. The sample ids of
+every shard are a pure function of (seed, epoch, step); only the map from shards to data-parallel ranks depends on who is
+there. So there is no data position to save, lose or repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from rackrun.errors import UsageError
+from rackrun.worker.rng import derive, reseed
+
+if TYPE_CHECKING:
+    from rackrun.worker.run import Run
+
+__all__ = ["BatchPlan", "Loader", "MapDataset", "Shard"]
+
+
+class MapDataset(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One micro-batch: its place in the global batch, and whether it counts."""
+
+    index: int
+    ghost: bool = False
+    """Computed with weight 0, so that ranks with fewer shards still take part in the collectives of forward."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The global batch, for the whole run."""
+
+    global_batch: int
+    micro_batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
+            raise UsageError(
+                f"global_batch_size={self.global_batch} is not a multiple of micro_batch_size={self.micro_batch}.",
+                remedy="choose sizes of at least 1 that divide.",
+            )
+
+    @property
+    def shards(self) -> int:
+        return self.global_batch // self.micro_batch
+
+    def shards_of(self, dp_rank: int, dp_size: int) -> list[Shard]:
+        """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts."""
+        if dp_size > self.shards:
+            raise UsageError(
+                f"{dp_size} data-parallel ranks share {self.shards} micro-batches "
+                f"(global batch {self.global_batch}, micro-batch {self.micro_batch}): some would have none.",
+                remedy="use a larger global batch, a smaller micro-batch, or fewer ranks.",
+            )
+        first, stop = dp_rank * self.shards // dp_size, (dp_rank + 1) * self.shards // dp_size
+        most = -(-self.shards // dp_size)
+        mine = [Shard(index) for index in range(first, stop)]
+        return mine + [Shard(stop - 1, ghost=True)] * (most - len(mine))
+
+    def steps_per_epoch(self, samples: int) -> int:
+        if samples < self.global_batch:
+            raise UsageError(
+                f"the data set has {samples} samples, fewer than one global batch of {self.global_batch}.",
+                remedy="use a smaller global_batch_size or more data.",
+            )
+        return samples // self.global_batch
+
+    def ids(self, samples: int, step: int, shard: int, permutation: Callable[[int], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """The sample ids of one shard of one step: int64, ``micro_batch`` of them. The last, partial batch of an epoch is left out."""
+        epoch, within = divmod(step, self.steps_per_epoch(samples))
+        start = within * self.global_batch + shard * self.micro_batch
+        return permutation(epoch)[start : start + self.micro_batch]
+
+
+class Loader:
+    """This rank's micro-batches of the current step: iterate once per step attempt.
+
+    As it yields, it seeds all random numbers by (seed, step, shard), tells DDP and FSDP2 whether to synchronise gradients
+    (only on the last micro-batch), and sets the weight that ``step.backward`` uses.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self, run: Run, dataset: MapDataset, *, collate: Callable[[Sequence[Any]], Any] | None, shuffle: bool, num_workers: int, prefetch: int
+    ) -> None:
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                f"run.loader needs a map-style data set (__len__ and __getitem__), not {type(dataset).__name__}.",
+                remedy="give it a map-style data set.",
+            )
+        self._run, self._dataset, self._shuffle = run, dataset, shuffle
+        self._samples = len(dataset)
+        self._plan = run.batch
+        self._plan.steps_per_epoch(self._samples)
+        self._fetch = _Fetch(dataset, collate or default_collate, self._plan.seed)
+        self._permutations: dict[int, np.ndarray[Any, Any]] = {}
+        self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self._run.current_step()
+        shards = self._run.my_shards()
+        number = int(step)
+        for turn, shard in enumerate(shards):
+            ids = self._ids(number, shard.index)
+            if self._workers:
+                batch = self._workers.take((number, shard.index), ids, self._upcoming(number, shards, turn))
+            else:
+                batch = self._fetch(number, ids)
+            last = turn == len(shards) - 1
+            self._run.begin_shard(step, shard, last=last, ids=ids)
+            yield _to(batch, self._run.device)
+
+    def __len__(self) -> int:
+        """Micro-batches per step on this rank."""
+        return len(self._run.my_shards())
+
+    def _ids(self, step: int, shard: int) -> np.ndarray[Any, Any]:
+        return self._plan.ids(self._samples, step, shard, self._permutation)
+
+    def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
+        if epoch not in self._permutations:
+            self._permutations.clear()
+            if self._shuffle:
+                order = np.random.Generator(np.random.PCG64(derive(self._plan.seed, "epoch", epoch))).permutation(self._samples)
+            else:
+                order = np.arange(self._samples)
+            self._permutations[epoch] = order.astype(np.int64)
+        return self._permutations[epoch]
+
+    def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]:
+        """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice)."""
+        per_epoch = self._plan.steps_per_epoch(self._samples)
+        at, start = step, turn + 1
+        while at // per_epoch == step // per_epoch:
+            for shard in shards[start:]:
+                yield (at, shard.index), self._ids(at, shard.index)
+            at, start = at + 1, 0
+
+
+class _Fetch:
+    """Samples by id, collated. Each is fetched under a seed of its own (seed, step, sample), wherever that happens."""
+
+    def __init__(self, dataset: MapDataset, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __call__(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
+        samples = []
+        for sample in ids.tolist():
+            reseed(self._seed, "sample", step, sample)
+            samples.append(self._dataset[sample])
+        return self._collate(samples)
+
+
+class _Workers:
+    """Prefetch in processes of a torch DataLoader, asked for exactly the batches that will be needed.
+
+    One DataLoader iteration is a stream of requests; a repeated step asks again for what was delivered already, and gets it
+    from the main process.
+    """
+
+    def __init__(self, fetch: _Fetch, processes: int, prefetch: int) -> None:
+        self._fetch, self._processes, self._prefetch = fetch, processes, max(prefetch, 1)
+        self._stream: Iterator[Any] | None = None
+        self._expected: list[tuple[int, int]] = []
+
+    def take(
+        self, key: tuple[int, int], ids: np.ndarray[Any, Any], upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+    ) -> Any:
+        if self._stream is None or not self._expected:
+            self._start(key, ids, upcoming)
+        if self._expected[0] != key:
+            return self._fetch(key[0], ids)  # out of order: a repeated step
+        self._expected.pop(0)
+        assert self._stream is not None
+        return next(self._stream)
+
+    def _start(
+        self, key: tuple[int, int], ids: np.ndarray[Any, Any], upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+    ) -> None:
+        def requests() -> Iterator[list[tuple[int, np.ndarray[Any, Any]]]]:
+            self._expected.append(key)
+            yield [(key[0], ids)]
+            for later, later_ids in upcoming:
+                self._expected.append(later)
+                yield [(later[0], later_ids)]
+
+        loader = DataLoader(
+            _ByRequest(self._fetch),
+            batch_sampler=_Once(requests()),
+            num_workers=self._processes,
+            prefetch_factor=self._prefetch,
+            collate_fn=_only,
+        )
+        self._stream = iter(loader)
+
+
+class _ByRequest(torch.utils.data.Dataset[Any]):
+    """A data set whose index is a whole request: the step, and the ids of one micro-batch."""
+
+    def __init__(self, fetch: _Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, request: tuple[int, np.ndarray[Any, Any]]) -> Any:
+        return self._fetch(*request)
+
+
+class _Once:
+    def __init__(self, requests: Iterator[list[Any]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._requests
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [_to(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

@@ -1,0 +1,58 @@
+"""``@rackrun.elastic``: makes a function the main function of an elastic run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from rackrun.errors import UsageError
+from rackrun.worker.data import BatchPlan
+from rackrun.worker.run import Run
+from rackrun.worker.runtime import start
+
+__all__ = ["elastic"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def elastic(
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    seed: int = 0,
+    mesh: dict[str, int] | None = None,
+    snapshot_every: int | None = None,
+) -> Callable[[Callable[Concatenate[Run, P], T]], Callable[P, T]]:
+    """Make ``main(run, ...)`` the main function of an elastic run.
+
+    global_batch_size: samples in one optimizer step, over all ranks; fixed for the run, whatever happens to the world.
+    micro_batch_size: samples in one forward and backward; divides the global batch into its logical shards.
+    seed: of parameters (the generators are seeded before ``main``), data order, and every step's random numbers.
+    mesh: axes and sizes of ``run.mesh``, one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named ``dp``, ``dp_replicate``,
+        ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the others share it.
+    snapshot_every: steps between snapshots of shards that have no live copy; by default as often as costs 2 % of the time.
+
+    Raises `UsageError` when the sizes do not divide. Under ``rackrun`` the function runs on every rank and every spare; under plain
+    ``python`` it trains alone.
+    """
+    batch = BatchPlan(global_batch_size, micro_batch_size, seed)
+    if mesh is not None and sum(extent == -1 for extent in mesh.values()) > 1:
+        raise UsageError(f"mesh={mesh} leaves more than one axis open.", remedy="give -1 to one axis at most.")
+
+    def decorate(main: Callable[Concatenate[Run, P], T]) -> Callable[P, T]:
+        if not inspect.signature(main).parameters:
+            raise UsageError(f"{main.__name__}() takes no argument, but an elastic main is given the run.", remedy="write def main(run): ...")
+
+        @functools.wraps(main)
+        def started(*args: P.args, **kwargs: P.kwargs) -> T:
+            run = Run(start(), batch, mesh, snapshot_every)
+            result = main(run, *args, **kwargs)
+            run.finish()
+            return result
+
+        return started
+
+    return decorate

@@ -1,0 +1,362 @@
+"""The elastic process group: one object for the whole run, whose communicator is replaced per generation.
+
+It is registered with torch as the backend ``rackrun``, and the *default* group is elastic, so whatever a script does with
+``torch.distributed``, DeviceMesh, DTensor, DDP or FSDP2 goes through here.
+
+While a group is not joined, and from the moment it is broken, every collective is a **loopback**: every peer equals me.
+It completes at once with values of a sane size and range, so that no error travels through autograd and no kernel reads
+uninitialised memory. What a broken collective returns never counts: the step that used it is discarded at the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from rackrun.worker.communicator import Communicator
+    from rackrun.worker.world import World
+
+__all__ = ["BACKEND", "ElasticGroup"]
+
+BACKEND = "rackrun"
+
+Tensors = Sequence[torch.Tensor]
+
+
+class _Done(dist.Work):
+    """A collective that is over before it began."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._future.value()
+
+
+class _Guarded(dist.Work):
+    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place."""
+
+    def __init__(self, group: ElasticGroup, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]) -> None:
+        super().__init__()
+        self._group, self._generation, self._work, self._result, self._loopback = group, generation, work, result, loopback
+        self._future: torch.futures.Future[Any] | None = None
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over:
+            if self._future is not None:
+                self._future.wait()
+            else:
+                try:
+                    self._work.wait() if timeout is None else self._work.wait(timeout)
+                except RuntimeError as error:
+                    self._failed(error)
+                self._finish()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            try:
+                inner = self._work.get_future()
+            except RuntimeError:  # gloo's point-to-point works have none
+                self.wait()
+                return _Done(self._result).get_future()
+            self._future = inner.then(self._settle)
+        return self._future
+
+    def _settle(self, inner: torch.futures.Future[Any]) -> Any:
+        try:
+            inner.value()
+        except RuntimeError as error:
+            self._failed(error)
+        self._finish()
+        return self._result
+
+    def _failed(self, error: RuntimeError) -> None:
+        self._group.world.collective_failed(self._generation, error)
+        self._loopback()
+
+    def _finish(self) -> None:
+        if not self._over:
+            self._over = True
+            self._group.world.page.collective_completed()
+
+    def is_completed(self) -> bool:
+        return self._over or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+
+class ElasticGroup(dist.ProcessGroup):
+    """``ranks`` are the global ranks of its members, in group order; ``group_rank`` is this process's place among them."""
+
+    def __init__(self, world: World, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str) -> None:
+        super().__init__(group_rank, len(ranks))
+        self.world = world
+        self.ranks = tuple(ranks)
+        self.key = key
+        """The same on every member, unlike torch's group name: what the generation's store keys are made of."""
+        self.communicator: Communicator | None = None
+        self._group_rank = group_rank
+        self._name = name
+        self._desc = desc
+
+    # -- identity: torch asks under several names
+    def rank(self) -> int:
+        return self._group_rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
+
+    def name(self) -> str:
+        return BACKEND
+
+    getBackendName = name  # noqa: N815
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name  # noqa: N815
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None, **names: Any) -> Any:
+        """c10d delegates ``torch.distributed.new_group`` to this. None for a rank that is not a member."""
+        del timeout, pg_options
+        return self.world.new_group(ranks, names.get("group_name") or "", names.get("group_desc") or "undefined")
+
+    def become(self, ranks: Sequence[int], group_rank: int) -> None:
+        """A promoted spare takes another place."""
+        self.ranks = tuple(ranks)
+        self._group_rank = group_rank
+
+    def abort(self) -> None:
+        """torch's own clean-up has no business here: the world breaks and drops communicators."""
+
+    def shutdown(self) -> None:
+        """See `abort`."""
+
+    # -- collectives
+    @torch._dynamo.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def _run(self, name: str, result: Any, loopback: Callable[[], None], *args: Any) -> dist.Work:
+        generation = self.world.enter_collective()
+        communicator = self.communicator
+        if communicator is None or generation is None:
+            loopback()
+            return _Done(result)
+        try:
+            work = getattr(communicator.inner, name)(*args)
+        except RuntimeError as error:
+            self.world.collective_failed(generation, error)
+            loopback()
+            return _Done(result)
+        return _Guarded(self, generation, work, result, loopback)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllreduceOptions()
+        return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        plain = dist.AllreduceOptions()
+        plain.reduceOp = opts.reduceOp
+        if len({tensor.dtype for tensor in tensors}) == 1 and len(tensors) > 0 and tensors[0].device.type == "cpu":
+            return self._run("allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, self.size()), tensors, opts)
+        for tensor in tensors:
+            self.allreduce([tensor], plain).wait()
+        return _Done(tensors)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("broadcast", tensors, _nothing, tensors, opts or dist.BroadcastOptions())
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceOptions()
+        return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        def loopback() -> None:
+            for row, tensor in zip(outputs, inputs, strict=True):
+                for output in row:
+                    output.copy_(tensor)
+
+        return self._run("allgather", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        # outputs[i] is what rank i gave
+        def loopback() -> None:
+            for row in outputs:
+                for output, tensor in zip(row, inputs, strict=True):
+                    output.copy_(tensor)
+
+        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        def loopback() -> None:
+            output.view(self.size(), -1).copy_(input.reshape(1, -1))
+
+        return self._run("_allgather_base", output, loopback, output, input, opts or dist.AllgatherOptions())
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return _AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+
+        def loopback() -> None:
+            for output, row in zip(outputs, inputs, strict=True):
+                output.copy_(row[self.rank()])
+            _sum_of_equals(outputs, opts, self.size())
+
+        return self._run("reduce_scatter", outputs, loopback, outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        opts = opts or dist.ReduceScatterOptions()
+
+        def loopback() -> None:
+            output.copy_(input.reshape(self.size(), -1)[self.rank()].view_as(output))
+            _sum_of_equals([output], opts, self.size())
+
+        return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return _AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(  # noqa: PLR0913, PLR0917 - torch's signature
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
+    ) -> dist.Work:
+        opts = opts or dist.AllToAllOptions()
+
+        def loopback() -> None:
+            if output.shape == input.shape:
+                output.copy_(input)
+            else:
+                output.zero_()
+
+        return self._run("alltoall_base", output, loopback, output, input, output_splits, input_splits, opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        def loopback() -> None:
+            mine = inputs[self.rank()]
+            for output in outputs:
+                output.copy_(mine) if output.shape == mine.shape else output.zero_()
+
+        return self._run("alltoall", outputs, loopback, outputs, inputs, opts or dist.AllToAllOptions())
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        def loopback() -> None:
+            for row, tensor in zip(outputs, inputs, strict=False):
+                for output in row:
+                    output.copy_(tensor)
+
+        return self._run("gather", outputs, loopback, outputs, inputs, opts or dist.GatherOptions())
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        def loopback() -> None:
+            for index, output in enumerate(outputs):
+                output.copy_(inputs[index][self.rank()]) if len(inputs) > index else output.zero_()
+
+        return self._run("scatter", outputs, loopback, outputs, inputs, opts or dist.ScatterOptions())
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        return self._run("send", tensors, _nothing, tensors, peer, tag)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        return self._run("recv", tensors, lambda: _zero(tensors), tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
+
+
+class _AllOf(dist.Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: list[dist.Work], result: Any) -> None:
+        super().__init__()
+        self._works, self._result = works, result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        return _Done(self._result).get_future()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _zero(tensors: Tensors) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _sum_of_equals(tensors: Tensors, opts: Any, size: int) -> None:
+    if opts.reduceOp == dist.ReduceOp.SUM:
+        for tensor in tensors:
+            if tensor.dtype is not torch.bool:
+                tensor.mul_(size)

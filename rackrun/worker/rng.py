@@ -1,0 +1,25 @@
+"""Random numbers as a pure function of (seed, step, shard), so that who computes a shard does not matter."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+__all__ = ["derive", "reseed"]
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit seed from its parts; the same on every machine."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def reseed(*parts: int | str) -> None:
+    """Set the generators of torch (all devices), numpy and Python."""
+    seed = derive(*parts)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,235 @@
+"""What the user's ``main(run)`` holds: the position in the run, the data, the tracked state, and the step loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rackrun.core.ids import Position
+from rackrun.errors import StepError
+from rackrun.link.page import Activity
+from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
+from rackrun.worker.rng import reseed
+from rackrun.worker.runtime import Runtime
+from rackrun.worker.state import TrackedState
+from rackrun.worker.step import Step
+from rackrun.worker.units import UnitRunner
+from rackrun.worker.world import Scope
+
+__all__ = ["Run"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
+
+
+class Run:
+    """One run of the job, on this rank. Made by `rackrun.elastic`; never by hand.
+
+    ``batch`` is the global batch; ``device`` is where this rank computes.
+    """
+
+    def __init__(self, runtime: Runtime, batch: BatchPlan, mesh: dict[str, int] | None, snapshot_every: int | None) -> None:
+        self.batch = batch
+        self.device = runtime.device
+        self._runtime, self._world = runtime, runtime.world
+        self._mesh_shape, self._mesh = mesh, None
+        self._state = TrackedState()
+        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every)
+        self._every: list[tuple[int, Callable[[], Any]]] = []
+        self._at_end: list[Callable[[], Any]] = []
+        self._step_functions: list[Callable[..., Any]] = []
+        self._looping: int | None = None
+        """The step that the loop stands at, while its step function has not been called."""
+        reseed(batch.seed, "setup")
+
+    # -- who and where
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 of the world, and no spare."""
+        return self.rank == 0 and not self._units.waiting_spare
+
+    @property
+    def generation(self) -> int:
+        """How many memberships the world has had."""
+        return self._world.generation
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh asked for with ``@rackrun.elastic(mesh=...)``; one ``dp`` axis over all ranks by default."""
+        if self._mesh is None:
+            shape = dict(self._mesh_shape or {"dp": -1})
+            known = 1
+            for extent in shape.values():
+                known *= extent if extent > 0 else 1
+            sizes = tuple(extent if extent > 0 else self.world_size // known for extent in shape.values())
+            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=tuple(shape))
+        return self._mesh
+
+    # -- what is trained
+    def track(self, **things: Any) -> None:
+        """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
+
+        Raises `StepError` for anything else.
+        """
+        for name, thing in things.items():
+            self._state.track(name, thing)
+
+    def loader(
+        self,
+        dataset: MapDataset,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        prefetch: int = 4,
+    ) -> Loader:
+        """Deliver ``dataset`` (map style): iterate once a step, and get this rank's micro-batches of it, on ``device``.
+
+        ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data set is smaller
+        than one global batch.
+        """
+        return Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+
+    # -- the loop
+    def step(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorator: the step function. It may run again after a failure; its call returns once the step is committed.
+
+        Its first argument is the step: give it what ``run.steps`` yields, and it receives a `Step`.
+        """
+        self._step_functions.append(function)
+
+        @functools.wraps(function)
+        def committed(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self._looping is None:
+                raise StepError(
+                    f"{function.__name__} was called outside the loop over run.steps(), or twice in one turn of it.",
+                    remedy="call one step function, once, in each turn of `for step in run.steps(n)`.",
+                )
+            at = Position(self._looping)
+            self._looping = None
+            return self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+
+        return committed
+
+    def every(self, steps: int, function: Callable[[], Any]) -> None:
+        """Run ``function`` after every ``steps`` committed steps, on all ranks: a phase, which may use collectives."""
+        if steps < 1:
+            raise StepError(f"run.every({steps}, ...) would never run.", remedy="give a number of at least 1.")
+        self._every.append((steps, function))
+
+    def at_end(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` after the last step, on all ranks: a phase, which may use collectives."""
+        self._at_end.append(function)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the steps to do, from the first that is not committed to ``total - 1``. A spare waits here until it is needed.
+
+        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function.
+        """
+        if total < 1:
+            raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
+        if not self._state:
+            raise StepError("nothing is tracked, so nothing could be kept.", remedy="call run.track(model=..., optimizer=...) before run.steps().")
+        self._state.check_complete()
+        self.my_shards()  # raises when the world does not fit the batch
+        self._units.begin(self._warm_up)
+        done = self._units.passed
+        if done.step >= 0:
+            self._run_phases(done.step, total, after=done.phase)
+        for number in range(done.step + 1, total):
+            if self._units.draining:
+                break
+            self._looping = number
+            self._world.scope = Scope.OUTSIDE
+            yield number
+            if self._looping is not None:
+                raise StepError(
+                    f"the loop's body did not call a @run.step function for step {number}.",
+                    remedy="call it once in every turn of `for step in run.steps(n)`.",
+                )
+            self._run_phases(number, total, after=0)
+        if not self._units.draining and done.step < total:
+            self._run_at_end(total, after=0)
+        self._world.scope = Scope.OUTSIDE
+        self._runtime.page.enter(Activity.BETWEEN)
+
+    def log(self, **values: float | str) -> None:
+        """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
+        plain = {key: value if isinstance(value, str | int) else float(value) for key, value in values.items()}
+        self._units.report_log(plain)
+
+    def expect(self, seconds: float) -> None:
+        """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""
+        self._units.expect(seconds)
+
+    def finish(self) -> None:
+        """Used by `rackrun.elastic` when ``main`` has returned."""
+        self._units.finish()
+
+    # -- used by the loader
+    def current_step(self) -> Step:
+        """The step in hand; raises `StepError` outside step functions and phases."""
+        step = self._units.step_in_hand
+        if step is None:
+            raise StepError("the loader was used outside a step function.", remedy="iterate over it inside the @run.step function.")
+        return step
+
+    def my_shards(self) -> list[Shard]:
+        dp_rank, dp_size = self._data_coordinate()
+        return self.batch.shards_of(dp_rank, dp_size)
+
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
+        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=self.batch.shards)
+
+    # -- helpers
+    def _data_coordinate(self) -> tuple[int, int]:
+        """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
+        if self._mesh_shape is None:
+            return self.rank, self.world_size
+        mesh = self.mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None and mesh.mesh_dim_names is not None, "a mesh over the whole world holds every rank"
+        index, size = 0, 1
+        for axis, name in enumerate(mesh.mesh_dim_names):
+            if name in _DATA_AXES:
+                index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
+        return index, size
+
+    def _warm_up(self) -> Callable[[Step], Any] | None:
+        """What a spare may try once on loopback groups: the step function, when there is one and it takes the step alone."""
+        if len(self._step_functions) != 1:
+            return None
+        function = self._step_functions[0]
+        code = getattr(function, "__code__", None)
+        return function if code is not None and code.co_argcount == 1 and not code.co_kwonlyargcount else None
+
+    def _run_phases(self, step: int, total: int, *, after: int) -> None:
+        if step >= total:
+            self._run_at_end(total, after=after)
+            return
+        for index, (steps, function) in enumerate(self._every, start=1):
+            if index > after and (step + 1) % steps == 0 and not self._units.draining:
+                self._units.run(Position(step, index), lambda _, function=function: function())  # type: ignore[misc]
+
+    def _run_at_end(self, total: int, *, after: int) -> None:
+        for index, function in enumerate(self._at_end, start=1):
+            if index > after:
+                self._units.run(Position(total, index), lambda _, function=function: function())  # type: ignore[misc]
+
+
+def _with_step(step: Step, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The user passes the number that run.steps yielded; the function gets the `Step` in its place."""
+    return (step, *args[1:])

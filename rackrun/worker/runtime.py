@@ -1,0 +1,112 @@
+"""How this process came to be a worker, and what follows: under an agent, alone, or under torchrun.
+
+Under an agent the default process group is elastic and the coordinator has the last word. Alone (plain ``python``) the
+world is one rank, on loopback groups, which are exact. Under ``torchrun`` the same group stands on one communicator that
+is never replaced: the script trains, and what is missing is said once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rackrun.core.events import WorkerElastic
+from rackrun.core.ids import Incarnation, SlotId, Step
+from rackrun.errors import UsageError
+from rackrun.link.boot import Boot, current
+from rackrun.link.channel import WorkerChannel
+from rackrun.link.page import HeartbeatPage
+from rackrun.worker import compat
+from rackrun.worker.communicator import build_communicator
+from rackrun.worker.control import ControlThread
+from rackrun.worker.group import BACKEND, ElasticGroup
+from rackrun.worker.world import World
+
+__all__ = ["Runtime", "start"]
+
+
+class Runtime:
+    """The worker's connections: world, channel (None without an agent), heartbeat page."""
+
+    def __init__(self, boot: Boot | None) -> None:
+        if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS") == "1":
+            raise UsageError(
+                "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 bypasses registered backends, so groups could not be replaced.",
+                remedy="unset it.",
+            )
+        compat.check()
+        self.boot = boot
+        self.device = _device(boot)
+        page_fd = boot.page_fd if boot else HeartbeatPage.create("alone")
+        self.page = HeartbeatPage(page_fd)
+        self.channel = WorkerChannel(boot.channel_fd) if boot else None
+        slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
+        self.world = World(self.page, self.device, slot, incarnation)
+        rank, size = self._init_groups(boot)
+        if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
+            ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
+            self.channel.send(WorkerElastic(slot=boot.slot, incarnation=boot.incarnation))
+            if not boot.spare:
+                self.world.join(self.world.wait_plan())
+        elif size > 1:
+            self._join_torchrun(rank, size)
+        else:
+            self.world.stand_alone()
+
+    def snapshots(self) -> tuple[Step, ...]:
+        """Steps that this worker's sealed snapshots hold, oldest first."""
+        return tuple(Step(step) for step in sorted(self.page.snapshots()))
+
+    @property
+    def spare(self) -> bool:
+        return self.boot is not None and self.boot.spare
+
+    def _init_groups(self, boot: Boot | None) -> tuple[int, int]:
+        rank, size = (boot.rank, boot.world_size) if boot else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        world = self.world
+
+        def create(options: object, backend_options: object) -> ElasticGroup:
+            del options, backend_options
+            return world.create_default(rank, size)
+
+        compat.install()
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+        compat.adopt_default_group()
+        return rank, size
+
+    def _join_torchrun(self, rank: int, size: int) -> None:
+        if rank == 0:
+            print("rackrun: started by torchrun: training runs, but a failure ends it; start it with rackrun to go on.", file=sys.stderr)
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not served, timeout=timedelta(minutes=10)
+        )
+        self._store = store
+        prefix = dist.PrefixStore(f"rackrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self.world.join_fixed(prefix, lambda s, r, n: build_communicator(self.device, s, r, n, timedelta(minutes=10)))
+
+
+_runtime: Runtime | None = None
+
+
+def start() -> Runtime:
+    """The runtime of this process; made at the first call."""
+    global _runtime  # noqa: PLW0603 - torch's default group is one per process too
+    if _runtime is None:
+        _runtime = Runtime(current())
+    return _runtime
+
+
+def _device(boot: Boot | None) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = boot.local_rank if boot else int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

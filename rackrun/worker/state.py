@@ -1,0 +1,371 @@
+"""What a worker trains: the tracked objects, seen as named tensors and plain values.
+
+Three things are done with it. An abandoned unit is *discarded*: what forward and backward may have changed is put back to
+where the unit began. A newcomer is *filled*: tensors are copied straight into its own, which the source's manifest
+allocates where they do not exist yet (an optimizer that has made no step has no state). And a shard that exists only here
+is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is not a tensor travels as msgpack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rackrun.errors import StepError
+from rackrun.worker.compat import ddp, fsdp
+
+__all__ = ["Manifest", "TensorInfo", "TrackedState", "dense_bytes", "digest"]
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor as it lies on a rank. ``shape`` is the local shard's."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool
+    """On the CPU although the model is not (an optimizer's step counter)."""
+    like_param: bool
+    """An optimizer's tensor that is sharded as its parameter is."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    tensors: list[TensorInfo]
+    plain: bytes
+    """Everything that is not a tensor, msgpack."""
+    replica_class: str = ""
+
+
+class TrackedState:
+    """The objects given to ``run.track``, in the order given."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        self._saved_buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._saved_plain = b""
+        self._grads_present: dict[int, bool] = {}
+
+    def track(self, name: str, thing: Any) -> None:
+        if name in self.modules or name in self.optimizers or name in self.others:
+            raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
+        if isinstance(thing, nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers[name] = thing
+        elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            self.others[name] = thing
+        else:
+            raise StepError(
+                f"run.track was given {name!r}, a {type(thing).__name__} without state_dict and load_state_dict.",
+                remedy="give it both, or keep what it holds in a tracked object.",
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.optimizers or self.others)
+
+    def check_complete(self) -> None:
+        """Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
+        known = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        for name, optimizer in self.optimizers.items():
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if strangers:
+                raise StepError(
+                    f"{name!r} trains {len(strangers)} parameter(s) of no tracked module (first: shape {tuple(strangers[0].shape)}).",
+                    remedy="pass the module that owns them to run.track as well.",
+                )
+
+    # -- discard
+    def begin_unit(self) -> None:
+        """Remember what forward and backward may change. Constant buffers cost nothing: only changed ones are copied."""
+        for path, buffer in self._buffers():
+            saved = self._saved_buffers.get(path)
+            if saved is None or saved[0].shape != buffer.shape:
+                self._saved_buffers[path] = (buffer.clone(), buffer._version)
+            elif saved[1] != buffer._version:
+                saved[0].copy_(buffer)
+                self._saved_buffers[path] = (saved[0], buffer._version)
+        self._saved_plain = self._encode_plain()
+        self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
+
+    def discard_unit(self, *, backward_open: bool) -> None:
+        """Put back what the abandoned unit changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state.
+
+        ``backward_open``: it was left before all of its backward passes had ended.
+        """
+        with torch.no_grad():
+            for module in self.modules.values():
+                fsdp.reset(module)
+                if backward_open and isinstance(module, DistributedDataParallel):
+                    ddp.reset(module)
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    if self._grads_present.get(id(parameter)):
+                        parameter.grad.zero_()
+                    else:
+                        parameter.grad = None
+            for path, buffer in self._buffers():
+                saved = self._saved_buffers.get(path)
+                if saved is not None and saved[1] != buffer._version:
+                    buffer.copy_(saved[0])
+                    self._saved_buffers[path] = (saved[0], buffer._version)
+        for other in self.others.values():
+            if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
+                other._per_optimizer_states.clear()
+        if self._encode_plain() != self._saved_plain:
+            self._load_plain(self._saved_plain, {})
+
+    def synchronise_gradients(self, last: bool) -> None:
+        """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
+        for module in self.modules.values():
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = last
+            fsdp.synchronise_gradients(module, last)
+
+    # -- tensors
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Path -> this rank's part, as a tensor that may be written into."""
+        for module in self.modules.values():
+            fsdp.reshard(module)
+        found: dict[str, torch.Tensor] = {}
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                found[f"{name}/param/{path}"] = _local(parameter)
+            for path, buffer in module.named_buffers():
+                found[f"{name}/buffer/{path}"] = _local(buffer)
+        for name, optimizer in self.optimizers.items():
+            for path, _, key, value in _optimizer_state(optimizer):
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}/{path}/{key}"] = _local(value)
+            for index, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{name}/group/{index}/{key}"] = value
+        for name, other in self.others.items():
+            found.update(_flatten(f"{name}/state", other.state_dict()))
+        return found
+
+    def manifest(self, replica_class: str) -> Manifest:
+        like = {
+            f"{name}/{path}/{key}"
+            for name, optimizer in self.optimizers.items()
+            for path, parameter, key, value in _optimizer_state(optimizer)
+            if isinstance(value, DTensor) and isinstance(parameter, DTensor)
+        }
+        tensors = [
+            TensorInfo(path, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu", path in like)
+            for path, t in self.tensors().items()
+        ]
+        return Manifest(tensors, self._encode_plain(), replica_class)
+
+    def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
+
+        Existing tensors are kept, so references to them stay good. Raises `StepError` when the script has built another
+        model here than there.
+        """
+        present = self.tensors()
+        wanted: dict[str, torch.Tensor] = {}
+        owned = {f"{name}/group/" for name in self.optimizers} | {f"{name}/" for name in self.modules}
+        for info in manifest.tensors:
+            tensor = present.get(info.path)
+            if tensor is not None and tuple(tensor.shape) == info.shape and str(tensor.dtype) == f"torch.{info.dtype}":
+                wanted[info.path] = tensor
+            elif any(info.path.startswith(prefix) for prefix in owned):
+                here = f"{tuple(tensor.shape)} {tensor.dtype}" if tensor is not None else "nothing"
+                raise StepError(
+                    f"{info.path} is {info.shape} {info.dtype} on the rank that has the state, and {here} on the one that takes over.",
+                    remedy="build the same model on every rank and spare; nothing may depend on the rank before run.steps().",
+                )
+            else:
+                wanted[info.path] = self._allocate_one(info)
+        self._forget_others(wanted)
+        return wanted
+
+    def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
+        self._load_plain(manifest.plain, tensors)
+
+    def layout(self) -> str:
+        """A hash that is equal on ranks whose parameters are the same shards of the same model."""
+        digestible = hashlib.blake2b(digest_size=12)
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                digestible.update(f"{name}/{path} {tuple(parameter.shape)} {parameter.dtype} {_shard_of(parameter)}\n".encode())
+        return digestible.hexdigest()
+
+    def content(self) -> int:
+        """A digest of parameters and optimizer state: equal, bit for bit, on true replicas. 63 bits."""
+        mixed = hashlib.blake2b(digest_size=8)
+        for path, tensor in sorted(self.tensors().items()):
+            if "/buffer/" not in path:
+                mixed.update(f"{path}:{digest(tensor)}\n".encode())
+        return int.from_bytes(mixed.digest(), "little") >> 1
+
+    # -- helpers
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for module in self.modules.values():
+            yield from module.parameters()
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, module in self.modules.items():
+            for path, buffer in module.named_buffers():
+                yield f"{name}/{path}", _local(buffer)
+
+    def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
+        name, _, rest = info.path.partition("/")
+        dtype = getattr(torch, info.dtype)
+        optimizer = self.optimizers.get(name)
+        if optimizer is None:
+            return torch.empty(info.shape, dtype=dtype)  # handed to load_state_dict
+        _, group_index, index, key = rest.split("/", 3)
+        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        device = torch.device("cpu") if info.on_host else parameter.device
+        local = torch.empty(info.shape, dtype=dtype, device=device)
+        value: torch.Tensor = local
+        if info.like_param:
+            value = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        optimizer.state[parameter][key] = value
+        return _local(value)
+
+    def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        for name, optimizer in self.optimizers.items():
+            for path, parameter, key, value in list(_optimizer_state(optimizer)):
+                if isinstance(value, torch.Tensor) and f"{name}/{path}/{key}" not in wanted:
+                    del optimizer.state[parameter][key]
+
+    def _encode_plain(self) -> bytes:
+        plain: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            plain[name] = {
+                "groups": [{k: v for k, v in g.items() if k != "params" and not isinstance(v, torch.Tensor)} for g in optimizer.param_groups],
+                "state": {f"{path}/{key}": v for path, _, key, v in _optimizer_state(optimizer) if not isinstance(v, torch.Tensor)},
+            }
+        for name, other in self.others.items():
+            plain[name] = _without_tensors(f"{name}/state", other.state_dict())
+        for name, module in self.modules.items():
+            extra = {path: sub.get_extra_state() for path, sub in module.named_modules() if _has_extra_state(sub)}
+            if extra:
+                plain[name] = extra
+        try:
+            return msgspec.msgpack.encode(plain)
+        except (TypeError, OverflowError) as error:
+            raise StepError(
+                f"tracked state holds something that is neither a tensor nor plain data: {error}.",
+                remedy="return only tensors, numbers, strings, lists, tuples and dicts from state_dict.",
+            ) from error
+
+    def _load_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        plain = msgspec.msgpack.decode(encoded, strict=False)
+        for name, optimizer in self.optimizers.items():
+            for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
+                for key, value in values.items():
+                    group[key] = _like(group.get(key), value)
+            for path, value in plain[name]["state"].items():
+                _, group_index, index, key = path.split("/", 3)
+                optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]][key] = value
+        for name, other in self.others.items():
+            current = other.state_dict()
+            filled = _with_tensors(plain[name], tensors or _flatten(f"{name}/state", current))
+            other.load_state_dict(_like(current, filled))
+        for name, module in self.modules.items():
+            for path, value in plain.get(name, {}).items():
+                module.get_submodule(path).set_extra_state(value)
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's memory as a flat uint8 tensor, in storage order; None when it is not one dense block."""
+    if tensor.is_contiguous():
+        return tensor.detach().reshape(-1).view(torch.uint8)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if reach == tensor.numel():  # a permutation of a contiguous one (channels_last)
+        return torch.as_strided(tensor.detach(), (reach,), (1,)).view(torch.uint8)
+    return None
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A fast fingerprint of the bits: the wrapped sum of 64-bit words, at memory speed."""
+    flat = dense_bytes(tensor)
+    if flat is None:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = int(flat[:whole].view(torch.int64).sum().item()) if whole else 0
+    return words + int(flat[whole:].to(torch.int64).sum().item()) * 257
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return ""
+    coordinate = parameter.device_mesh.get_coordinate() or []
+    return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            for key in sorted(optimizer.state.get(parameter, {})):
+                yield f"state/{group_index}/{index}", parameter, key, optimizer.state[parameter][key]
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {prefix: value.detach()}
+    found: dict[str, torch.Tensor] = {}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        found.update(_flatten(f"{prefix}/{key}", item))
+    return found
+
+
+_TENSOR = "__rackrun_tensor__"
+
+
+def _without_tensors(prefix: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: prefix}
+    if isinstance(value, Mapping):
+        return {key: _without_tensors(f"{prefix}/{key}", item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(f"{prefix}/{key}", item) for key, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, tensors) for item in value]
+    return value
+
+
+def _like(model: Any, value: Any) -> Any:
+    """``value`` in the containers that ``model`` uses: msgpack knows lists and dicts only."""
+    if isinstance(model, tuple) and isinstance(value, list):
+        return tuple(_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value))
+    if isinstance(model, list) and isinstance(value, list):
+        return [_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value)]
+    if isinstance(model, Mapping) and isinstance(value, dict):
+        filled = {key: _like(model.get(key), item) for key, item in value.items()}
+        return filled if type(model) is dict else type(model)(filled)
+    return value

@@ -1,0 +1,67 @@
+"""One attempt at one step, as the user's step function sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rackrun.core.ids import Position
+from rackrun.errors import StepError
+
+if TYPE_CHECKING:
+    from rackrun.worker.world import World
+
+__all__ = ["Step"]
+
+
+class Step:
+    """``int(step)`` is its number, from 0; ``step.attempt`` counts the attempts at it, from 0."""
+
+    def __init__(self, at: Position, attempt: int, world: World) -> None:
+        self.at, self.attempt = at, attempt
+        self.weight = 0.0
+        """What the current micro-batch counts in the global batch (1 / number of micro-batches): 0 for a ghost.
+        The weighted sum of the micro-batches' mean losses, over all ranks, is the mean over the global batch."""
+        self.shards: tuple[int, ...] = ()
+        """The micro-batches delivered so far: their places in the global batch."""
+        self.local_loss: torch.Tensor | None = None
+        self.gradient_scale = 1.0
+        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by."""
+        self._world = world
+
+    def __int__(self) -> int:
+        return self.at.step
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        return f"<step {self.at.step}, attempt {self.attempt}>"
+
+    def scale(self, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
+        """The loss to call ``backward`` on, so that gradients become the mean over the global batch.
+
+        ``weight`` (this micro-batch's share of the global batch; all of them sum to 1) replaces the default of equal shares, as for a
+        mean over tokens. Also adds to what `loss` reports.
+        """
+        if self._world.broken and not self._world.unit_passed:
+            self._world.abandon()
+        factor = self.gradient_scale
+        share = self.weight
+        if weight is not None and self.weight:
+            factor, share = self.gradient_scale / self.weight * weight, weight
+        part = loss.detach().double() * share
+        self.local_loss = part if self.local_loss is None else self.local_loss + part
+        return loss * factor
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+        """``scale(loss, weight).backward()``."""
+        self.scale(loss, weight).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch, the same on every rank. Known once the gate has passed: after the first
+        ``optimizer.step()`` of the step. Raises `StepError` before."""
+        if not self._world.unit_passed:
+            raise StepError("step.loss was read before optimizer.step().", remedy="read it after the first optimizer.step() of the step.")
+        return self._world.gate_values[0]

@@ -1,0 +1,377 @@
+"""Units of work that may run again: attempt, gate, commit, or discard and recover.
+
+A *unit* is one step, or one phase. `UnitRunner.run` returns when the unit is committed, however many attempts that took.
+After a rollback (a shard without a live copy was lost) the units since the snapshot are attempted again from their recorded
+calls, here, inside whatever call the loop is in: the user's loop never goes back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rackrun.core.commands import Plan
+from rackrun.core.events import WorkerFinished, WorkerReady, WorkerResumed
+from rackrun.core.ids import Generation, Position
+from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.errors import StepError
+from rackrun.link.page import Activity
+from rackrun.worker.compat import promote_groups, promote_sharded
+from rackrun.worker.data import Shard
+from rackrun.worker.replicas import ReplicaCheck
+from rackrun.worker.restore import run_restores
+from rackrun.worker.rng import reseed
+from rackrun.worker.runtime import Runtime
+from rackrun.worker.snapshot import Snapshots
+from rackrun.worker.state import TrackedState
+from rackrun.worker.step import Step
+from rackrun.worker.world import Abandoned, Scope, Superseded
+
+__all__ = ["UnitRunner"]
+
+T = TypeVar("T")
+
+_WARM_UNITS = 5
+_STALL_FACTOR, _STALL_FLOOR_S = 3.0, 1.0
+_UNSURE_FLOOR_S = 20.0
+"""Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
+
+
+@dataclass
+class _Unit:
+    at: Position
+    body: Callable[[Step], Any]
+    result: Any = None
+
+
+class UnitRunner:
+    def __init__(self, runtime: Runtime, state: TrackedState, seed: int, snapshot_every: int | None) -> None:
+        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
+        self._state, self._seed = state, seed
+        self._replicas = ReplicaCheck(state, self._world)
+        self._snapshots = Snapshots(runtime, state, snapshot_every)
+        self.step_in_hand: Step | None = None
+        self.waiting_spare = runtime.spare
+        self._recorded: list[_Unit] = []
+        self._attempts: dict[Position, int] = {}
+        self._logs: list[dict[str, float | int | str]] = []
+        self._delivered: list[np.ndarray[Any, Any]] = []
+        self._seconds: deque[float] = deque(maxlen=100)
+        self._units_in_generation = 0
+        self._expected_s = 0.0
+        self._begun = False
+        self._reached_gate = False
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)  # type: ignore[no-untyped-call]
+
+    # -- the run
+    @property
+    def passed(self) -> Position:
+        return self._world.passed
+
+    @property
+    def draining(self) -> bool:
+        """The world agreed, in its last gate, to end at a step boundary."""
+        gate = self._world.gate_values
+        return bool(gate) and gate[3] > 0
+
+    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None]) -> None:
+        """Stand at run.steps(): ranks go on at once, a spare warms up and waits until a plan names it."""
+        if self._begun:
+            raise StepError("run.steps() was called twice.", remedy="use one loop; run.every and run.at_end hold what else needs collectives.")
+        self._begun = True
+        self._world.scope = Scope.OUTSIDE
+        if not self.waiting_spare:
+            self._send_ready(self._replicas.at_start())
+            return
+        self._try_once(warm_up())
+        self._page.enter(Activity.WAITING)
+        self._send_ready("")
+        self._recover(fresh=True)
+        self.waiting_spare = False
+
+    def run(self, at: Position, body: Callable[[Step], T]) -> T:
+        """Returns ``body``'s result once the unit is committed."""
+        unit = _Unit(at, body)
+        self._recorded.append(unit)
+        self._catch_up()
+        result: T = unit.result
+        return result
+
+    def finish(self) -> None:
+        """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
+        channel, boot = self._runtime.channel, self._runtime.boot
+        if channel is None or boot is None:
+            return
+        while True:
+            self._page.enter(Activity.WAITING)
+            channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation))
+            if self._world.wait_released():
+                return
+            self._recover()
+            self._catch_up()
+
+    def expect(self, seconds: float) -> None:
+        self._expected_s = seconds
+        self._page.enter(self._page.activity, self._page.at)
+
+    def report_log(self, values: dict[str, float | int | str]) -> None:
+        if self.step_in_hand is not None and not self._world.unit_passed:
+            self._logs.append(values)  # it counts when the unit does
+        else:
+            self._send_log(values, self.passed)
+
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int) -> None:
+        """The loader is about to yield a micro-batch."""
+        if self._world.broken and not self._world.unit_passed:
+            raise Abandoned
+        self._page.progress()
+        step.weight = 0.0 if shard.ghost else 1.0 / shards
+        step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
+        if not shard.ghost:
+            step.shards = (*step.shards, shard.index)
+            self._delivered.append(ids)
+        self._state.synchronise_gradients(last)
+        reseed(self._seed, "shard", step.at.step, shard.index)
+
+    # -- one attempt
+    def _catch_up(self) -> None:
+        """Attempt recorded units, oldest first, until the newest is committed."""
+        while True:
+            if self._world.broken:
+                self._recover()
+            due = [unit for unit in self._recorded if unit.at > self.passed]
+            if not due:
+                break
+            self._attempt(due[0])
+        oldest = self._snapshots.oldest_kept()
+        self._recorded = [unit for unit in self._recorded if oldest is not None and unit.at > oldest]
+
+    def _attempt(self, unit: _Unit) -> None:
+        at = unit.at
+        attempt = self._attempts.pop(at, 0)
+        self._attempts = {at: attempt + 1}
+        step = Step(at, attempt, self._world)
+        began = time.monotonic()
+        self._start(step)
+        try:
+            if self._replicas.due(at):
+                self._replicas.compare()
+                self._send_ready(self._world.replica_class)
+            unit.result = unit.body(step)
+            if not self._world.unit_passed:
+                self._pass_gate()
+        except Abandoned:
+            pass
+        except Exception:
+            if self._world.unit_passed or not self._world.broken:
+                raise
+            # loopback values led the script astray: nothing of this attempt counts
+        finally:
+            self.step_in_hand = None
+        if self._world.torn:
+            self._fence_myself(at)
+        if self._world.unit_passed:
+            self._world.scope = Scope.OUTSIDE
+            self._committed(at, attempt, time.monotonic() - began)
+        else:
+            self._discard()
+
+    def _start(self, step: Step) -> None:
+        self._logs.clear()
+        self._delivered.clear()
+        self._reached_gate = False
+        self.step_in_hand = step
+        self._state.begin_unit()
+        self._world.begin_unit()
+        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._deadline_ms())
+        reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if self.step_in_hand is None:
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
+                remedy="call it inside the @run.step function.",
+            )
+        if not any(optimizer is tracked for tracked in self._state.optimizers.values()):
+            raise StepError(
+                f"{type(optimizer).__name__}.step() trains state that is not tracked.", remedy="pass the optimizer to run.track(...)."
+            )
+        if not self._world.unit_passed:
+            self._pass_gate()
+
+    def _pass_gate(self) -> None:
+        step = self.step_in_hand
+        assert step is not None, "a gate belongs to a unit"
+        self._reached_gate = True
+        ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
+        self._page.seal_ledger(step.at, ids)
+        loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
+        mine = (loss, float(len(ids)), _ids_digest(ids), float(self._world.drain), self._snapshots.cost_s, self._median_s())
+        self._world.pass_gate(step.at, mine)
+
+    def _committed(self, at: Position, attempt: int, seconds: float) -> None:
+        self._page.enter(Activity.BETWEEN, at)
+        self._units_in_generation += 1
+        if attempt == 0 and not at.phase:
+            self._seconds.append(seconds)
+        self._report_commit(at, attempt, seconds)
+        for values in self._logs:
+            self._send_log(values, at)
+        if not at.phase and self._replicas.some_are_unique:
+            self._snapshots.take_if_due(at, self._world.gate_values)
+
+    def _discard(self) -> None:
+        self._state.discard_unit(backward_open=not self._reached_gate)
+        self._world.scope = Scope.OUTSIDE
+
+    def _fence_myself(self, at: Position) -> None:
+        print(
+            f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn; "
+            "it leaves, and the world goes back to the last snapshot. Remedy: keep collectives before optimizer.step(), or in phases.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # -- recovery
+    def _recover(self, *, fresh: bool = False) -> None:
+        """Take part in the newest generation: join its groups, bring state where it is missing."""
+        world = self._world
+        while True:
+            plan = world.wait_plan()
+            self._page.enter(Activity.RECOVERING, self.passed, self._recovery_deadline_ms())
+            try:
+                if fresh:
+                    self._take_place(plan)
+                world.join(plan)
+                self._restore(plan, fresh=fresh)
+            except Superseded:
+                continue
+            except RuntimeError as error:
+                world.collective_failed(world.generation, error)
+                continue
+            break
+        self._units_in_generation = 0
+        channel, boot = self._runtime.channel, self._runtime.boot
+        assert channel is not None and boot is not None, "only an agent brings plans"
+        channel.send(WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation)))
+
+    def _take_place(self, plan: Plan) -> None:
+        boot = self._runtime.boot
+        assert boot is not None, "only an agent brings plans"
+        rank = next(m.rank for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
+        moved = self._world.promote(rank)
+        promote_groups(moved)
+        promote_sharded(self._state.modules.values(), rank)
+        self._world.start_build(plan)
+
+    def _restore(self, plan: Plan, *, fresh: bool) -> None:
+        world = self._world
+        communicator = world.groups[0].communicator
+        if plan.rollback is not None:
+            restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+            if restore is None or restore.snapshot:
+                self._replicas.adopt(self._snapshots.load(plan.rollback, restore.snapshot if restore else ""))
+        if communicator is not None:
+            manifest = run_restores(plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device)
+            if manifest is not None:
+                self._replicas.adopt(manifest)
+        if plan.rollback is not None:
+            world.stand_at(Position(plan.rollback), plan.gate)
+        elif fresh:
+            world.stand_at(plan.committed, plan.gate)
+
+    def _try_once(self, function: Callable[[Step], Any] | None) -> None:
+        """A spare runs the step function once on loopback groups, as far as the gate: allocations, kernels, compilation."""
+        if function is None:
+            return
+        try:
+            self._start(Step(Position(0), 0, self._world))
+            function(self.step_in_hand)  # type: ignore[arg-type]
+        except Abandoned:
+            pass
+        except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
+            print(f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            self.step_in_hand = None
+            self._discard()
+
+    # -- figures and messages
+    def _deadline_ms(self) -> int:
+        expected, self._expected_s = self._expected_s, 0.0
+        if len(self._seconds) < _WARM_UNITS and not expected:
+            return 0
+        floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S  # noqa: PLR2004
+        slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
+        return math.ceil(1000 * max(_STALL_FACTOR * slow, floor, expected))
+
+    def _recovery_deadline_ms(self) -> int:
+        return math.ceil(1000 * max(5 * self._median_s(), 5.0))
+
+    def _median_s(self) -> float:
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+    def _report_commit(self, at: Position, attempt: int, seconds: float) -> None:
+        channel, boot = self._runtime.channel, self._runtime.boot
+        if channel is None or boot is None:
+            return
+        ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
+        channel.send(
+            UnitCommitted(
+                slot=boot.slot,
+                incarnation=boot.incarnation,
+                generation=Generation(self._world.generation),
+                rank=self._world.rank,  # type: ignore[arg-type]
+                at=at,
+                attempt=attempt,
+                seconds=seconds,
+                gate=self._world.gate_values,
+                ids=ids.astype("<i8").tobytes(),
+            )
+        )
+
+    def _send_log(self, values: dict[str, float | int | str], at: Position) -> None:
+        channel, boot = self._runtime.channel, self._runtime.boot
+        if channel is None or boot is None:
+            if self._world.rank == 0:
+                shown = "  ".join(f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+                print(f"step {at.step}  {shown}", flush=True)
+            return
+        channel.send(
+            Logged(
+                slot=boot.slot,
+                incarnation=boot.incarnation,
+                generation=Generation(self._world.generation),
+                rank=self._world.rank,  # type: ignore[arg-type]
+                at=at,
+                values=values,
+            )
+        )
+
+    def _send_ready(self, replica_class: str) -> None:
+        channel, boot = self._runtime.channel, self._runtime.boot
+        self._world.replica_class = replica_class
+        if channel is not None and boot is not None:
+            channel.send(WorkerReady(slot=boot.slot, incarnation=boot.incarnation, replica_class=replica_class))
+
+
+def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
+    """A sum that does not depend on order or rank, exact in a float: 32 mixed bits of each id, up to 2**20 ids a rank."""
+    mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    return float(int(mixed.sum(dtype=np.uint64)) % 2**52)
+
+

@@ -1,0 +1,298 @@
+"""Nobody is left behind, whoever dies, and an end is seen before the kernel is done with it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import rackrun
+from rackrun.agent import proc
+from rackrun.agent.config import ScriptConfig
+from rackrun.core.events import StopRequested, TrayJoined, WorkerExited, WorkerStalled
+
+SLEEPER = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=os.environ["RANK"] == "1")
+print(f"child{os.environ['RANK']}={child.pid}", flush=True)
+time.sleep(600)
+"""
+
+HEARTBEATS = """
+import os, threading, time
+from rackrun.core.ids import Position
+from rackrun.link import boot
+from rackrun.link.page import Activity, HeartbeatPage
+page = HeartbeatPage(boot.current().page_fd)
+def tick():
+    while True:
+        page.tick()
+        time.sleep(0.05)
+threading.Thread(target=tick, daemon=True).start()
+page.new_generation(1)
+page.enter(Activity.STEP, Position(7), deadline_ms=300)
+page.collective_entered()
+page.collective_entered()
+print(f"pid={os.getpid()}", flush=True)
+time.sleep(600)
+"""
+
+
+async def two_sleepers(rig) -> list[int]:
+    """Two workers and their children, one of which is in a session of its own. All processes below the agent."""
+    await rig.coordinator.send(rig.start_command(0, 1), rig.start_command(1, 2))
+    await rig.number("child0")
+    await rig.number("child1")
+    below = proc.descendants(rig.agent)
+    assert len(below) == 5
+    return below
+
+
+async def test_stop_ends_workers_and_all_their_children(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    before = time.monotonic()
+    assert await rig.end(1) == 0
+    assert time.monotonic() - before < 3
+    assert not [pid for pid in below if rig.alive(pid)]
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
+
+
+async def test_a_worker_that_ignores_sigterm_is_killed_after_a_second_when_the_job_failed(rig):
+    await rig.start(
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    await rig.start_worker()
+    await rig.line("deaf")
+    before = time.monotonic()
+    assert await rig.end(1) == 0
+    assert 0.9 < time.monotonic() - before < 3
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
+
+
+async def test_nobody_outlives_a_killed_agent(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    os.kill(rig.agent, signal.SIGKILL)
+    await rig.agent_exit()
+    await rig.all_gone(below)
+
+
+async def test_nobody_outlives_a_killed_launcher(rig):
+    def launch() -> int:
+        agent = rig.fork(lambda: rig.run(SLEEPER))
+        (rig.folder / "agent").write_text(str(agent))
+        os.waitpid(agent, 0)
+        return 0
+
+    launcher = rig.fork(launch)
+    joined = await rig.coordinator.joined()
+    rig.store = joined.store
+    agent = int((rig.folder / "agent").read_text())
+    rig.agent = launcher
+    await rig.coordinator.send(rig.start_command(0, 1), rig.start_command(1, 2))
+    await rig.number("child0")
+    await rig.number("child1")
+    below = proc.descendants(launcher)
+    assert agent in below
+    os.kill(launcher, signal.SIGKILL)
+    await rig.agent_exit()
+    await rig.all_gone(below)
+
+
+async def test_a_killed_fork_server_costs_its_workers_but_not_the_tray(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    os.kill(below[0], signal.SIGKILL)
+    for incarnation in (1, 2):
+        assert (await rig.coordinator.exit_of(incarnation)).signal == signal.SIGKILL
+    await rig.all_gone(below)
+    rig.out.write_text("")
+    await rig.start_worker(0, 3)
+    await rig.number("child0")
+    assert await rig.end() == 0
+
+
+async def test_a_stopped_fork_server_does_not_keep_anybody_alive(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    os.kill(below[0], signal.SIGSTOP)
+    os.kill(rig.agent, signal.SIGKILL)
+    await rig.agent_exit()
+    await rig.all_gone(below)
+
+
+@pytest.mark.parametrize("how", ["script", "program"])  # by its lifeline, and by polling where there is none
+@pytest.mark.parametrize("size_mb", [0, 900])
+async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
+    script = rig.script(
+        f"""
+        import os, time
+        block = bytearray({size_mb} << 20)
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+        print(f"pid={{os.getpid()}}", flush=True)
+        time.sleep(600)
+        """
+    )
+    if how == "program":
+        script = ScriptConfig(path=sys.executable, args=(script.path,), no_python=True)
+    await rig.start(script)
+    await rig.start_worker()
+    pid = await rig.number("pid")
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    ended, seen = await rig.coordinator.timed_exit_of(1)
+    print(f"{how}, {size_mb} MB resident: told after {(seen - killed) * 1000:.1f} ms")  # pytest -s shows it
+    assert ended.signal == signal.SIGKILL
+    assert seen - killed < 0.05  # 70 ms and more when one waits for the process to be gone
+    assert await rig.end(1) == 0
+
+
+async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig):
+    await rig.start(HEARTBEATS, stall_floor_ms=200)
+    await rig.start_worker()
+    pid = await rig.number("pid")
+    stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "stall")).message
+    assert (stalled.step, stalled.collective, stalled.silent) == (7, 2, False)
+    assert 300 <= stalled.for_ms < 600
+    os.kill(pid, signal.SIGSTOP)
+    silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled) and m.silent, "silence")
+    assert silent.message.for_ms > stalled.for_ms
+    stalls = [timed for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
+    assert all(b.at - a.at > 0.25 for a, b in itertools.pairwise(stalls)), "told more often than once a deadline"
+    await rig.fence(0, 1)
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
+    assert await rig.end(1) == 0
+
+
+async def test_a_refused_agent_says_why_and_exits_with_2(rig):
+    rig.coordinator.refuse = (409, "tray-0 is taken")
+    rig.launch("print('ran')")
+    assert await rig.agent_exit() == 2
+    assert "409 tray-0 is taken" in rig.err.read_text()
+
+
+async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
+    await rig.start(
+        """
+        import sys, time
+        from rackrun.core.events import WorkerReady
+        from rackrun.link import boot
+        from rackrun.link.channel import WorkerChannel
+        me = boot.current()
+        channel = WorkerChannel(me.channel_fd)
+        channel.receive()
+        channel.send(WorkerReady(slot=me.slot, incarnation=me.incarnation))
+        channel.receive()
+        """
+    )
+    await rig.start_worker()
+    await rig.coordinator.hang_up()
+    await rig.coordinator.connections(2)
+    first, second = rig.coordinator.queries
+    assert (first["protocol"], first["tray"], "resume" in first) == ("1", "tray-0", False)
+    assert (second["session"], second["resume"]) == (first["session"], "1")
+    await rig.release(("tray-0/0", 1))
+    await rig.coordinator.wait(lambda m: type(m).__name__ == "WorkerReady", "WorkerReady")
+    assert len([t for t in rig.coordinator.received if isinstance(t.message, TrayJoined)]) == 1
+    assert await rig.end() == 0
+
+
+async def test_an_agent_whose_session_is_unknown_ends_its_workers(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    rig.coordinator.refuse = (409, "unknown session")
+    await rig.coordinator.hang_up()
+    assert await rig.agent_exit() == 3
+    assert not [pid for pid in below if rig.alive(pid)]
+    assert "unknown session" in rig.err.read_text()
+
+
+async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig):
+    await rig.start(SLEEPER)
+    below = await two_sleepers(rig)
+    for pid in (rig.agent, below[0]):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+    await rig.start_worker(2, 3)  # still served
+    await rig.number("child2")
+    assert all(rig.alive(pid) for pid in below)
+    assert not [t for t in rig.coordinator.received if isinstance(t.message, StopRequested)]
+    assert await rig.end() == 0
+
+
+async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_killed_in_the_end(rig):
+    await rig.start(
+        """
+        import atexit, threading, time
+        atexit.register(lambda: (print("lingers", flush=True), time.sleep(600)))
+        raise RuntimeError("over")
+        """,
+        grace_s=0.5,
+    )
+    before = time.monotonic()
+    await rig.start_worker()
+    ended, at = await rig.coordinator.timed_exit_of(1)
+    assert ended.failure.message == "over"
+    assert at - before < 0.5
+    await rig.line("lingers")
+    await rig.start_worker(0, 2)
+    await rig.coordinator.exit_of(2)
+    exits = [timed for timed in rig.coordinator.received if isinstance(timed.message, WorkerExited)]
+    assert len(exits) == 2, "each end is told once"
+    assert await rig.end(1) == 0
+
+
+async def test_a_worker_that_speaks_nonsense_is_killed(rig):
+    await rig.start(
+        """
+        import os, time
+        from rackrun.link import boot
+        os.write(boot.current().channel_fd, bytes([255] * 100))
+        time.sleep(600)
+        """
+    )
+    await rig.start_worker()
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
+    assert "is killed" in rig.err.read_text()
+    assert await rig.end(1) == 0
+
+
+async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig):
+    await rig.start("print('ran')")
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
+        await rig.start_worker(store=f"127.0.0.1:{mute.getsockname()[1]}")
+        before = time.monotonic()
+        assert await rig.end(3) == 0
+    assert time.monotonic() - before < 3
+    assert (await rig.coordinator.exit_of(1)).failure is None
+    assert rig.out.read_text() == ""
+
+
+async def test_an_agent_of_its_own_passes_sigterm_on_to_the_coordinator(rig, tmp_path):
+    config = rig.config("print('standalone ran')")
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    environment = {**os.environ, "PYTHONPATH": str(Path(rackrun.__file__).parents[1])}
+    command = [sys.executable, "-m", "rackrun.agent", str(tmp_path / "config.json")]
+    with rig.out.open("wb") as out, rig.err.open("wb") as err:
+        agent = subprocess.Popen(command, stdout=out, stderr=err, env=environment)  # noqa: ASYNC220 - milliseconds
+    rig.agent = agent.pid
+    agent.returncode = 0  # the rig reaps it
+    rig.store = (await rig.coordinator.joined()).store
+    await rig.start_worker()
+    assert (await rig.coordinator.exit_of(1)).exit_code == 0
+    os.kill(rig.agent, signal.SIGTERM)
+    stop = (await rig.coordinator.wait(lambda m: isinstance(m, StopRequested), "StopRequested")).message
+    assert (stop.because, stop.exit_code) == ("SIGTERM to the agent of tray-0", 143)
+    assert await rig.end() == 0
+    assert rig.out.read_text() == "standalone ran\n"
+    assert rig.err.read_text() == ""

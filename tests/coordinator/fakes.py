@@ -1,0 +1,162 @@
+"""A core that does as the test says, and an agent over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rackrun.coordinator.driver import Driver
+from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.server import Server
+from rackrun.core.commands import Command, Member, Plan, StopJob, Worker, WorkerCommand
+from rackrun.core.events import Event, TrayJoined
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward, decode_command
+from rackrun.launch.rendezvous import listen
+from rackrun.link.channel import frame, split_frames
+
+TOKEN = "a-token-for-tests-only"
+
+
+class View(msgspec.Struct, frozen=True):
+    phase: str = "scripted"
+
+
+class ScriptedCore:
+    """Answers by the type of the event; remembers what it was asked."""
+
+    def __init__(self, **answers: Sequence[Command] | Callable[[Event], Sequence[Command]]) -> None:
+        self.answers = answers
+        self.heard: list[Event] = []
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        self.heard.append(event)
+        answer = self.answers.get(type(event).__name__, ())
+        return answer(event) if callable(answer) else answer
+
+    def view(self) -> View:
+        return View()
+
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self.heard]
+
+
+class Onlooker:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.recoveries: list[Recovery] = []
+
+    def line(self, text: str, logged: Logged) -> None:
+        self.lines.append(text)
+
+    def recovered(self, recovery: Recovery) -> None:
+        self.recoveries.append(recovery)
+
+
+class Coordinator:
+    """A driver and its server on a free port."""
+
+    def __init__(self, core: ScriptedCore, journal: Journal) -> None:
+        self.core = core
+        self.seen = Onlooker()
+        self.driver = Driver(core, journal, run_id="job-1", observer=self.seen)
+        self.server = Server(self.driver, run_id="job-1", token=TOKEN)
+        self.url = ""
+
+
+@asynccontextmanager
+async def coordinator(core: ScriptedCore, journal: Journal) -> AsyncIterator[Coordinator]:
+    running = Coordinator(core, journal)
+    listening = listen("127.0.0.1", 0)
+    running.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    await running.server.start(listening)
+    try:
+        yield running
+    finally:
+        await running.server.close()
+        running.driver.close()
+        listening.close()
+
+
+class Agent:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+        self._commands: list[WorkerCommand] = []
+
+    async def say(self, *messages: Upward) -> None:
+        await self.socket.send_bytes(b"".join(frame(message) for message in messages))
+
+    async def hear(self) -> WorkerCommand:
+        """The next command."""
+        while not self._commands:
+            message = await self.socket.receive(timeout=5.0)
+            assert message.type is aiohttp.WSMsgType.BINARY, message
+            self._commands += [decode_command(body) for body in split_frames(bytearray(message.data))]
+        return self._commands.pop(0)
+
+
+@asynccontextmanager
+async def agent(url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", **query: Any) -> AsyncIterator[Agent]:
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.ws_connect(f"{url}/agent", params={"protocol": str(PROTOCOL), "tray": tray, **query}) as socket,
+    ):
+        speaking = Agent(socket)
+        if join:
+            await speaking.say(joined(tray, host))
+        yield speaking
+
+
+def joined(tray: str = "tray-00", host: str = "here") -> TrayJoined:
+    return TrayJoined(tray=TrayId(tray), host=host, slots=4, store="h:1", snapshots="h:2")
+
+
+def plan(generation: int, *members: Member, committed: Position = BEGIN, rollback: int | None = None) -> Plan:
+    return Plan(
+        generation=Generation(generation),
+        world_size=len(members),
+        members=members,
+        store="h:1",
+        committed=committed,
+        rollback=rollback,  # type: ignore[arg-type]
+    )
+
+
+def member(rank: int, slot: str, incarnation: int, *, fresh: bool = False) -> Member:
+    return Member(rank=Rank(rank), slot=SlotId(slot), incarnation=Incarnation(incarnation), fresh=fresh)
+
+
+def worker(slot: str, incarnation: int) -> Worker:
+    return Worker(SlotId(slot), Incarnation(incarnation))
+
+
+def unit(step: int, rank: int, *, generation: int = 1, attempt: int = 0, ids: bytes = b"", seconds: float = 0.1) -> UnitCommitted:
+    return UnitCommitted(
+        slot=SlotId(f"tray-00/{rank}"),
+        incarnation=Incarnation(rank + 1),
+        generation=Generation(generation),
+        rank=Rank(rank),
+        at=Position(step),
+        attempt=attempt,
+        seconds=seconds,
+        ids=ids,
+    )
+
+
+def logged(step: int, rank: int, incarnation: int | None = None, **values: float | int | str) -> Logged:
+    return Logged(
+        slot=SlotId(f"tray-00/{rank}"),
+        incarnation=Incarnation(rank + 1 if incarnation is None else incarnation),
+        generation=Generation(1),
+        rank=Rank(rank),
+        at=Position(step),
+        values=values or {"loss": 1.0 / (step + 1)},
+    )
+
+
+DONE = StopJob(exit_code=0, because="all done")

@@ -1,0 +1,191 @@
+"""What the shell owes the core: order, persist before send, time, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+import aiohttp
+import msgspec
+import pytest
+
+from rackrun.coordinator.journal import Journal, JournalError
+from rackrun.core.commands import (
+    BreakGeneration,
+    FenceWorker,
+    ReleaseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.events import TimerFired, TrayLost, WorkerExited, WorkerFinished
+from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+from tests.coordinator.fakes import DONE, TOKEN, ScriptedCore, agent, coordinator, joined, logged, member, plan, unit, worker
+
+EXITED = WorkerExited(slot=SlotId("tray-00/1"), incarnation=Incarnation(2), signal=9)
+BREAK = BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1), worker("tray-01/0", 3)), because="rank 1 lost")
+RESUME = ResumeGeneration(plan=plan(2, member(0, "tray-00/0", 1), member(1, "tray-01/1", 4, fresh=True)), because="swap")
+
+
+def start(slot: str) -> StartWorker:
+    return StartWorker(
+        slot=SlotId(slot),
+        incarnation=Incarnation(1),
+        spare=False,
+        rank=Rank(0),
+        world_size=1,
+        generation=Generation(1),
+        store="h:1",
+    )
+
+
+async def test_commands_reach_the_trays_they_name_in_order(journal: Journal) -> None:
+    fence = FenceWorker(slot=SlotId("tray-01/0"), incarnation=Incarnation(3), because="stalled")
+    core = ScriptedCore(WorkerExited=(BREAK, fence, RESUME))
+    async with coordinator(core, journal) as c, agent(c.url) as a, agent(c.url, "tray-01") as b:
+        await a.say(EXITED)
+        assert [await a.hear(), await a.hear()] == [BREAK, RESUME]
+        assert [await b.hear(), await b.hear(), await b.hear()] == [BREAK, fence, RESUME]
+
+
+async def test_a_generation_is_on_disk_before_anyone_is_told(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(WorkerExited=(BREAK,)), journal) as c, agent(c.url) as a:
+        await a.say(EXITED)
+        await a.hear()
+        with sqlite3.connect(journal.path) as other:
+            rows = other.execute("SELECT generation, stage FROM generations").fetchall()
+        other.close()
+        assert rows == [(2, "break")]
+
+
+async def test_a_generation_that_cannot_be_persisted_is_told_to_nobody(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core hears JournalFailed after the command's siblings were carried out, and decides."""
+
+    def full(*_: object) -> None:
+        raise JournalError("database or disk is full.")
+
+    monkeypatch.setattr(journal, "persist", full)
+    stop = StopJob(exit_code=3, because="no journal")
+    core = ScriptedCore(WorkerExited=(BREAK,), JournalFailed=(stop,))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        await a.say(EXITED)
+        assert await a.hear() == stop
+        assert core.names() == ["TrayJoined", "WorkerExited", "JournalFailed"]
+
+
+async def test_a_timer_comes_back_with_its_name_and_never_before_its_time(journal: Journal) -> None:
+    core = ScriptedCore(
+        TrayJoined=(SetTimer(name="late", at_ms=60), SetTimer(name="early", at_ms=20), SetTimer(name="past", at_ms=0)),
+        TimerFired=lambda event: (DONE,) if isinstance(event, TimerFired) and event.name == "late" else (),
+    )
+    async with coordinator(core, journal) as c, agent(c.url):
+        await asyncio.wait_for(c.driver.finished, 5)
+        fired = [event for event in core.heard if isinstance(event, TimerFired)]
+        assert [event.name for event in fired] == ["past", "early", "late"]
+        assert all(event.at_ms >= due for event, due in zip(fired, (0, 20, 60), strict=True))
+        assert [event.at_ms for event in core.heard] == sorted(event.at_ms for event in core.heard)
+
+
+async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c:
+        async with agent(c.url) as a:
+            await a.say(EXITED)
+        await asyncio.wait_for(c.driver.finished, 5)
+        assert isinstance(core.heard[-1], TrayLost)
+        assert core.heard[-1].tray == "tray-00"
+
+
+async def test_a_newer_connection_of_the_same_host_takes_the_trays_place(journal: Journal) -> None:
+    core = ScriptedCore(WorkerExited=(FenceWorker(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), because="x"),))
+    async with coordinator(core, journal) as c, agent(c.url) as old, agent(c.url) as new:
+        await new.say(EXITED)
+        assert isinstance(await new.hear(), FenceWorker)
+        assert core.names() == ["TrayJoined", "TrayLost", "TrayJoined", "WorkerExited"]
+        await old.say(EXITED)  # of a connection that is void
+        await new.say(WorkerFinished(slot=SlotId("tray-00/1"), incarnation=Incarnation(2)), EXITED)
+        assert isinstance(await new.hear(), FenceWorker)
+        assert core.names()[-2:] == ["WorkerFinished", "WorkerExited"]
+        assert core.names().count("WorkerExited") == 2
+
+
+async def test_the_end_reaches_every_agent_and_nothing_happens_afterwards(journal: Journal) -> None:
+    core = ScriptedCore(WorkerFinished=(ReleaseWorkers(workers=(worker("tray-00/0", 1),)), DONE))
+    async with coordinator(core, journal) as c:
+        async with agent(c.url) as a, agent(c.url, "tray-01") as b:
+            await a.say(WorkerFinished(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)), EXITED)
+            assert isinstance(await a.hear(), ReleaseWorkers)
+            assert await a.hear() == await b.hear() == DONE
+        assert core.names()[-1] == "WorkerFinished"
+        assert c.driver.over == DONE
+
+
+async def test_a_core_that_contradicts_itself_ends_the_job_with_a_reason(journal: Journal) -> None:
+    def broken(_: object) -> tuple[()]:
+        raise AssertionError("two owners of rank 3")
+
+    core = ScriptedCore(WorkerExited=broken)
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        await a.say(EXITED)
+        stop = await a.hear()
+        assert isinstance(stop, StopJob)
+        assert stop.exit_code == 3
+        assert "two owners of rank 3" in stop.because
+        assert "report" in stop.remedy
+
+
+async def test_telemetry_is_shown_and_journaled_but_is_not_for_the_core(journal: Journal) -> None:
+    core = ScriptedCore(WorkerFinished=(DONE,))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        await a.say(logged(0, 1), logged(0, 0), unit(0, 0, ids=(7).to_bytes(8, "little")))
+        await a.say(WorkerFinished(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        assert core.names() == ["TrayJoined", "WorkerFinished"]
+        assert c.seen.lines == ["step 0  loss 1.0000"]
+        assert c.driver.status().progress.position.step == 0
+        assert journal.flush()
+        with sqlite3.connect(journal.path) as other:
+            assert other.execute("SELECT step, rank, count FROM ledger").fetchall() == [(0, 0, 1)]
+        other.close()
+
+
+async def test_every_event_and_command_is_journaled_with_its_cause(journal: Journal) -> None:
+    core = ScriptedCore(TrayJoined=(SetTimer(name="x", at_ms=10**6), start("tray-00/0")))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        await a.hear()
+    assert journal.flush()
+    with sqlite3.connect(journal.path) as other:
+        rows = other.execute("SELECT id, cause, kind, name FROM events ORDER BY id").fetchall()
+    other.close()
+    assert rows[:3] == [(1, None, "event", "TrayJoined"), (2, 1, "command", "SetTimer"), (3, 1, "command", "StartWorker")]
+
+
+async def test_an_event_is_answered_within_milliseconds(journal: Journal) -> None:
+    """Twenty round trips with a generation on disk in each; the median counts, the disk may hiccup."""
+    core = ScriptedCore(WorkerExited=(BREAK,))
+    loop = asyncio.get_running_loop()
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        times = []
+        for _ in range(20):
+            began = loop.time()
+            await a.say(EXITED)
+            await a.hear()
+            times.append(loop.time() - began)
+    assert sorted(times)[10] < 0.05, times
+
+
+async def test_status_and_metrics_show_the_job(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(WorkerExited=(RESUME,)), journal) as c, agent(c.url) as a:
+        await a.say(EXITED)
+        await a.hear()
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            status = msgspec.json.decode(await (await session.get(f"{c.url}/api/status")).read())
+            metrics = await (await session.get(f"{c.url}/metrics")).text()
+        assert status["run_id"] == "job-1"
+        assert status["trays"] == ["tray-00"]
+        assert status["core"] == {"phase": "scripted"}
+        assert "rackrun_generation 2.0" in metrics
+        assert joined().slots == 4

@@ -1,0 +1,28 @@
+"""Fixtures of the core's tests: a rack that has formed, and one that trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rackrun.core.config import JobConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
+from core_told import Told
+
+
+@pytest.fixture
+def rack() -> Told:
+    """Two trays of three slots, two spares: ranks 0, 1 on a/0, a/1 and 2, 3 on b/0, b/1; a/2 and b/2 wait."""
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.join("a", 3)
+    told.join("b", 3)
+    return told
+
+
+@pytest.fixture
+def training(rack: Told) -> Told:
+    rack.train()
+    return rack

@@ -1,0 +1,163 @@
+"""A rack to tell events to, and whose answers are looked at. The invariants are checked after every event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker, StopJob
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane, View
+from rackrun.core.events import (
+    Event,
+    Failure,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerFinished,
+    WorkerParked,
+    WorkerReady,
+    WorkerResumed,
+    WorkerStalled,
+)
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+
+C = TypeVar("C")
+
+
+class Told:
+    """A control plane and what it has answered. Workers are named by their slot: the current incarnation is meant."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.core = ControlPlane(config)
+        self.now = 0
+        self.incarnation: dict[str, Incarnation] = {}
+        self.answers: list[Command] = []
+
+    def tell(self, event: Event) -> Sequence[Command]:
+        fields = {name: getattr(event, name) for name in event.__struct_fields__}
+        commands = self.core.handle(type(event)(**fields | {"at_ms": self.now}))
+        self.core.check_invariants()
+        for command in commands:
+            if isinstance(command, StartWorker):
+                self.incarnation[command.slot] = command.incarnation
+        self.answers.extend(commands)
+        return commands
+
+    def _who(self, slot: str) -> dict[str, object]:
+        return {"slot": SlotId(slot), "incarnation": self.incarnation[slot]}
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+    def join(self, tray: str, slots: int = 4) -> Sequence[Command]:
+        return self.tell(
+            TrayJoined(tray=TrayId(tray), host=tray, slots=slots, store=f"{tray}:1", snapshots=f"{tray}:2")
+        )
+
+    def tray_lost(self, tray: str) -> Sequence[Command]:
+        return self.tell(TrayLost(tray=TrayId(tray), because="lease lapsed"))
+
+    def elastic(self, slot: str) -> Sequence[Command]:
+        return self.tell(WorkerElastic(**self._who(slot)))
+
+    def ready(self, slot: str, replica_class: str = "") -> Sequence[Command]:
+        self.elastic(slot)
+        return self.tell(WorkerReady(**self._who(slot), replica_class=replica_class))
+
+    def exits(
+        self,
+        slot: str,
+        *,
+        signal: int | None = None,
+        code: int | None = None,
+        bug: str = "",
+        step: int = 5,
+        snapshots: Sequence[int] = (),
+    ) -> Sequence[Command]:
+        failure = Failure(type="builtins.ValueError", message="no", traceback="", where=bug) if bug else None
+        if signal is None and code is None and not bug:
+            signal = 9
+        steps = tuple(Step(step) for step in snapshots)
+        return self.tell(
+            WorkerExited(
+                **self._who(slot), signal=signal, exit_code=code, failure=failure, step=Step(step), snapshots=steps
+            )
+        )
+
+    def parks(self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = ()) -> Sequence[Command]:
+        return self.tell(
+            WorkerParked(
+                **self._who(slot),
+                generation=Generation(self.view.generation),
+                passed=Position(passed),
+                entered=Position(passed if entered is None else entered),
+                gate=(float(passed),),
+                snapshots=tuple(Step(step) for step in snapshots),
+            )
+        )
+
+    def resumes(self, slot: str) -> Sequence[Command]:
+        return self.tell(WorkerResumed(**self._who(slot), generation=Generation(self.view.generation)))
+
+    def stalls(self, slot: str, collective: int = 10, *, silent: bool = False) -> Sequence[Command]:
+        return self.tell(
+            WorkerStalled(**self._who(slot), step=Step(5), collective=collective, silent=silent, for_ms=700)
+        )
+
+    def finishes(self, slot: str) -> Sequence[Command]:
+        return self.tell(WorkerFinished(**self._who(slot)))
+
+    def timer(self, kind: str) -> Sequence[Command]:
+        """The timer of this kind for the present generation fires."""
+        return self.tell(TimerFired(name=f"{kind}:{self.view.generation}"))
+
+    # -- several at once -------------------------------------------------------------------------------------------
+    @property
+    def view(self) -> View:
+        return self.core.view()
+
+    @property
+    def members(self) -> list[str]:
+        return [rank.slot for rank in self.view.ranks if rank.incarnation is not None]
+
+    def train(self, classes: str = "all") -> None:
+        """Everybody is ready, the spares too."""
+        for number, slot in enumerate(self.members):
+            self.ready(slot, "" if classes == "unique" else f"{classes}-{number % 2 if classes == 'pair' else 0}")
+        assert self.view.phase == "training"
+        for spare in self.view.spares:
+            self.ready(spare.slot)
+
+    def park_all(self, passed: int = 4, snapshots: Sequence[int] = ()) -> Sequence[Command]:
+        """The window closes, and all survivors answer."""
+        out = [*self.timer("gather")]
+        for rank in self.view.ranks:
+            if rank.state == "breaking":
+                out += self.parks(rank.slot, passed, snapshots=snapshots)
+        return out
+
+    def resume_all(self) -> Sequence[Command]:
+        return [command for slot in self.members for command in self.resumes(slot)]
+
+
+def only(kind: type[C], commands: Sequence[Command]) -> C:
+    """The one command of this kind."""
+    (command,) = [command for command in commands if isinstance(command, kind)]
+    return command
+
+
+def every(kind: type[C], commands: Sequence[Command]) -> list[C]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def plan_in(commands: Sequence[Command]) -> Plan:
+    return only(ResumeGeneration, commands).plan
+
+
+def stop_in(commands: Sequence[Command]) -> StopJob:
+    return only(StopJob, commands)
+
+
+def ranks(plan: Plan) -> dict[Rank, str]:
+    return {member.rank: member.slot for member in plan.members}

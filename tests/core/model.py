@@ -1,0 +1,447 @@
+"""A small, faithful model of what the core commands: agents, workers, gates, snapshots, wires.
+
+Messages are first in, first out for each worker, and in any order between workers. Training state is a chain of the
+units that were applied, each with the generation whose gate it passed: if two members ever took different histories for
+the same, their chains differ for good.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rackrun.core.commands import (
+    BreakGeneration,
+    Command,
+    DrainWorkers,
+    FenceWorker,
+    Plan,
+    ReleaseWorkers,
+    Restore,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+    Worker,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane
+from rackrun.core.events import (
+    Event,
+    Failure,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerFinished,
+    WorkerParked,
+    WorkerReady,
+    WorkerResumed,
+    WorkerStalled,
+)
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
+
+Chain = tuple[tuple[int, int], ...]
+"""(unit, generation whose gate it passed), ..."""
+
+SHORT = ("gather", "stalled", "judge", "last-call")
+TIMEOUTS = ("park", "owed", "resume")
+
+
+@dataclass
+class Process:
+    """One worker, as it is; the core only knows what it hears."""
+
+    slot: SlotId
+    incarnation: int
+    rank: int | None
+    generation: int
+    state: str = "starting"  # starting, waiting, running, parked, resuming, dead
+    stateful: bool = False
+    chain: Chain = ()
+    entered_in: int | None = None
+    """Generation in which it entered the unit after its chain, whose gate it has not seen pass."""
+    told: int = -1
+    """The last unit that any plan told it is committed."""
+    plan: Plan | None = None
+    hung: str = ""  # "", "code" (parks, but never computes), "silent"
+    reported: bool = False
+    finished: bool = False
+    up: deque[Event] = field(default_factory=deque)
+    down: deque[Command] = field(default_factory=deque)
+
+    @property
+    def alive(self) -> bool:
+        return self.state != "dead"
+
+    @property
+    def passed(self) -> int:
+        return len(self.chain) - 1
+
+
+class Cluster:
+    """Trays, processes and one control plane; every method is one thing that can happen."""
+
+    def __init__(self, config: JobConfig, slots: int, units: int, shards: str) -> None:
+        self.core = ControlPlane(config)
+        self.slots, self.units, self.shards = slots, units, shards
+        self.now = 0
+        self.timers: list[tuple[int, int, str]] = []
+        self.up_trays: dict[TrayId, bool] = {}  # False: dead, its lease has not lapsed
+        self.processes: dict[tuple[SlotId, int], Process] = {}
+        self.arenas: dict[tuple[SlotId, int], dict[int, Chain]] = {}
+        self.plans: dict[int, Plan] = {}
+        self.gates: dict[tuple[int, int], set[int]] = {}
+        self.jammed: set[int] = set()
+        """Generations whose collectives hang for everyone."""
+        self.announced = 0
+        self.stopped: StopJob | None = None
+        self.log: list[str] = []
+
+    # -- the wire --------------------------------------------------------------------------------------------------
+    def tell(self, event: Event) -> None:
+        self.now += 1
+        event = _stamped(event, self.now)
+        commands = self.core.handle(event)
+        self.log.append(f"{event} -> {commands}")
+        self.core.check_invariants()
+        for number, command in enumerate(commands):
+            assert self.stopped is None, f"after the end: {command}"
+            self._carry_out(command)
+            assert not isinstance(command, StopJob) or number == len(commands) - 1
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SetTimer():
+                self.timers.append((command.at_ms, len(self.timers), command.name))
+            case StartWorker():
+                self._start(command)
+            case FenceWorker():
+                self._fence(command)
+            case BreakGeneration():
+                assert command.generation > self.announced, "generations are strictly monotone"
+                self.announced = command.generation
+                assert command.because
+                self._send(command.workers, command)
+            case ResumeGeneration():
+                self._check_plan(command)
+                self._send([Worker(m.slot, m.incarnation) for m in command.plan.members], command)
+            case ReleaseWorkers() | DrainWorkers():
+                self._send(command.workers, command)
+            case StopJob():
+                assert command.because
+                self.stopped = command
+
+    def _send(self, workers: list[Worker] | tuple[Worker, ...], command: Command) -> None:
+        for worker in workers:
+            process = self.processes.get((worker.slot, worker.incarnation))
+            if process is not None and process.alive:
+                process.down.append(command)
+
+    def _check_plan(self, command: ResumeGeneration) -> None:
+        plan = command.plan
+        assert plan.generation not in self.plans
+        assert plan.generation >= self.announced
+        self.announced = plan.generation
+        self.plans[plan.generation] = plan
+        assert command.because
+        assert [m.rank for m in plan.members] == list(range(plan.world_size))
+        assert len({m.slot for m in plan.members}) == plan.world_size == len({m.incarnation for m in plan.members})
+        restored = {restore.rank for restore in plan.restores}
+        assert restored == {m.rank for m in plan.members if m.fresh}
+        for restore in plan.restores:
+            assert bool(restore.sources) != bool(restore.snapshot)
+            assert not set(restore.sources) & restored, "a source without state"
+
+    def _start(self, command: StartWorker) -> None:
+        if not self.up_trays.get(tray_of(command.slot), False):
+            return
+        here = [p for p in self.processes.values() if p.slot == command.slot and p.alive]
+        assert not here, "two processes in one slot"
+        rank = None if command.spare else command.rank
+        process = Process(command.slot, command.incarnation, rank, command.generation)
+        assert (process.slot, process.incarnation) not in self.processes, "an incarnation twice"
+        self.processes[process.slot, process.incarnation] = process
+
+    def _fence(self, command: FenceWorker) -> None:
+        process = self.processes.get((command.slot, command.incarnation))
+        if process is not None and process.alive:
+            self.end(process, signal=9)
+
+    # -- trays -----------------------------------------------------------------------------------------------------
+    def join(self, tray: TrayId) -> None:
+        self.up_trays[tray] = True
+        self.tell(TrayJoined(tray=tray, host=tray, slots=self.slots, store=f"{tray}:1", snapshots=f"{tray}:2"))
+
+    def tray_dies(self, tray: TrayId) -> None:
+        self.up_trays[tray] = False
+        for process in self.processes.values():
+            if tray_of(process.slot) == tray:
+                process.state = "dead"
+        self.arenas = {key: arena for key, arena in self.arenas.items() if tray_of(key[0]) != tray}
+
+    def lease_lapses(self, tray: TrayId) -> None:
+        """What its agent had still to deliver is never heard of."""
+        del self.up_trays[tray]
+        for process in self.processes.values():
+            if tray_of(process.slot) == tray:
+                process.up.clear()
+        self.tell(TrayLost(tray=tray, because="lease lapsed"))
+
+    # -- what processes do -----------------------------------------------------------------------------------------
+    def end(self, process: Process, *, signal: int | None = None, code: int | None = None, bug: str = "") -> None:
+        process.state = "dead"
+        process.down.clear()
+        arena = self.arenas.get((process.slot, process.incarnation), {})
+        failure = Failure(type="ValueError", message=bug, traceback="", where=bug) if bug else None
+        process.up.append(
+            WorkerExited(
+                slot=process.slot,
+                incarnation=process.incarnation,
+                signal=signal,
+                exit_code=code,
+                failure=failure,
+                step=Step(process.passed + 1),
+                snapshots=tuple(Step(step) for step in sorted(arena)),
+            )
+        )
+
+    def actions(self) -> list[tuple[str, Process]]:
+        """Everything that can happen without a fault, in a fixed order."""
+        out = []
+        for process in self.processes.values():
+            if process.up:
+                out.append(("deliver", process))
+            if process.alive:
+                out += [(name, process) for name in self._own_actions(process)]
+        return out
+
+    def _own_actions(self, process: Process) -> list[str]:
+        if process.hung == "silent":
+            return [] if process.reported else ["report"]
+        out = ["obey"] if process.down else []
+        if process.hung:
+            return out if process.reported or process.state != "running" else [*out, "report"]
+        if process.state == "starting":
+            out.append("start")
+        elif process.state == "resuming" and not process.down and self._restored(process) is not None:
+            out.append("resume")
+        elif process.state == "running":
+            out += self._training_actions(process)
+        return out
+
+    def _training_actions(self, process: Process) -> list[str]:
+        out = []
+        if process.entered_in is not None:
+            full = len(self.gates[process.generation, process.passed + 1]) == self.plans[process.generation].world_size
+            if full and process.generation not in self.jammed:
+                out.append("see")
+            elif self._stuck(process.generation) and not process.reported:
+                out.append("report")
+        elif process.passed + 1 < self.units:
+            out.append("enter")
+        elif not process.finished:
+            out.append("finish")
+        if process.entered_in is None and process.passed >= 0 and process.passed % 2 == 1:
+            arena = self.arenas.get((process.slot, process.incarnation), {})
+            if process.passed not in arena:
+                out.append("seal")
+        return out
+
+    def _stuck(self, generation: int) -> bool:
+        hung = any(p.hung and p.alive and p.generation == generation for p in self.processes.values())
+        return hung or generation in self.jammed
+
+    def do(self, name: str, process: Process) -> None:
+        match name:
+            case "deliver":
+                self.tell(process.up.popleft())
+            case "obey":
+                self._obey(process, process.down.popleft())
+            case "report":
+                process.reported = True
+                behind = 0 if process.entered_in is None else 1
+                self._say(
+                    process,
+                    WorkerStalled,
+                    step=Step(process.passed + 1),
+                    collective=2 * process.passed + behind,
+                    silent=process.hung == "silent",
+                    for_ms=100,
+                )
+            case "start":
+                self._say(process, WorkerElastic)
+                self._say(process, WorkerReady, replica_class=self._class(process.rank))
+                process.state = "waiting" if process.rank is None else "running"
+                process.stateful = process.rank is not None
+            case "enter":
+                process.entered_in = process.generation
+                self.gates.setdefault((process.generation, process.passed + 1), set()).add(_rank(process))
+            case "see":
+                self._apply(process)
+            case "finish":
+                process.finished = True
+                self._say(process, WorkerFinished)
+            case "seal":
+                arena = self.arenas.setdefault((process.slot, process.incarnation), {})
+                arena[process.passed] = process.chain
+                for step in sorted(arena)[:-2]:
+                    del arena[step]
+            case "resume":
+                self._resume(process)
+
+    def _say(self, process: Process, kind: type[Event], **fields: object) -> None:
+        process.up.append(kind(slot=process.slot, incarnation=process.incarnation, **fields))
+
+    def _class(self, rank: int | None) -> str:
+        if rank is None or self.shards == "unique":
+            return ""
+        return "all" if self.shards == "replicas" else f"class {rank % 2}"
+
+    def _apply(self, process: Process) -> None:
+        assert process.entered_in is not None
+        process.chain = (*process.chain, (process.passed + 1, process.entered_in))
+        process.entered_in = None
+
+    def _obey(self, process: Process, command: Command) -> None:
+        match command:
+            case BreakGeneration():
+                process.state = "parked"
+                self._park(process, command.generation)
+            case ResumeGeneration():
+                self._take(process, command.plan)
+            case ReleaseWorkers():
+                self.end(process, code=0)
+            case _:
+                raise AssertionError(command)
+
+    def _park(self, process: Process, generation: Generation) -> None:
+        arena = self.arenas.get((process.slot, process.incarnation), {})
+        passed = process.passed if process.stateful else -1
+        entered = passed + (process.stateful and process.entered_in is not None)
+        self._say(
+            process,
+            WorkerParked,
+            generation=generation,
+            passed=Position(passed),
+            entered=Position(entered),
+            gate=(float(passed),),
+            snapshots=tuple(Step(step) for step in sorted(arena)),
+            replica_class=self._class(process.rank),
+        )
+
+    def _take(self, process: Process, plan: Plan) -> None:
+        """A plan arrives: from here on, who is fresh has nothing to lose."""
+        me = next(m for m in plan.members if (m.slot, m.incarnation) == (process.slot, process.incarnation))
+        assert plan.generation > process.generation, "an old plan"
+        if not me.fresh:
+            assert process.stateful, "state is expected of a member that has none"
+            if plan.rollback is None:
+                assert plan.committed.step >= process.told, "what was committed is committed no more"
+                has = process.passed + (process.entered_in is not None)
+                assert process.passed <= plan.committed.step <= has, "a plan that this survivor cannot follow"
+        process.told = plan.committed.step if plan.rollback is None else plan.rollback
+        process.state, process.plan, process.rank = "resuming", plan, me.rank
+        process.stateful = process.stateful and not me.fresh
+        process.finished = process.finished and not me.fresh and plan.rollback is None
+        process.generation = plan.generation
+        process.reported = False
+
+    def _restored(self, process: Process) -> Chain | None:
+        """The state that the plan means for this member; None as long as it cannot be had."""
+        plan = process.plan
+        assert plan is not None
+        at = plan.committed.step if plan.rollback is None else plan.rollback
+        if process.stateful:
+            if plan.rollback is not None:
+                return self.arenas[process.slot, process.incarnation][at]
+            if process.passed < at:
+                assert process.entered_in is not None
+                return (*process.chain, (at, process.entered_in))
+            return process.chain
+        restore = next(r for r in plan.restores if r.rank == process.rank)
+        return self._fetch(restore, plan, at)
+
+    def _fetch(self, restore: Restore, plan: Plan, at: int) -> Chain | None:
+        if restore.snapshot:
+            _, tray, index, incarnation = restore.snapshot.split("/")
+            arena = self.arenas.get((SlotId(f"{tray}/{index}"), int(incarnation)))
+            assert arena is not None or not self.up_trays.get(TrayId(tray)), "a snapshot that nobody keeps"
+            return arena[at] if arena else None
+        for source in restore.sources:
+            member = plan.members[source]
+            peer = self.processes[member.slot, member.incarnation]
+            if peer.alive and peer.state == "running" and peer.generation == plan.generation:
+                assert peer.passed == at, "a source that has gone on"
+                return peer.chain
+        return None
+
+    def _resume(self, process: Process) -> None:
+        chain = self._restored(process)
+        plan = process.plan
+        assert chain is not None
+        assert plan is not None
+        process.chain = chain
+        if plan.rollback is not None:
+            arena = self.arenas.get((process.slot, process.incarnation), {})
+            for step in [step for step in arena if step > plan.rollback]:
+                del arena[step]
+        process.entered_in = None
+        process.stateful = True
+        process.state = "running"
+        self._say(process, WorkerResumed, generation=plan.generation)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+    def pending(self, *kinds: str) -> list[tuple[int, int, str]]:
+        return sorted(t for t in self.timers if not kinds or t[2].partition(":")[0] in kinds)
+
+    def fire(self, timer: tuple[int, int, str]) -> None:
+        self.timers[timer[1]] = (0, timer[1], "fired")
+        self.now = max(self.now, timer[0])
+        self.tell(TimerFired(name=timer[2]))
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Members of one generation at one position have one history."""
+        seen: dict[tuple[int, int], Chain] = {}
+        for process in self.processes.values():
+            if process.alive and process.stateful and process.state == "running":
+                chain = seen.setdefault((process.generation, process.passed), process.chain)
+                assert process.chain == chain, "two histories in one generation"
+                assert [unit for unit, _ in process.chain] == list(range(process.passed + 1)), "lost or doubled units"
+
+    def run_to_the_end(self, limit: int = 20_000) -> StopJob:
+        """No more faults: everything is delivered, time passes only when nothing else can happen."""
+        turn = 0
+        while self.stopped is None:
+            turn += 1
+            assert turn < limit, "it never ends"
+            for tray in [tray for tray, up in self.up_trays.items() if not up]:
+                self.lease_lapses(tray)
+            actions = self.actions()
+            if actions:
+                self.do(*actions[turn % len(actions)])
+                self.check()
+                continue
+            live = [t for t in self.pending() if t[2] != "fired"]
+            assert live, "nothing can happen any more"
+            self.fire(live[0])
+        if self.stopped.exit_code == 0:
+            chains = {p.chain for p in self.processes.values() if p.finished and p.generation == max(self.plans)}
+            assert len(chains) == 1
+            assert len(chains.pop()) == self.units
+        return self.stopped
+
+
+def _rank(process: Process) -> int:
+    assert process.rank is not None
+    return process.rank
+
+
+def _stamped(event: Event, at_ms: int) -> Event:
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    return type(event)(**fields | {"at_ms": at_ms})
+
+
+__all__ = ["BEGIN", "SHORT", "TIMEOUTS", "Cluster", "Process", "Rank"]

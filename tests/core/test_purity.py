@@ -1,0 +1,52 @@
+"""The core is pure: no clock, no randomness, no I/O, and nothing whose order is an accident."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rackrun.core
+
+FILES = sorted(Path(rackrun.core.__file__).parent.glob("*.py"))
+IMPURE = {
+    "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "shutil",
+    "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch", "uuid",
+}  # fmt: skip
+IMPURE_CALLS = {"open", "print", "input", "id", "hash", "exec", "eval"}
+
+
+def imports(tree: ast.AST) -> list[str]:
+    found = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return found + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+
+def is_set(node: ast.expr) -> bool:
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset")
+
+
+def loops(tree: ast.AST) -> list[ast.expr]:
+    return [node.iter for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_core_is_pure(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for name in imports(tree):
+        assert name.partition(".")[0] not in IMPURE, f"{path.name} imports {name}"
+        if name.startswith("rackrun."):
+            assert name.startswith("rackrun.core") or name == "rackrun.errors", f"{path.name} imports {name}"
+    calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    assert not IMPURE_CALLS.intersection(calls), f"{path.name} calls {IMPURE_CALLS.intersection(calls)}"
+    unordered = [ast.unparse(node) for node in loops(tree) if is_set(node)]
+    assert not unordered, f"{path.name} iterates over {unordered}"
+
+
+def test_the_check_itself_sees_what_is_impure() -> None:
+    assert imports(ast.parse("import os.path\nfrom time import time")) == ["os.path", "time"]
+    loop = "for a in {1}: pass\nfor a in [1]: pass\n"
+    assert [is_set(node) for node in loops(ast.parse(loop))] == [True, False]
+    assert all(is_set(node) for node in loops(ast.parse("[a for a in frozenset(b)]")))

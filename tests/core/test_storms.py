@@ -1,0 +1,92 @@
+"""Long storms of faults over warm jobs: deeper histories than `test_model` finds, each from its seed alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+from rackrun.core.config import JobConfig
+from rackrun.core.ids import TrayId
+
+from core_model import SHORT, TIMEOUTS, Cluster
+
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 1_000
+
+
+def storm(seed: int) -> Cluster:
+    rng = random.Random(seed)
+    trays, slots, units = rng.randint(1, 4), rng.randint(1, 3), rng.randint(5, 40)
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=rng.randint(0, min(4, trays * slots - 1)),
+        max_restarts=4,
+        no_progress_max=20,
+    )
+    cluster = Cluster(config, slots, units, rng.choice(["replicas", "pairs", "unique"]))
+    for number in range(trays):
+        cluster.join(TrayId(f"tray-{number}"))
+    while cluster.core.view().phase == "setup":
+        cluster.do(*cluster.actions()[0])
+    faults = rng.choice([0.005, 0.02, 0.05])
+    for _ in range(rng.randint(50, 800)):
+        if cluster.stopped is None:
+            fault(cluster, rng) if rng.random() < faults else step(cluster, rng)
+            cluster.check()
+    cluster.run_to_the_end()
+    return cluster
+
+
+def step(cluster: Cluster, rng: random.Random) -> None:
+    actions, windows = cluster.actions(), cluster.pending(*SHORT)
+    if windows and (not actions or rng.random() < 0.1):
+        cluster.fire(windows[0])
+    elif actions:
+        cluster.do(*rng.choice(actions))
+
+
+def fault(cluster: Cluster, rng: random.Random) -> None:
+    alive = [process for process in cluster.processes.values() if process.alive]
+    kind = rng.choice(["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair"])
+    up = [tray for tray, lives in cluster.up_trays.items() if lives]
+    gone = [tray for tray, lives in cluster.up_trays.items() if not lives]
+    missing = [tray for number in range(5) if (tray := TrayId(f"tray-{number}")) not in cluster.up_trays]
+    if gone:
+        cluster.lease_lapses(rng.choice(gone))
+    elif missing and rng.random() < 0.5:
+        cluster.join(rng.choice(missing))
+    elif kind == "tray" and up:
+        cluster.tray_dies(rng.choice(up))
+    elif kind == "jam":
+        cluster.jammed.add(cluster.announced)
+    elif kind == "timeout" and cluster.pending(*TIMEOUTS):
+        cluster.fire(cluster.pending(*TIMEOUTS)[0])
+    elif kind in ("hang", "silent") and alive:
+        process = rng.choice(alive)
+        if process.state == "running" or kind == "silent":
+            process.hung = "code" if kind == "hang" else "silent"
+    elif alive:
+        for process in rng.sample(alive, min(2 if kind == "pair" else 1, len(alive))):
+            bug = f"train.py:{rng.random()}" if kind == "bug" else ""
+            cluster.end(process, signal={"segv": 11, "bug": None}.get(kind, 9), code=1 if bug else None, bug=bug)
+
+
+def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        try:
+            cluster = storm(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        plans = cluster.plans.values()
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["swaps"] += sum(bool(plan.restores) and plan.rollback is None for plan in plans)
+        seen["rollbacks"] += sum(plan.rollback is not None for plan in plans)
+        seen["absorbs"] += sum(not plan.restores and plan.committed.step >= 0 for plan in plans)
+    # The storm is worth its name: everything has happened, often.
+    assert seen["exit 0"] > SEEDS / 3, seen
+    assert seen["swaps"] > SEEDS / 2, seen
+    assert seen["rollbacks"] > SEEDS / 20, seen
+    assert seen["absorbs"] > SEEDS / 20, seen
