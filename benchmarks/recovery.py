@@ -204,7 +204,7 @@ def main() -> int:
             file=sys.stderr,
         )
 
-    expected = {system: fault_free_losses(workload, system, fault_steps) for system in systems}
+    expected = {system: fault_free_losses(workload, system, fault_steps) for system in systems if runs}
     rngs = {system: random.Random(args.seed) for system in systems}  # the same moments for both
     for number in range(runs):
         for system in systems:

@@ -31,7 +31,7 @@ _BATCH_BYTES = 1 << 20
 _LOGGED_MAX = 10_000
 _CONNECT_S = 60.0
 _RETRY_S = (0.02, 1.0)
-_REFUSED = (401, 403, 404, 409, 426)
+_REFUSED = (400, 401, 403, 404, 409, 426)
 _LENGTH = struct.Struct("<I")
 
 

@@ -127,17 +127,17 @@ class Server:
         await socket_.prepare(request)
         link = _AgentLink(TrayId(tray), socket_)
         self._links.add(link)
-        because = "its agent went away without a reason"
+        because, code, message = "its agent went away without a reason", 1000, b""
         try:
             because = await self._listen(link)
         except _Breach as breach:
             because = f"its agent broke the protocol: {breach}"
+            code, message = 1002, str(breach).encode()[:120]
             _log.warning("tray %s: %s", tray, breach)
-            await socket_.close(code=1002, message=str(breach).encode()[:120])
         finally:
             self._links.discard(link)
             self._driver.lost(link.tray, link, because)
-            await link.close()
+            await link.close(code, message)
         return socket_
 
     async def _listen(self, link: _AgentLink) -> str:
@@ -212,14 +212,14 @@ class _AgentLink:
         self._outbox += data
         self._filled.set()
 
-    async def close(self) -> None:
+    async def close(self, code: int = 1000, message: bytes = b"") -> None:
         """Flush for a second at most, then close."""
         self._closing = True
         self._filled.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._sender, 1.0)
         with contextlib.suppress(ConnectionError, RuntimeError):
-            await self.socket.close()
+            await self.socket.close(code=code, message=message)
 
     async def _send_all(self) -> None:
         while True:

@@ -152,6 +152,7 @@ class ControlPlane:
         losses = self._rack.lose_tray(tray, because)
         self._job.recovery.forget_tray(tray)
         self._job.lost(losses, at_ms)
+        self._job.recovery.source_lost(tray, at_ms)
 
     def _exited(self, event: WorkerExited, record: WorkerRecord) -> None:
         condemned = not record.alive

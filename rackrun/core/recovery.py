@@ -56,7 +56,9 @@ class Recovery:
     _gathering: bool = False
     _owed: bool = False
     """The snapshots of condemned workers are worth waiting for."""
-    _absorbing: str = ""
+    _absorbing: bool = False
+    _note: str = ""
+    """Why the generation was broken, if nobody is lost."""
     _absorbs: int = 0
     _absorbed_at: Position | None = None
     _losses: dict[Rank, Loss] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Recovery:
             assert rank is not None
             del self.world.members[rank]
             self._losses[rank] = loss
-        self._absorbing = ""
+        self._absorbing = False
         if self.world.phase is Phase.PARKING:
             self.decide(at_ms)
         else:
@@ -95,17 +97,32 @@ class Recovery:
         for rank, holders in self.kept.items():
             self.kept[rank] = [holder for holder in holders if tray_of(holder.slot) != tray]
 
+    def source_lost(self, tray: TrayId, at_ms: int) -> None:
+        """A snapshot that somebody is about to restore is gone: another plan, now, not after the resume timeout."""
+        plan, members = self.world.plan, self.world.members
+        if self.world.phase is not Phase.RESUMING or plan is None:
+            return
+        prefix = f"/{tray}/"
+        waiting = [
+            restore.rank
+            for restore in plan.restores
+            if prefix in restore.snapshot and members[restore.rank].state is WorkerState.RESUMING
+        ]
+        if waiting:
+            self._note = f"{tray} lost, with the snapshots that {named(waiting)} would have restored"
+            self._break(self._note, at_ms)
+
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
         self.kept.clear()
         self._losses.clear()
         self.stalls = StallWindow()
-        self._absorbing = ""
+        self._absorbing = False
 
     def _told(self) -> str:
         """What was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
         if not self._losses:
-            return self._absorbing
+            return self._note
         reasons = dict.fromkeys(loss.because for _, loss in sorted(self._losses.items()))
         return f"{named(sorted(self._losses))} lost ({', '.join(reasons)})"
 
@@ -262,7 +279,7 @@ class Recovery:
         if self._absorbs > ABSORBS_MAX:
             self.ladder.stop(
                 3,
-                f"the same step was done again {ABSORBS_MAX} times and stalled again: {self._absorbing}",
+                f"the same step was done again {ABSORBS_MAX} times and stalled again: {self._note}",
                 remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
             )
             return False
@@ -302,7 +319,7 @@ class Recovery:
         world.phase = Phase.RESUMING
         world.reason = because
         self._losses.clear()
-        self._absorbing = ""
+        self._absorbing = False
         self.emit(ResumeGeneration(plan=world.plan, because=because))
         self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.config.resume_timeout_ms))
 
@@ -356,8 +373,9 @@ class Recovery:
         if blame.ranks:
             self._condemn([self.world.members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
             return
-        self._absorbing = f"stalled: {blame.because}"
-        self._break(self._absorbing, at_ms)
+        self._absorbing = True
+        self._note = f"stalled: {blame.because}"
+        self._break(self._note, at_ms)
 
 
 def _report(record: WorkerRecord) -> verdict.Report:

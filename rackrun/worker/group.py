@@ -238,7 +238,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         def loopback() -> None:
-            output.view(self.size(), -1).copy_(input.reshape(1, -1))
+            output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
 
         return self._run("_allgather_base", output, loopback, output, input, opts or dist.AllgatherOptions())
 

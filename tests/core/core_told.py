@@ -85,7 +85,9 @@ class Told:
             )
         )
 
-    def parks(self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = ()) -> Sequence[Command]:
+    def parks(
+        self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = ()
+    ) -> Sequence[Command]:
         return self.tell(
             WorkerParked(
                 **self._who(slot),

@@ -13,8 +13,18 @@ def trays(count: int, slots: int) -> dict[TrayId, int]:
 
 
 def test_trays_stand_in_natural_order() -> None:
-    assert sorted(["tray-10", "tray-2", "b", "a1b10", "a1b9"], key=natural) == ["a1b9", "a1b10", "b", "tray-2", "tray-10"]
-    assert sorted([SlotId("t-10/0"), SlotId("t-2/11"), SlotId("t-2/2")], key=slot_order) == ["t-2/2", "t-2/11", "t-10/0"]
+    assert sorted(["tray-10", "tray-2", "b", "a1b10", "a1b9"], key=natural) == [
+        "a1b9",
+        "a1b10",
+        "b",
+        "tray-2",
+        "tray-10",
+    ]
+    assert sorted([SlotId("t-10/0"), SlotId("t-2/11"), SlotId("t-2/2")], key=slot_order) == [
+        "t-2/2",
+        "t-2/11",
+        "t-10/0",
+    ]
 
 
 def test_whole_trays_wait_as_long_as_two_still_train() -> None:

@@ -45,7 +45,9 @@ def sample(hint: object) -> object:
 
 
 def filled(kind: type[msgspec.Struct]) -> msgspec.Struct:
-    return kind(**{name: sample(hint) for name, hint in typing.get_type_hints(kind).items() if name != "__struct_config__"})
+    return kind(
+        **{name: sample(hint) for name, hint in typing.get_type_hints(kind).items() if name != "__struct_config__"}
+    )
 
 
 @pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)

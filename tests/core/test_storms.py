@@ -6,10 +6,10 @@ import os
 import random
 from collections import Counter
 
+from core_model import SHORT, TIMEOUTS, Cluster
+
 from rackrun.core.config import JobConfig
 from rackrun.core.ids import TrayId
-
-from core_model import SHORT, TIMEOUTS, Cluster
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 1_000
 

@@ -1,0 +1,163 @@
+"""What the watch makes of the events and commands of a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
+from rackrun.core.commands import BreakGeneration, FenceWorker, ResumeGeneration, StartWorker
+from rackrun.core.events import TrayLost, WorkerElastic, WorkerExited, WorkerParked, WorkerResumed, WorkerStalled
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
+from tests.coordinator.fakes import member, plan, unit, worker
+
+FIRST = plan(1, member(0, "tray-00/0", 1), member(1, "tray-00/1", 2), member(2, "tray-00/2", 3))
+
+
+class Story(RecoveryWatch):
+    """Time goes by 10 ms with each thing that happens."""
+
+    def __init__(self) -> None:
+        self.told_of: list[Recovery] = []
+        self.now = 0.0
+        super().__init__(self.told_of.append)
+
+    def hears(self, event: object) -> None:
+        self.now += 10
+        self.heard(event, self.now)  # type: ignore[arg-type]
+
+    def does(self, command: object) -> None:
+        cause = self.now
+        self.now += 10
+        self.told(command, cause, self.now)  # type: ignore[arg-type]
+
+    def commits(self, *ranks: int, step: int, generation: int, attempt: int = 0) -> None:
+        for rank in ranks:
+            self.now += 10
+            self.committed(unit(step, rank, generation=generation, attempt=attempt), self.now)
+
+
+@pytest.fixture
+def story() -> Story:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    story.hears(WorkerElastic(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
+    return story
+
+
+def exited(slot: str, incarnation: int) -> WorkerExited:
+    return WorkerExited(slot=SlotId(slot), incarnation=Incarnation(incarnation), signal=9)
+
+
+def parked(slot: str, incarnation: int, generation: int) -> WorkerParked:
+    return WorkerParked(slot=SlotId(slot), incarnation=Incarnation(incarnation), generation=Generation(generation))
+
+
+def resumed(slot: str, incarnation: int, generation: int) -> WorkerResumed:
+    return WorkerResumed(slot=SlotId(slot), incarnation=Incarnation(incarnation), generation=Generation(generation))
+
+
+def breaking(generation: int) -> BreakGeneration:
+    return BreakGeneration(generation=Generation(generation), workers=(worker("tray-00/0", 1),), because="rank 2 lost")
+
+
+def test_the_first_generation_is_no_recovery(story: Story) -> None:
+    story.commits(0, 1, 2, step=0, generation=1)
+    story.finish()
+    assert story.told_of == []
+
+
+def test_a_swap_is_timed_stage_by_stage(story: Story) -> None:
+    swapped = plan(
+        2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(40)
+    )
+    story.hears(exited("tray-00/2", 3))
+    began = story.now
+    story.does(breaking(2))
+    for rank in (0, 1):
+        story.hears(parked(f"tray-00/{rank}", rank + 1, 2))
+    story.does(ResumeGeneration(plan=swapped, because="swap"))
+    for slot, incarnation in (("tray-00/0", 1), ("tray-00/1", 2), ("tray-00/4", 9)):
+        story.hears(resumed(slot, incarnation, 2))
+    story.commits(0, 1, step=40, generation=2)  # the unit that some had missed: not yet a new one
+    story.commits(0, 1, 2, step=41, generation=2, attempt=1)
+    (recovery,) = story.told_of
+    assert recovery.kind == "swap"
+    times = (recovery.break_ms, recovery.parked_ms, recovery.plan_ms, recovery.resumed_ms, recovery.committed_ms)
+    assert recovery.fault_ms == began
+    assert times == (began + 10, began + 30, began + 40, began + 70, began + 120)
+    assert recovery.line() == "rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.07 s, step 41 done again"
+
+
+def test_a_failure_in_the_middle_of_a_recovery_overtakes_it_and_keeps_the_first_fault(story: Story) -> None:
+    story.hears(exited("tray-00/2", 3))
+    began = story.now
+    story.does(breaking(2))
+    story.hears(parked("tray-00/0", 1, 2))
+    story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True)), because=""))
+    story.hears(exited("tray-00/4", 9))
+    story.does(breaking(3))
+    story.does(ResumeGeneration(plan=plan(3, *FIRST.members[:2], member(2, "tray-00/5", 10, fresh=True)), because=""))
+    story.finish()
+    first, second = story.told_of
+    assert (first.overtaken, second.overtaken) == (True, False)
+    assert second.fault_ms == began
+    assert second.lost[0].slot == "tray-00/4"
+
+
+def test_a_rollback_names_every_step_that_is_done_again(story: Story) -> None:
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    rolled = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(12), rollback=9)
+    story.does(ResumeGeneration(plan=rolled, because=""))
+    story.commits(0, 1, 2, step=10, generation=2)
+    (recovery,) = story.told_of
+    assert recovery.redone == (10, 11, 12)
+    assert "back to the state after step 9, steps 10 to 12 done again" in recovery.line()
+
+
+def test_a_smaller_world_is_a_resize(story: Story) -> None:
+    story.hears(TrayLost(tray=TrayId("tray-00"), because="its agent is gone"))
+    story.does(breaking(2))
+    story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2]), because=""))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.kind == "resize"
+    assert "rank 2 lost on tray-00/2 (tray lost: its agent is gone) -> nobody, the world shrinks" in recovery.line()
+
+
+def test_a_stall_is_named_as_what_it_was_not_as_the_kill_that_ended_it(story: Story) -> None:
+    stalled = WorkerStalled(
+        slot=SlotId("tray-00/2"), incarnation=Incarnation(3), step=4, collective=1, silent=True, for_ms=1200
+    )
+    story.hears(stalled)
+    story.does(breaking(2))
+    story.hears(exited("tray-00/2", 3))
+    story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True)), because=""))
+    story.finish()
+    assert story.told_of[0].lost[0].how == "stalled for 1200 ms"
+
+
+def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    story.hears(exited("tray-00/1", 2))
+    began = story.now
+    story.does(FenceWorker(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), because="the world starts again"))
+    story.hears(exited("tray-00/0", 1))
+    again = plan(2, member(0, "tray-00/0", 4), member(1, "tray-00/1", 5), member(2, "tray-00/2", 6))
+    story.does(ResumeGeneration(plan=again, because="restart"))
+    story.does(
+        StartWorker(
+            slot=SlotId("tray-00/0"),
+            incarnation=Incarnation(4),
+            spare=False,
+            rank=Rank(0),
+            world_size=3,
+            generation=Generation(2),
+            store="h:1",
+            restarts=1,
+        )
+    )
+    (recovery,) = story.told_of  # at once: a plain script does not tell when it computes again
+    assert recovery.fault_ms == began
+    assert recovery.line() == "rank 1 lost on tray-00/1 (SIGKILL) -> all 3 workers start again"

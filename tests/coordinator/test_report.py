@@ -1,0 +1,159 @@
+"""A hand-made journal, and what is read out of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.recoveries import LostRank, Recovery
+from rackrun.coordinator.report import Report, read_report
+from rackrun.core.commands import ResumeGeneration
+from rackrun.core.ids import Position, Rank, SlotId
+from rackrun.ctl.render import render_report
+from rackrun.errors import UsageError
+from tests.coordinator.fakes import member, plan, unit
+
+WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))
+RECOVERY = Recovery(
+    generation=2,
+    kind="swap",
+    because="swap",
+    fault_ms=1000.0,
+    break_ms=1001.0,
+    parked_ms=1011.0,
+    plan_ms=1014.0,
+    resumed_ms=1314.0,
+    committed_ms=1400.0,
+    lost=(LostRank(rank=Rank(1), slot=SlotId("tray-00/1"), how="SIGKILL", to=SlotId("tray-00/2")),),
+    world_size=2,
+    redone=(4,),
+)
+
+
+def ids(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(8, "little") for number in numbers)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    """Two ranks, eight steps of 100 ms, two samples a rank; step 4 was broken, and rank 1 swapped."""
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    for step in range(8):
+        for rank in (0, 1):
+            generation, attempt = (1, 0) if step < 4 else (2, int(step == 4))
+            first = 4 * step + 2 * rank
+            row = unit(step, rank, generation=generation, attempt=attempt, ids=ids(first, first + 1))
+            journal.unit(row, 600.0 + 100 * step)
+    swapped = plan(2, WORLD[0], member(1, "tray-00/2", 3, fresh=True), committed=Position(3))
+    journal.persist(ResumeGeneration(plan=swapped, because="swap"), 1014)
+    journal.recovery(RECOVERY)
+    for key, value in (("exit_code", 0), ("because", "done"), ("ended_ms", 2000)):
+        journal.fact(key, value)
+    return journal
+
+
+def report_of(journal: Journal) -> Report:
+    journal.close()
+    return read_report(journal.path)
+
+
+def test_the_waterfall_is_gapless_and_adds_up(journal: Journal) -> None:
+    (recovery,) = report_of(journal).recoveries
+    assert [(stage.name, stage.ms) for stage in recovery.stages] == [
+        ("break", 1.0),
+        ("park", 10.0),
+        ("plan", 3.0),
+        ("resume", 300.0),
+        ("first commit", 86.0),
+    ]
+    assert sum(stage.ms for stage in recovery.stages) == 400.0
+    assert recovery.seconds == pytest.approx(0.314)
+
+
+def test_goodput_counts_each_step_once_at_its_usual_time(journal: Journal) -> None:
+    report = report_of(journal)
+    assert (report.steps, report.steps_redone, report.generations, report.exit_code) == (8, 1, 2, 0)
+    goodput = report.goodput
+    assert goodput.productive_s == pytest.approx(0.8)
+    assert goodput.ettr == pytest.approx(0.4)
+    assert goodput.startup_s == pytest.approx(0.5)
+    assert goodput.redone_s == pytest.approx(0.1)
+    parts = goodput.productive_s + goodput.startup_s + goodput.recovery_s + goodput.redone_s + goodput.other_s
+    assert parts == pytest.approx(goodput.wall_s)
+
+
+def test_a_whole_ledger_is_good_news(journal: Journal) -> None:
+    ledger = report_of(journal).ledger
+    assert ledger.ok
+    assert (ledger.units, ledger.samples, ledger.distinct) == (8, 32, 32)
+
+
+def test_a_sample_twice_in_one_unit_is_found(journal: Journal) -> None:
+    journal.unit(unit(6, 1, generation=2, ids=ids(24, 99)), 1.0)  # 24 is rank 0's
+    ledger = report_of(journal).ledger
+    assert ledger.doubled == ("step 6: 24",)
+    assert not ledger.ok
+
+
+def test_a_missing_row_is_named(journal: Journal) -> None:
+    report = _without(journal, "step = 2 AND rank = 1")
+    assert report.ledger.missing == ("step 2: no row of rank 1",)
+
+
+def test_rows_of_the_last_unit_may_still_be_on_their_way(journal: Journal) -> None:
+    assert _without(journal, "step = 7 AND rank = 1").ledger.ok
+
+
+def test_steps_computed_again_after_a_rollback_are_one_execution_each(journal: Journal) -> None:
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7), rollback=5), because=""), 1500)
+    for step in (6, 7):
+        for rank in (0, 1):
+            first = 4 * step + 2 * rank
+            journal.unit(unit(step, rank, generation=3, ids=ids(first, first + 1)), 1.0)
+    report = report_of(journal)
+    assert report.ledger.ok
+    assert report.ledger.samples == 32
+    assert report.steps_redone == 3
+
+
+def test_a_step_computed_again_on_other_samples_is_found(journal: Journal) -> None:
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7), rollback=6), because=""), 1500)
+    for rank in (0, 1):
+        journal.unit(unit(7, rank, generation=3, ids=ids(100 + rank, 200 + rank)), 1.0)
+    assert report_of(journal).ledger.differing == ("step 7: computed again on other samples",)
+
+
+def test_the_report_is_json_and_text(journal: Journal) -> None:
+    report = report_of(journal)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    render_report(console, report)
+    console.file.close()
+    text = console.export_text()
+    assert "rank 1 lost on tray-00/1 (SIGKILL) -> tray-00/2 in 0.31 s, step 4 done again" in text
+    assert "goodput (ETTR) 40.0%" in text
+    assert "32 samples in 8 units" in text
+
+
+def test_what_is_no_journal_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no journal at"):
+        read_report(tmp_path / "journal.sqlite")
+    (tmp_path / "text.sqlite").write_text("not a database, but long enough to be looked at " * 20)
+    with pytest.raises(UsageError, match="cannot be read as a journal"):
+        read_report(tmp_path / "text.sqlite")
+
+
+def _without(journal: Journal, rows: str) -> Report:
+    journal.close()
+    connection = sqlite3.connect(journal.path)
+    for table in ("units", "ledger"):
+        connection.execute(f"DELETE FROM {table} WHERE {rows}")
+    connection.commit()
+    connection.close()
+    return read_report(journal.path)

@@ -1,0 +1,217 @@
+"""The rules around training: forming, setup, restarts, the end."""
+
+from __future__ import annotations
+
+import pytest
+from core_told import Told, every, only, plan_in, ranks, stop_in
+
+from rackrun.core.commands import (
+    BreakGeneration,
+    DrainWorkers,
+    FenceWorker,
+    ReleaseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.events import JournalFailed, StopRequested, TimerFired
+from rackrun.core.ids import BEGIN
+
+
+def config(**fields: int) -> JobConfig:
+    return JobConfig(**{"trays_min": 1, "trays_max": 1, "spares": 0} | fields)
+
+
+def stop_request(code: int = 130) -> StopRequested:
+    return StopRequested(because="Ctrl-C", exit_code=code)
+
+
+# -- forming -----------------------------------------------------------------------------------------------------------
+def test_the_world_forms_when_all_trays_have_joined_and_the_plan_goes_first() -> None:
+    told = Told(config(trays_min=2, trays_max=2, spares=1))
+    assert not every(StartWorker, told.join("tray-10", 2))
+    formed = told.join("tray-2", 2)
+    assert isinstance(formed[0], ResumeGeneration)
+    plan = plan_in(formed)
+    assert (plan.generation, plan.committed, plan.restores, plan.store) == (1, BEGIN, (), "tray-2:1")
+    assert ranks(plan) == {0: "tray-2/0", 1: "tray-2/1", 2: "tray-10/0"}
+    assert [(start.rank, start.spare, start.restarts) for start in every(StartWorker, formed)] == [
+        (0, False, 0),
+        (1, False, 0),
+        (2, False, 0),
+    ]
+
+
+def test_with_enough_trays_the_last_call_is_waited_for() -> None:
+    told = Told(config(trays_min=1, trays_max=3, last_call_ms=500))
+    called = [timer for timer in every(SetTimer, told.join("a")) if timer.name.startswith("last-call")]
+    assert [timer.at_ms for timer in called] == [500]
+    assert plan_in(told.tell(TimerFired(name=called[0].name))).world_size == 4
+
+
+def test_missing_trays_end_the_job_with_their_number() -> None:
+    told = Told(config(trays_min=3, trays_max=3, join_timeout_ms=1000))
+    assert only(SetTimer, told.core.begin(0)).at_ms == 1000
+    told.join("a")
+    stop = stop_in(told.tell(TimerFired(name="join")))
+    assert (stop.exit_code, stop.because) == (3, "2 of 3 trays missing after 1000 ms (1 joined)")
+
+
+def test_a_tray_lost_before_the_world_forms_is_not_counted() -> None:
+    told = Told(config(trays_min=2, trays_max=2))
+    told.join("a")
+    told.tray_lost("a")
+    assert not every(StartWorker, told.join("b"))
+
+
+def test_more_spares_than_slots_are_a_mistake_of_the_user() -> None:
+    stop = stop_in(Told(config(spares=4)).join("a", 4))
+    assert (stop.exit_code, stop.because) == (2, "4 spares, but only 4 slots on 1 trays: nobody would train")
+
+
+# -- setup -------------------------------------------------------------------------------------------------------------
+def test_spares_start_once_everybody_is_ready(rack: Told) -> None:
+    answers = [command for slot in rack.members for command in rack.ready(slot)]
+    assert [(start.slot, start.rank, start.spare) for start in every(StartWorker, answers)] == [
+        ("a/2", 0, True),
+        ("b/2", 2, True),
+    ]
+    assert rack.view.phase == "training"
+
+
+def test_a_resume_before_ready_is_tolerated(rack: Told) -> None:
+    assert not rack.resumes("a/0")
+
+
+def test_a_member_lost_before_the_first_step_restarts_the_world(rack: Told) -> None:
+    rack.ready("a/0")
+    lost = rack.exits("a/1", code=1)
+    assert [fence.slot for fence in every(FenceWorker, lost)] == ["a/0", "b/0", "b/1"]
+    rack.exits("a/0")
+    rack.exits("b/0")
+    again = rack.exits("b/1")
+    assert plan_in(again).generation == 2
+    assert [(start.slot, start.restarts) for start in every(StartWorker, again)] == [
+        ("a/0", 1),
+        ("a/1", 1),
+        ("b/0", 1),
+        ("b/1", 1),
+    ]
+    assert again[0].because == "rank 1 lost (exit code 1) before the first step; restart 1 of 3"  # type: ignore[union-attr]
+
+
+# -- plain scripts -----------------------------------------------------------------------------------------------------
+def test_a_plain_job_ends_when_all_ranks_have_exited_well(rack: Told) -> None:
+    for slot in ("a/0", "a/1", "b/0"):
+        assert not rack.exits(slot, code=0)
+    assert stop_in(rack.exits("b/1", code=0)).exit_code == 0
+
+
+def test_a_lost_tray_of_a_plain_job_is_replaced_from_the_spare_slots(rack: Told) -> None:
+    rack.tray_lost("b")
+    rack.exits("a/0")
+    stop = stop_in(rack.exits("a/1"))
+    assert stop.because == "ranks 2, 3 lost (b lost: lease lapsed); 4 ranks need a slot, 3 are left on 1 trays"
+
+
+def test_ranks_keep_their_slots_over_a_restart_where_these_live() -> None:
+    told = Told(config(trays_min=3, trays_max=3, spares=2))
+    for tray in ("a", "b", "c"):
+        told.join(tray, 2)
+    told.tray_lost("b")
+    told.exits("a/0")
+    again = told.exits("a/1")
+    assert ranks(plan_in(again)) == {0: "a/0", 1: "a/1", 2: "c/0", 3: "c/1"}
+
+
+@pytest.mark.parametrize(("how", "code"), [({"code": 1, "bug": "train.py:7"}, 1), ({"code": 4}, 1), ({"signal": 9}, 3)])
+def test_too_many_restarts_end_the_job_and_say_whose_failure_it_was(how: dict[str, object], code: int) -> None:
+    told = Told(config(max_restarts=1))
+    told.join("a", 2)
+    told.exits("a/1", **how)  # type: ignore[arg-type]
+    told.exits("a/0")
+    stop = stop_in(told.exits("a/1", **how))  # type: ignore[arg-type]
+    assert (stop.exit_code, stop.rank, stop.failure is not None) == (code, 1, "bug" in how)
+    assert stop.because.endswith("restarted 1 of 1 times already")
+
+
+def test_what_is_killed_and_does_not_exit_ends_the_job(rack: Told) -> None:
+    rack.exits("a/0")
+    stop = stop_in(rack.timer("exits"))
+    assert "a/1, b/0, b/1 did not exit within 600000 ms" in stop.because
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+def test_when_all_have_finished_all_are_released_and_the_job_is_done(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/0"):
+        assert not training.finishes(slot)
+    released = only(ReleaseWorkers, training.finishes("b/1"))
+    assert [worker.slot for worker in released.workers] == ["a/0", "a/1", "b/0", "b/1", "a/2", "b/2"]
+    for slot in ("a/2", "a/0", "a/1", "b/0"):
+        assert not training.exits(slot, code=0)
+    assert stop_in(training.exits("b/1", code=0)).exit_code == 0
+
+
+def test_a_member_lost_before_the_release_is_swapped_and_the_others_stay_finished(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/0"):
+        training.finishes(slot)
+    training.exits("b/1")
+    training.park_all()
+    training.resume_all()
+    assert only(ReleaseWorkers, training.finishes("b/2"))
+
+
+def test_a_bad_exit_after_the_release_is_the_scripts(training: Told) -> None:
+    for slot in training.members:
+        training.finishes(slot)
+    stop = stop_in(training.exits("a/1", code=1, bug="train.py:99"))
+    assert (stop.exit_code, stop.rank) == (1, 1)
+
+
+def test_a_requested_stop_drains_first_and_ends_with_its_own_code(training: Told) -> None:
+    drained = training.tell(stop_request(143))
+    assert [worker.slot for worker in only(DrainWorkers, drained).workers] == training.members
+    for slot in training.members:
+        training.finishes(slot)
+    stops = [stop for slot in training.members for stop in every(StopJob, training.exits(slot, code=0))]
+    assert [(stop.exit_code, stop.because) for stop in stops] == [(143, "Ctrl-C")]
+
+
+def test_a_second_request_does_not_wait(training: Told) -> None:
+    training.tell(stop_request())
+    assert stop_in(training.tell(stop_request())).exit_code == 130
+
+
+def test_a_request_before_training_does_not_wait(rack: Told) -> None:
+    assert stop_in(rack.tell(stop_request())).exit_code == 130
+
+
+def test_a_drain_that_takes_too_long_ends_the_job(training: Told) -> None:
+    training.tell(stop_request())
+    assert stop_in(training.tell(TimerFired(name="drain"))).because == "Ctrl-C; not drained within 60000 ms"
+
+
+def test_a_request_during_a_recovery_drains_after_it(training: Told) -> None:
+    training.exits("a/1")
+    assert not every(DrainWorkers, training.tell(stop_request()))
+    training.park_all()
+    assert only(DrainWorkers, training.resume_all())
+
+
+def test_a_journal_that_cannot_be_written_ends_the_job(training: Told) -> None:
+    stop = stop_in(training.tell(JournalFailed(because="no space left on device")))
+    assert (stop.exit_code, "disk space" in stop.remedy) == (3, True)
+
+
+def test_after_the_end_everything_is_ignored(training: Told) -> None:
+    training.tell(JournalFailed(because="no space left on device"))
+    assert not training.exits("a/0")
+    assert not training.join("c")
+    assert not training.tell(stop_request())
+    assert training.view.phase == "stopped"
+
+
+def test_a_tray_that_comes_back_unannounced_is_lost_first(training: Told) -> None:
+    assert only(BreakGeneration, training.join("b", 3)).because == "ranks 2, 3 lost (b came back empty)"

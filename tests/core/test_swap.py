@@ -1,0 +1,341 @@
+"""The rules of a recovery in place: break, gather, park, decide, resume."""
+
+from __future__ import annotations
+
+import pytest
+from core_told import Told, every, only, plan_in, ranks, stop_in
+
+from rackrun.core.commands import (
+    BreakGeneration,
+    FenceWorker,
+    Restore,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.events import WorkerExited, WorkerParked, WorkerResumed
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
+
+
+def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:
+    broken = training.exits("a/1")
+    announced = only(BreakGeneration, broken)
+    assert (announced.generation, [w.slot for w in announced.workers]) == (2, ["a/0", "b/0", "b/1"])
+    assert announced.because == "rank 1 lost (SIGKILL)"
+    assert {timer.name for timer in every(SetTimer, broken)} == {"gather:2", "park:2", "recover:2"}
+
+
+def test_the_spare_of_the_same_tray_takes_over_and_the_reason_has_the_figures(training: Told) -> None:
+    training.exits("b/0")
+    resumed = only(ResumeGeneration, training.park_all(passed=4))
+    assert resumed.because == "rank 2 lost (SIGKILL); b/2 takes over, 1 spare left"
+    assert ranks(resumed.plan) == {0: "a/0", 1: "a/1", 2: "b/2", 3: "b/1"}
+    assert [member.rank for member in resumed.plan.members if member.fresh] == [2]
+    assert resumed.plan.restores == (Restore(rank=Rank(2), sources=(Rank(0), Rank(1), Rank(3))),)
+    assert (resumed.plan.committed, resumed.plan.gate) == (Position(4), (4.0,))
+
+
+def test_a_spare_starts_in_the_lost_slot_once_training_goes_on(training: Told) -> None:
+    training.exits("b/0")
+    training.park_all()
+    assert only(StartWorker, training.resume_all()).slot == "b/0"
+    assert training.view.phase == "training"
+
+
+def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(training: Told) -> None:
+    training.exits("a/1")
+    assert not training.parks("a/0")
+    assert not training.timer("gather")
+    assert not training.parks("b/0")
+    assert plan_in(training.parks("b/1"))
+
+
+def test_two_losses_in_one_window_are_one_decision(training: Told) -> None:
+    training.exits("a/1")
+    assert not training.exits("b/1", signal=7)
+    resumed = only(ResumeGeneration, training.park_all())
+    assert resumed.because == "ranks 1, 3 lost (SIGKILL, SIGBUS); a/2, b/2 take over, 0 spares left"
+    assert resumed.plan.generation == 2
+
+
+def test_a_survivor_lost_while_parking_needs_no_newer_generation(training: Told) -> None:
+    training.exits("a/1")
+    training.parks("a/0")
+    training.exits("b/0")
+    assert plan_in(training.park_all()).generation == 2
+
+
+def test_a_loss_while_resuming_breaks_again_and_the_promoted_spare_is_fresh_once_more(training: Told) -> None:
+    training.exits("a/1")
+    training.park_all(passed=4)
+    training.resumes("a/0")
+    announced = only(BreakGeneration, training.exits("b/0"))
+    assert (announced.generation, [w.slot for w in announced.workers]) == (3, ["a/0", "a/2", "b/1"])
+    training.timer("gather")
+    training.parks("a/2", passed=99)  # it has no state, whatever it says
+    training.parks("a/0", passed=4)
+    plan = plan_in(training.parks("b/1", passed=4))
+    assert plan.committed == Position(4)
+    assert [member.rank for member in plan.members if member.fresh] == [1, 2]
+    assert {restore.sources for restore in plan.restores} == {(0, 3)}
+
+
+def test_what_a_plan_committed_stays_so_when_its_witness_is_lost(training: Told) -> None:
+    training.exits("a/1")
+    training.timer("gather")
+    training.parks("a/0", passed=5)
+    training.parks("b/0", passed=4, entered=5)
+    assert plan_in(training.parks("b/1", passed=4, entered=5)).committed == Position(5)
+    training.exits("a/0")
+    training.timer("gather")
+    training.parks("a/2", passed=-1)
+    training.parks("b/0", passed=4, entered=5)
+    plan = plan_in(training.parks("b/1", passed=4, entered=5))
+    assert (plan.committed, plan.gate) == (Position(5), (5.0,))
+
+
+def test_who_does_not_park_in_time_is_fenced_and_lost(training: Told) -> None:
+    training.exits("a/1")
+    training.timer("gather")
+    training.parks("a/0")
+    training.parks("b/0")
+    fenced = training.timer("park")
+    assert only(FenceWorker, fenced).because == "did not park within 5000 ms"
+    assert ranks(plan_in(fenced)) == {0: "a/0", 1: "a/2", 2: "b/0", 3: "b/2"}
+
+
+def test_who_does_not_resume_in_time_is_fenced_and_breaks_again(training: Told) -> None:
+    training.exits("a/1")
+    training.park_all()
+    for slot in ("a/0", "a/2", "b/0"):
+        training.resumes(slot)
+    late = training.timer("resume")
+    assert only(FenceWorker, late).slot == "b/1"
+    assert only(BreakGeneration, late).generation == 3
+
+
+def test_without_a_spare_the_lost_slot_is_used_again_and_survivors_keep_their_state() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2)
+    told.train()
+    told.exits("a/1")
+    started = only(StartWorker, told.park_all())
+    assert (started.slot, started.spare) == ("a/1", True)
+    plan = plan_in(told.ready("a/1"))
+    assert [(member.slot, member.fresh) for member in plan.members] == [("a/0", False), ("a/1", True)]
+
+
+def test_a_spare_that_still_starts_is_waited_for(rack: Told) -> None:
+    for slot in rack.members:
+        rack.ready(slot, "all")
+    rack.exits("a/1")
+    assert not every(StartWorker, rack.park_all())
+    assert ranks(plan_in(rack.ready("b/2")))[Rank(1)] == "b/2"
+
+
+def test_without_any_slot_left_the_job_stops_with_the_figures() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
+    told.join("a", 1)
+    told.join("b", 1)
+    told.train()
+    told.tray_lost("b")
+    stop = stop_in(told.park_all())
+    assert stop.exit_code == 3
+    assert stop.because == "rank 1 lost (b lost: lease lapsed): 1 ranks to replace, 0 spares, no free slot left"
+    assert stop.remedy
+
+
+def test_a_spare_that_dies_costs_nothing_and_is_started_again(training: Told) -> None:
+    assert only(StartWorker, training.exits("a/2")).slot == "a/2"
+    assert training.view.generation == 1
+
+
+def test_a_slot_that_loses_three_workers_is_quarantined(training: Told) -> None:
+    training.exits("a/2", code=1)
+    training.exits("a/2", code=1)
+    assert not training.exits("a/2", code=1)
+    assert training.view.trays[0].quarantined == ("a/2",)
+
+
+def test_a_lost_tray_is_one_decision_and_its_slots_wait_when_it_comes_back() -> None:
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    for tray in ("a", "b", "c"):
+        told.join(tray, 2)
+    told.train()
+    assert [spare.slot for spare in told.view.spares] == ["c/0", "c/1"]
+    told.tray_lost("b")
+    assert ranks(plan_in(told.park_all())) == {0: "a/0", 1: "a/1", 2: "c/0", 3: "c/1"}
+    told.resume_all()
+    assert [start.slot for start in every(StartWorker, told.join("b", 2))] == ["b/0", "b/1"]
+
+
+def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: Told) -> None:
+    rack.train("unique")
+    who = rack.incarnation["a/1"]
+    rack.exits("a/1", snapshots=[2, 4])
+    resumed = only(ResumeGeneration, rack.park_all(passed=5, snapshots=[2, 4]))
+    assert resumed.plan.rollback == 4
+    assert resumed.plan.restores == (Restore(rank=Rank(1), snapshot=f"a:2/a/1/{who}"),)
+    assert "everyone goes back to step 4, 1 steps are computed again" in resumed.because
+
+
+def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: Told) -> None:
+    rack.train("unique")
+    rack.stalls("a/1", silent=True)
+    assert not rack.park_all(passed=5, snapshots=[4])
+    assert plan_in(rack.exits("a/1", snapshots=[4])).rollback == 4
+
+
+def test_without_any_copy_the_world_starts_again(rack: Told) -> None:
+    rack.train("unique")
+    rack.exits("a/1")
+    assert len(every(FenceWorker, rack.park_all(passed=5))) == 5
+    assert rack.view.phase == "restarting"
+
+
+def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> None:
+    """Some members have gone back, others have not: only one more rollback makes them one again."""
+    rack.train("pair")
+    rack.exits("a/0", snapshots=[4])
+    rack.exits("b/0", snapshots=[4])  # ranks 0 and 2 are a class: no copy is left
+    assert plan_in(rack.park_all(passed=6, snapshots=[4])).rollback == 4
+    rack.resumes("a/1")
+    rack.exits("a/2")
+    rack.timer("gather")
+    rack.parks("b/2", passed=-1)
+    rack.parks("a/1", passed=4, snapshots=[4])
+    rack.parks("b/1", passed=6, snapshots=[4])
+    plan = plan_in(rack.ready("a/2"))
+    assert plan.rollback == 4
+    assert {restore.rank for restore in plan.restores} == {0, 2}
+
+
+def test_recoveries_without_progress_end_the_job() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, no_progress_max=2))
+    told.join("a", 3)
+    told.train()
+    for number in range(3):
+        told.exits(told.members[1], step=number)
+        spare = told.view.spares[0]
+        if spare.state == "starting":
+            told.ready(spare.slot)
+        answers = told.park_all(passed=4)
+        if every(StopJob, answers):
+            break
+        told.resume_all()
+    assert stop_in(answers).because == "2 recoveries without one committed step: rank 1 lost (SIGKILL)"
+    assert number == 2
+
+
+def test_what_old_incarnations_generations_and_trays_say_is_ignored(training: Told) -> None:
+    old = training.incarnation["a/1"]
+    training.exits("a/1")
+    training.park_all()
+    training.resume_all()
+    worker = {"slot": SlotId("a/1"), "incarnation": old}
+    for event in (
+        WorkerExited(**worker, signal=9),
+        WorkerResumed(**worker, generation=Generation(2)),
+        WorkerParked(**worker, generation=Generation(2)),
+        WorkerParked(slot=SlotId("a/0"), incarnation=training.incarnation["a/0"], generation=Generation(2)),
+        WorkerExited(slot=SlotId("z/9"), incarnation=Incarnation(1), signal=9),
+    ):
+        assert not training.tell(event)
+    assert not training.tray_lost("z")
+
+
+# -- stalls ------------------------------------------------------------------------------------------------------------
+def test_a_silent_worker_is_fenced_at_once(training: Told) -> None:
+    answers = training.stalls("b/0", silent=True)
+    assert only(FenceWorker, answers).because == "silent for 700 ms at step 5"
+    assert only(BreakGeneration, answers).because == "rank 2 lost (silent for 700 ms at step 5)"
+
+
+def test_the_lowest_collective_is_to_blame_once_all_have_reported(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/1"):
+        training.stalls(slot, 11)
+    assert [timer.name for timer in every(SetTimer, training.timer("stalled"))] == ["judge:1"]
+    fenced = only(FenceWorker, training.stalls("b/0", 10))
+    assert (fenced.slot, fenced.because) == (
+        "b/0",
+        "stalled at collective 10, others wait at 11 (4 of 4 ranks report)",
+    )
+
+
+def test_after_a_second_window_those_that_report_are_judged(training: Told) -> None:
+    training.stalls("a/0", 11)
+    training.stalls("b/0", 10)
+    training.timer("stalled")
+    assert only(FenceWorker, training.timer("judge")).slot == "b/0"
+
+
+def test_if_all_stand_at_one_collective_the_step_is_done_again_in_place(training: Told) -> None:
+    for slot in training.members:
+        training.stalls(slot, 11)
+    announced = only(BreakGeneration, training.timer("stalled"))
+    assert len(announced.workers) == 4
+    plan = plan_in(training.park_all(passed=4))
+    assert not plan.restores
+    assert not any(member.fresh for member in plan.members)
+
+
+def test_three_absorbs_without_progress_are_enough(training: Told) -> None:
+    answers: list[object] = []
+    for _ in range(4):
+        for slot in training.members:
+            training.stalls(slot, 11)
+        training.timer("stalled")
+        answers = list(training.park_all(passed=4))
+        if not every(StopJob, answers):  # type: ignore[arg-type]
+            training.resume_all()
+    stop = only(StopJob, answers)  # type: ignore[arg-type]
+    assert stop.exit_code == 3
+    assert "done again 3 times" in stop.because
+
+
+def test_a_stalled_spare_is_fenced_and_started_again(training: Told) -> None:
+    assert only(FenceWorker, training.stalls("a/2")).slot == "a/2"
+    assert only(StartWorker, training.exits("a/2")).slot == "a/2"
+    assert training.view.generation == 1
+
+
+# -- whose error -------------------------------------------------------------------------------------------------------
+def test_the_first_error_of_a_script_is_taken_for_the_hardwares(training: Told) -> None:
+    assert every(BreakGeneration, training.exits("a/1", code=1, bug="train.py:7"))
+
+
+def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Told) -> None:
+    training.exits("a/1", code=1, bug="train.py:7")
+    training.now = 1000
+    training.park_all()
+    training.resume_all()
+    stop = stop_in(training.exits("a/2", code=1, bug="train.py:7"))
+    assert (stop.exit_code, stop.rank) == (1, 1)
+    assert stop.failure is not None
+    assert (
+        stop.because == "builtins.ValueError at train.py:7 on rank 1 at step 5, as on rank 1 before: not the hardware's"
+    )
+
+
+def test_two_members_that_raise_the_same_in_one_window_are_the_scripts(training: Told) -> None:
+    training.exits("a/1", code=1, bug="train.py:7", step=5)
+    training.now = 4
+    assert stop_in(training.exits("b/1", code=1, bug="train.py:7", step=6)).exit_code == 1
+
+
+@pytest.mark.parametrize("signal", [4, 6, 7, 8, 11])
+def test_a_crash_twice_at_one_step_is_the_scripts(training: Told, signal: int) -> None:
+    training.exits("a/1", signal=signal)
+    assert stop_in(training.exits("b/1", signal=signal)).exit_code == 1
+
+
+def test_a_kill_is_always_the_hardwares(training: Told) -> None:
+    training.exits("a/1", signal=9)
+    assert not every(StopJob, training.exits("b/1", signal=9))
+
+
+def test_to_leave_before_the_end_is_an_error_of_the_script(training: Told) -> None:
+    announced = only(BreakGeneration, training.exits("a/1", code=0))
+    assert announced.because == "rank 1 lost (exited with code 0 before training was finished)"

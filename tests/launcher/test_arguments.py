@@ -1,0 +1,113 @@
+"""torchrun's arguments mean what they mean there, to the last abbreviation."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
+
+OURS = {"--spares", "--trays", "--out-dir", "--out_dir", "--token-file", "--token_file", "--ledger", "--preload", "--quiet"}
+
+
+class Refused(Exception):
+    pass
+
+
+def resolve(parser: argparse.ArgumentParser, option: str) -> str:
+    """What ``option`` stands for: a dest, or why not."""
+
+    def refuse(message: str) -> None:
+        raise Refused(message)
+
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    try:
+        found = parser._parse_optional(option)
+    except Refused as error:
+        return str(error)
+    if isinstance(found, list):  # Python 3.12 and later
+        found = found[0] if len(found) == 1 else None
+    return found[0].dest if found and found[0] else "unknown"
+
+
+THEIRS = sorted({option for action in get_args_parser()._actions for option in action.option_strings})
+PREFIXES = sorted({option[:length] for option in THEIRS for length in range(3, len(option) + 1)} | set(THEIRS))
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_abbreviation_of_torchrun_still_stands_for_the_same(prefix: str) -> None:
+    assert resolve(make_parser(), prefix) == resolve(get_args_parser(), prefix)
+
+
+def test_our_own_options_are_there_and_torchrun_has_none_of_them() -> None:
+    parser = make_parser()
+    assert not OURS & set(THEIRS)
+    assert {option for action in parser._actions for option in action.option_strings} - set(THEIRS) == OURS
+    assert resolve(parser, "--sp") == "spares"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def test_the_defaults_are_torchruns_but_for_restarts(script: str) -> None:
+    options = parse([script, "--lr", "3"])
+    assert (options.slots, options.nodes_min, options.nodes_max, options.spares, options.trays) == (1, 1, 1, 0, 1)
+    assert options.max_restarts == MAX_RESTARTS == 3
+    assert options.script.path == script
+    assert options.script.args == ("--lr", "3")
+    assert options.endpoint is None
+    assert options.signals[:2] == (signal.SIGTERM, signal.SIGINT)
+
+
+def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["--max-restarts", "0", script]).max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    assert parse([script]).max_restarts == 0
+    assert parse(["--max_restarts=5", script]).max_restarts == 5
+
+
+def test_pet_variables_work_for_ours_as_for_theirs(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SPARES": "1", "NPROC_PER_NODE": "4", "TRAYS": "2", "QUIET": "1", "LEDGER": "digest"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    options = parse([script])
+    assert (options.spares, options.slots, options.trays, options.quiet, options.ledger) == (1, 4, 2, True, "digest")
+    assert parse(["--spares", "2", script]).spares == 2
+
+
+def endpoint_of(*arguments: str, script: str, tmp_path: Path) -> Options:
+    return parse(["--rdzv-id", "job", "--token-file", str(tmp_path / "token"), *arguments, script])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "endpoint"),
+    [
+        (["--nnodes", "2", "--rdzv-endpoint", "head"], ("head", 29400)),
+        (["--nnodes", "2:4", "--rdzv-endpoint", "head:1234", "--rdzv-backend", "c10d"], ("head", 1234)),
+        (["--nnodes", "2", "--rdzv-endpoint", "[::1]:1234"], ("::1", 1234)),
+        (["--nnodes", "2", "--master-addr", "head", "--node-rank", "1"], ("head", 29500)),
+        (["--nnodes", "2", "--master-addr", "head", "--master-port", "77"], ("head", 77)),
+        (["--standalone", "--rdzv-endpoint", "head:1234"], None),
+        (["--rdzv-backend", "c10d"], None),
+    ],
+)
+def test_several_hosts_meet_where_torchrun_would(
+    arguments: list[str], endpoint: tuple[str, int] | None, script: str, tmp_path: Path
+) -> None:
+    assert endpoint_of(*arguments, script=script, tmp_path=tmp_path).endpoint == endpoint
+
+
+def test_torchruns_timeouts_are_used(script: str) -> None:
+    options = parse(["--rdzv-conf", "join_timeout=5,last_call_timeout=2", "--shutdown-timeout", "7", script])
+    assert (options.join_timeout_ms, options.last_call_ms, options.grace_s) == (5000, 2000, 7.0)
+
+
+def test_devices_are_counted_by_torch(script: str) -> None:
+    assert parse(["--nproc-per-node", "cpu", script]).slots >= 1

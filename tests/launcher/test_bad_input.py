@@ -1,0 +1,182 @@
+"""Each is refused before any process starts: exit code 2, what and what to do, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from rackrun import launcher
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("print('never reached')\n")
+    (tmp_path / "token").write_text(SECRET)
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "short").write_text("x")
+    (tmp_path / "file").write_text("a file, not a directory")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "journal.sqlite").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("rackrun.launcher.signal.signal", lambda *_: None)  # pytest's own handlers stay
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message, after one run in this very process: it must not have got as far as a fork."""
+    try:
+        code: object = launcher.main(arguments)
+    except SystemExit as error:  # argparse's way
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2, said
+    return said
+
+
+def files(here: Path) -> set[str]:
+    return {str(path.relative_to(here)) for path in here.rglob("*")}
+
+
+TWO = ("--nnodes", "2", "--rdzv-id", "job", "--rdzv-endpoint", "127.0.0.1:{port}")
+CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
+    "no script": ((), {}, ("training_script",)),
+    "unknown script": (("nowhere.py",), {}, ("there is no script nowhere.py", "check the path")),
+    "directory without main": (("used",), {}, ("__main__.py",)),
+    "unknown module": (("-m", "no_such_module_at_all"), {}, ("there is no module",)),
+    "unknown executable": (("--no-python", "no-such-program"), {}, ("there is no executable", "chmod")),
+    "module and no-python": (("-m", "--no-python", "x"), {}, ("exclude each other",)),
+    "spares take all": (("--nproc-per-node", "2", "--spares", "2", "train.py"), {}, ("--spares 2 of 2 slots", "lower")),
+    "negative spares": (("--spares", "-1", "train.py"), {}, ("--spares -1 is negative",)),
+    "spares no number": (("--spares", "many", "train.py"), {}, ("--spares", "many")),
+    "PET spares no number": (("train.py",), {"PET_SPARES": "many"}, ("--spares", "many")),
+    "PET flag no number": (("train.py",), {"PET_QUIET": "yes"}, ("PET_QUIET", "use 0 or 1")),
+    "no trays": (("--trays", "0", "train.py"), {}, ("--trays 0", "give 1 to")),
+    "no workers": (("--nproc-per-node", "0", "train.py"), {}, ("leaves nothing to run",)),
+    "unknown device": (("--nproc-per-node", "abacus", "train.py"), {}, ("abacus", "give a number")),
+    "nnodes garbled": (("--nnodes", "a:b", "train.py"), {}, ("neither N nor MIN:MAX",)),
+    "nnodes upside down": (("--nnodes", "3:2", "train.py"), {}, ("not a range",)),
+    "negative restarts": (("--max-restarts", "-1", "train.py"), {}, ("--max-restarts -1",)),
+    "etcd": (("--rdzv-backend", "etcd", "train.py"), {}, ("etcd is not supported", "--rdzv-endpoint")),
+    "virtual local rank": (("--virtual-local-rank", "train.py"), {}, ("not supported",)),
+    "numa binding": (("--numa-binding", "node", "train.py"), {}, ("not supported",)),
+    "redirects garbled": (("-r", "9", "train.py"), {}, ("--redirects",)),
+    "unknown signal": (("--signals-to-handle", "SIGNOPE", "train.py"), {}, ("SIGNOPE",)),
+    "rdzv-conf garbled": (("--rdzv-conf", "x", "train.py"), {}, ("--rdzv-conf",)),
+    "torchcomms": (("train.py",), {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}, ("TORCHCOMMS", "unset it")),
+    "unknown preload": (("--preload", "no_such_module_at_all", "train.py"), {}, ("--preload", "no such module")),
+    "standalone on two": (("--standalone", "--nnodes", "2", "train.py"), {}, ("--standalone means one host",)),
+    "two hosts, nowhere to meet": (("--nnodes", "2", "train.py"), {}, ("--rdzv-endpoint",)),
+    "two hosts, no token": ((*TWO, "train.py"), {}, ("--token-file", "chmod 600")),
+    "two hosts, no id": (
+        ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:{port}", "--token-file", "token", "train.py"),
+        {},
+        ("--rdzv-id",),
+    ),
+    "no token there": ((*TWO, "--token-file", "nowhere", "train.py"), {}, ("cannot be read", "--token-file")),
+    "short token": ((*TWO, "--token-file", "short", "train.py"), {}, ("16 characters", "urandom")),
+    "unknown host": (
+        ("--nnodes", "2", "--rdzv-id", "j", "--token-file", "token", "--rdzv-endpoint", "no-such-host.invalid:1", "train.py"),
+        {},
+        ("no-such-host.invalid", "check the name"),
+    ),
+    "endpoint without port": (
+        ("--nnodes", "2", "--rdzv-id", "j", "--token-file", "token", "--rdzv-endpoint", "h:x", "train.py"),
+        {},
+        ("no port number",),
+    ),
+    "port of something else": ((*TWO, "--token-file", "token", "train.py"), {}, ("in use by something that is not",)),
+    "out-dir is a file": (("--out-dir", "file", "train.py"), {}, ("cannot be written", "another --out-dir")),
+    "out-dir below a file": (("--out-dir", "file/x", "train.py"), {}, ("cannot be written",)),
+    "out-dir of an earlier run": (("--out-dir", "used", "train.py"), {}, ("earlier run", "another --out-dir")),
+}
+
+
+class NotUs(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def foreign_port() -> object:
+    with HTTPServer(("127.0.0.1", 0), NotUs) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_refused_and_nothing_is_left(
+    case: str,
+    here: Path,
+    foreign_port: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments, env, said = CASES[case]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    before = files(here)
+    message = refused(capsys, *(argument.format(port=foreign_port) for argument in arguments))
+    for part in said:
+        assert part in message
+    assert files(here) == before
+
+
+def test_the_port_of_another_job_is_refused_by_its_name(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_job(self: NotUs) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"run_id": "somebody-elses", "protocol": 1}')
+
+    monkeypatch.setattr(NotUs, "do_GET", other_job)
+    with HTTPServer(("127.0.0.1", 0), NotUs) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        arguments = [argument.format(port=server.server_port) for argument in TWO]
+        message = refused(capsys, *arguments, "--token-file", "token", "train.py")
+        server.shutdown()
+        thread.join()
+    assert "in use by rackrun job somebody-elses, this is job" in message
+
+
+def test_a_token_that_others_can_read_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "token").chmod(0o644)
+    message = refused(capsys, *(a.format(port=_free_port()) for a in TWO), "--token-file", "token", "train.py")
+    assert "can be read by others" in message
+    assert "chmod 600" in message
+
+
+def test_help_works_and_names_both_groups_and_the_exit_codes() -> None:
+    ran = subprocess.run([sys.executable, "-m", "rackrun", "--help"], capture_output=True, text=True, env=_env())
+    assert ran.returncode == 0
+    for part in ("--nproc-per-node", "--spares", "exit codes", "default is 3"):
+        assert part in ran.stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _env() -> dict[str, str]:
+    root = Path(__file__).resolve().parents[2]
+    return {**os.environ, "PYTHONPATH": str(root)}

@@ -1,0 +1,162 @@
+"""Plain torchrun scripts under ``rackrun``: they run, start again after a loss, and end with the right code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+os.write(1, f"rank {rank} of {dist.get_world_size()} restart {restarts}\\n".encode())
+total = torch.ones(1)
+dist.all_reduce(total)
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+if rank == 1 and restarts == 0 and what == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1 and what == "raise":
+    raise ValueError("a bug of mine")
+if what == "wait":
+    Path(f"up-{rank}-{restarts}-{os.environ['TORCHELASTIC_RUN_ID']}").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def result(out_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out_dir / "result.json").read_text())
+    return found
+
+
+def up(tmp_path: Path, restarts: int, ranks: int = 2) -> Callable[[], bool]:
+    return lambda: len(list(tmp_path.glob(f"up-*-{restarts}-*"))) >= ranks
+
+
+def test_a_plain_script_runs_and_the_run_is_tidy(run_rackrun: Callable[..., Any], script: str) -> None:
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "3", "--spares", "1", script])
+    assert ran.exit_code == 0, ran
+    assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2 restart 0", "rank 1 of 2 restart 0"]
+    assert result(ran.out_dir)["exit_code"] == 0
+    assert not (ran.out_dir / "token").exists()
+    assert not (ran.out_dir / "endpoint.json").exists()
+    assert (ran.out_dir / "journal.sqlite").stat().st_size > 0
+    assert not (ran.out_dir / "journal.sqlite-wal").exists()
+
+
+def test_a_killed_rank_starts_all_again_and_is_named(run_rackrun: Callable[..., Any], script: str) -> None:
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", script, "die"])
+    assert ran.exit_code == 0, ran
+    assert "rank 1 of 2 restart 1" in ran.stdout
+    assert "rank 1 lost on tray-00/1 (SIGKILL) -> all 2 workers start again" in ran.stderr
+
+
+def test_a_failing_script_ends_with_1_its_traceback_and_its_rank(run_rackrun: Callable[..., Any], script: str) -> None:
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script, "raise"])
+    assert ran.exit_code == 1, ran
+    assert "the script failed on rank 1: ValueError: a bug of mine" in ran.stderr
+    assert 'raise ValueError("a bug of mine")' in ran.stderr
+    assert result(ran.out_dir)["exit_code"] == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_job_and_leaves_nobody(
+    start_rackrun: Callable[..., Any], tmp_path: Path, script: str, number: signal.Signals, code: int
+) -> None:
+    job = start_rackrun(["--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    job.process.send_signal(number)
+    ran = job.finish(30)
+    assert ran.exit_code == code, ran
+    assert not ran.left_behind
+    assert result(ran.out_dir)["because"] == number.name
+
+
+def test_everything_dies_with_the_launcher(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
+    job = start_rackrun(["--standalone", "--nproc-per-node", "2", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    job.process.kill()
+    ran = job.finish(30)
+    assert ran.exit_code == -signal.SIGKILL
+    assert not ran.left_behind
+
+
+def test_a_killed_agent_is_replaced_under_its_own_name(
+    start_rackrun: Callable[..., Any], tmp_path: Path, script: str
+) -> None:
+    job = start_rackrun(["--standalone", "--trays", "2", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    os.kill(children(job.process.pid)[1], signal.SIGKILL)
+    wait_until(up(tmp_path, 1), 30)
+    (tmp_path / "go").touch()
+    ran = job.finish(30)
+    assert ran.exit_code == 0, ran
+    assert "rank 1 lost on tray-01/0 (tray lost:" in ran.stderr
+
+
+def test_two_launchers_meet_and_end_alike(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
+    from tests.launcher.test_bad_input import _free_port
+
+    token = tmp_path / "job.token"
+    token.write_text("a-secret-of-more-than-16-characters")
+    token.chmod(0o600)
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "together"]
+    jobs = []
+    for node_rank in ("0", "1"):
+        jobs.append(start_rackrun([*meet, "--token-file", token, "--node-rank", node_rank, script, "wait"]))
+        if node_rank == "0":
+            wait_until((jobs[0].out_dir / "endpoint.json").exists, 30)
+    wait_until(up(tmp_path, 0), 30)
+    (tmp_path / "go").touch()
+    ran = [job.finish(30) for job in jobs]
+    assert [one.exit_code for one in ran] == [0, 0], f"{ran[0]}\n{ran[1]}"
+    assert "rank 0 of 2 restart 0" in ran[0].stdout
+    assert "rank 1 of 2 restart 0" in ran[1].stdout
+    assert not any(one.left_behind for one in ran)
+
+
+def test_rackctl_sees_the_run_and_stops_it(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
+    job = start_rackrun(["--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    status = json.loads(rackctl("status", str(job.out_dir), "--json").stdout)
+    assert status["running"]
+    assert status["core"]["world_size"] == 2
+    assert [rank["slot"] for rank in status["core"]["ranks"]] == ["tray-00/0", "tray-00/1"]
+    assert rackctl("stop", str(job.out_dir)).returncode == 0
+    assert job.finish(30).exit_code == 143
+    ended = rackctl("status", str(job.out_dir))
+    assert "ended with exit code 143" in ended.stdout
+    assert rackctl("report", str(job.out_dir)).returncode == 0
+    refused = rackctl("stop", str(job.out_dir))
+    assert refused.returncode == 2
+    assert "has ended already" in refused.stderr
+
+
+def rackctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "COLUMNS": "120"}
+    return subprocess.run([sys.executable, "-m", "rackrun.ctl", *arguments], capture_output=True, text=True, env=env)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
