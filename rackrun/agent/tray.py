@@ -45,6 +45,8 @@ class Tray:
         self._loop = asyncio.get_running_loop()
         self._starts: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._resume: c.ResumeGeneration | None = None
+        """The newest: a first plan comes before the workers that it names are started."""
         self._server_reaped = asyncio.Event()
         self.uplink: Uplink  # these two are set by the agent, before anything can happen
         self.worker_is_new: Callable[[], None]
@@ -76,6 +78,7 @@ class Tray:
             case c.BreakGeneration() | c.DrainWorkers() | c.ReleaseWorkers():
                 self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
             case c.ResumeGeneration():
+                self._resume = command
                 self._pass_on(command, [(member.slot, member.incarnation) for member in command.plan.members])
             case c.StopJob():
                 raise AssertionError("the agent carries out StopJob")
@@ -125,6 +128,8 @@ class Tray:
             previous.kill()
         worker = Worker(command, self._deliver)
         slot.append(worker)
+        if self._resume and any((m.slot, m.incarnation) == (worker.slot, worker.incarnation) for m in self._resume.plan.members):
+            worker.channel.send(frame(self._resume))
         task = self._loop.create_task(self._bring_up(worker, previous))
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)

@@ -104,6 +104,8 @@ class RecoveryWatch:
         self._uncommitted: set[Rank] = set()  # ranks without a commit since the recovery
         self._from = BEGIN
         self._restarts = 0
+        self._counted = 0  # restarts of a plain script that were told of
+        self._newest_step = -1
         self._elastic = False
         self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
         self.last: Recovery | None = None
@@ -150,10 +152,13 @@ class RecoveryWatch:
                     self._open.break_ms = now_ms
             case FenceWorker() if command.slot not in self._how:
                 self._fenced.add(command.slot)
-            case StartWorker() if command.restarts > self._restarts:
+            case StartWorker() if command.restarts > self._restarts:  # before or after its generation's plan
                 self._restarts = command.restarts
-                if self._open is not None and self._open.kind == "restart" and not self._elastic:
-                    self._end()  # a plain script does not tell when it computes again
+                if self._open is None:
+                    self._begin(command.generation, "restart", "all start again", cause_ms)
+                assert self._open is not None
+                self._open.kind = "restart"
+                self._settle_restart()
             case ResumeGeneration():
                 self._planned(command, now_ms)
             case _:
@@ -161,6 +166,7 @@ class RecoveryWatch:
 
     def committed(self, unit: UnitCommitted, now_ms: float) -> None:
         recovery = self._open
+        self._newest_step = max(self._newest_step, unit.at.step)
         if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
             return
         if unit.attempt > 0 and unit.at.phase == 0 and unit.at.step not in recovery.redone:
@@ -212,14 +218,26 @@ class RecoveryWatch:
                 recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
             if before is not None:
                 recovery.lost = self._lost(before, plan)
-                if recovery.kind == "restart":
-                    recovery.lost = tuple(one for one in recovery.lost if one.how != _GONE) or recovery.lost
-                else:
+                if recovery.kind != "restart":
                     resized = before.world_size != plan.world_size
                     recovery.kind = "resize" if resized else "swap" if recovery.lost else "regroup"
+            self._settle_restart()
         self._how.clear()
         self._fenced.clear()
         self._fault_ms = None
+
+    def _settle_restart(self) -> None:
+        """All that is known of a restart, once both its plan and its count are. Of a plain script nothing more will come: it
+        does not tell when it computes again."""
+        recovery = self._open
+        if recovery is None or recovery.kind != "restart" or recovery.plan_ms is None:
+            return
+        recovery.lost = tuple(one for one in recovery.lost if one.how != _GONE) or recovery.lost
+        if self._plan is not None and self._plan.rollback is None:
+            recovery.redone = tuple(range(self._plan.committed.step + 1, self._newest_step + 1))
+        if not self._elastic and self._restarts > self._counted:
+            self._counted = self._restarts
+            self._end()
 
     def _lost(self, before: Plan, after: Plan) -> tuple[LostRank, ...]:
         now = {m.rank: m for m in after.members}

@@ -16,7 +16,7 @@ import numpy as np
 from rackrun.coordinator.journal import FORMAT
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan, ResumeGeneration
-from rackrun.core.ids import Position
+from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import UsageError
 
 __all__ = ["Goodput", "LedgerCheck", "Report", "Stage", "read_report"]
@@ -230,7 +230,10 @@ def _check_ledger(
 ) -> LedgerCheck:
     """An *execution* of a unit is one time that it was committed: rollbacks separate them, and within one each sample
     stands once. Some ranks may report it in the generation in which its gate passed, others in the next."""
-    rollbacks = sorted(generation for generation, plan in plans.items() if plan.rollback is not None)
+    first = min(plans, default=0)
+    rollbacks = [
+        g for g, plan in plans.items() if plan.rollback is not None or (plan.committed == BEGIN and g != first)
+    ]
 
     def era(generation: int) -> int:
         return sum(rollback <= generation for rollback in rollbacks)
@@ -254,7 +257,7 @@ def _check_ledger(
     doubled: list[str] = []
     differing: list[str] = []
     seen: Counter[int] = Counter()
-    first: dict[Position, tuple[bytes, ...]] = {}
+    first_content: dict[Position, tuple[bytes, ...]] = {}
     total = 0
     for (at, _), rows in sorted(samples.items()):
         blobs = [ids for _, _, ids in rows.values() if ids is not None]
@@ -263,11 +266,11 @@ def _check_ledger(
         if len(twice):
             doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
         content = (delivered.tobytes(),) if len(blobs) == len(rows) else tuple(rows[rank][1] for rank in sorted(rows))
-        if at not in first:
-            first[at] = content
+        if at not in first_content:
+            first_content[at] = content
             total += sum(count for count, _, _ in rows.values())
             seen.update(delivered.tolist())
-        elif first[at] != content:
+        elif first_content[at] != content:
             differing.append(f"{_name(at)}: computed again on other samples")
     return LedgerCheck(
         units=len({at for at, _ in expected}),

@@ -16,11 +16,22 @@ __all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts"]
 
 CRASHES = ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV")
 """Signals that a process brings upon itself. SIGKILL comes from outside: the hardware's, or the out-of-memory killer."""
+HARDWARE_FAILURES = (
+    "rackrun.errors.CollectiveBroken",
+    "rackrun.errors.StateLost",
+    "rackrun.StartFailed",
+    "torch.AcceleratorError",
+    "torch.distributed.DistBackendError",
+    "torch.distributed.DistNetworkError",
+)
+"""Exceptions that tell of a lost peer or device: several ranks raise them at once, without any bug in the script."""
 SEEN_MAX = 256
 
 
 def is_scripts(event: WorkerExited) -> bool:
     """An exception, or the script's own exit code."""
+    if event.failure is not None and event.failure.type in HARDWARE_FAILURES:
+        return False
     return event.failure is not None or why_exited(event).startswith("exit code")
 
 

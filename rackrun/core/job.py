@@ -143,10 +143,10 @@ class JobMachine:
             self.restart(f"{named(list(self._gone))} exited with code 0 before the first step", None, at_ms)
 
     def ready(self, record: WorkerRecord, replica_class: str, at_ms: int) -> None:
+        self.recovery.learn_class(record, replica_class)  # told again once the first step has shown what differs
         if record.state is not WorkerState.STARTING:
             return
         record.move(Trigger.READY)
-        self.recovery.learn_class(record, replica_class)
         if record.rank is None:
             self.recovery.decide(at_ms)
             return

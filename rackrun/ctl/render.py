@@ -65,7 +65,9 @@ def render_report(console: Console, report: Report) -> None:
     for one in report.recoveries:
         _waterfall(console, one)
     if not report.ledger.units:
-        console.print("no steps were reported: a plain script, or one that ended before its first step", highlight=False)
+        console.print(
+            "no steps were reported: a plain script, or one that ended before its first step", highlight=False
+        )
         return
     _goodput(console, report)
     _ledger(console, report.ledger)

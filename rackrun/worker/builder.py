@@ -76,5 +76,3 @@ class Builder(threading.Thread):
                 prefix.wait([f"here/{peer}" for peer in range(size)], _PATIENCE)
             communicator = build_communicator(self._device, prefix, rank, size, _HANDSHAKE)
             self.communicators[group] = communicator
-            if self._abandoned:
-                communicator.break_()

@@ -26,7 +26,7 @@ __all__ = ["Communicator", "GlooCommunicator", "NcclCommunicator", "build_commun
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Hangs are found by the agent, from observed step times; a collective itself need not give up."""
 
-_build_lock = threading.Lock()  # finding gloo's sockets compares the descriptor table before and after
+_listener_lock = threading.Lock()  # finding a device's listening socket compares the descriptor table before and after
 
 
 class Communicator(Protocol):
@@ -46,21 +46,37 @@ def build_communicator(device: torch.device, store: dist.Store, rank: int, size:
 
 
 class GlooCommunicator:
+    """Its sockets are known by their ports: accepted ones have this rank's listening port, the others a peer's."""
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        with _build_lock:
+        with _listener_lock:
             before = _sockets()
             options._devices = [gloo.create_default_device()]
-            self.inner: Any = gloo(store, rank, size, options)
-            self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+            mine = [port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))]
+        store.set(f"listening/{rank}", ",".join(map(str, mine)))
+        self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
+        told = store.multi_get([f"listening/{peer}" for peer in range(size)])
+        self._ports = {int(port) for ports in told for port in ports.decode().split(",") if port}
 
     def break_(self) -> None:
-        for fd, inode in list(self._sockets.items()):
+        for fd, inode in _sockets().items():
             with contextlib.suppress(OSError):
-                _shutdown_if_connected(fd, inode)
+                self._shutdown_if_mine(fd, inode)
+
+    def _shutdown_if_mine(self, fd: int, inode: int) -> None:
+        duplicate = os.dup(fd)
+        if os.fstat(duplicate).st_ino != inode:  # closed meanwhile, and the number given to something else
+            os.close(duplicate)
+            return
+        with socket.socket(fileno=duplicate) as connection:
+            if not _is_tcp(connection) or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return
+            if {connection.getsockname()[1], connection.getpeername()[1]} & self._ports:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[int, int]:
@@ -74,15 +90,15 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _shutdown_if_connected(fd: int, inode: int) -> None:
-    duplicate = os.dup(fd)
-    if os.fstat(duplicate).st_ino != inode:  # closed meanwhile, and the number given to something else
-        os.close(duplicate)
-        return
-    with socket.socket(fileno=duplicate) as connection:
-        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
+def _is_tcp(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+
+
+def _listening_port(fd: int) -> int | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as candidate:
+        if _is_tcp(candidate) and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return int(candidate.getsockname()[1])
+    return None
 
 
 class NcclCommunicator:

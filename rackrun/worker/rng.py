@@ -20,6 +20,8 @@ def derive(*parts: int | str) -> int:
 def reseed(*parts: int | str) -> None:
     """Set the generators of torch (all devices), numpy and Python."""
     seed = derive(*parts)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed queues a call, with a traceback, while CUDA is not in use
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

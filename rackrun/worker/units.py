@@ -99,7 +99,7 @@ class UnitRunner:
         self._try_once(warm_up())
         self._page.enter(Activity.WAITING)
         self._send_ready("")
-        self._recover(fresh=True)
+        self._recover()
         self.waiting_spare = False
 
     def run(self, at: Position, body: Callable[[Step], T]) -> T:
@@ -113,15 +113,14 @@ class UnitRunner:
     def finish(self) -> None:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
         channel, boot = self._runtime.channel, self._runtime.boot
-        if channel is None or boot is None:
-            return
-        while True:
+        while channel is not None and boot is not None:
             self._page.enter(Activity.WAITING)
             channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation))
             if self._world.wait_released():
-                return
+                break
             self._recover()
             self._catch_up()
+        self._world.close()
 
     def expect(self, seconds: float) -> None:
         self._expected_s = seconds
@@ -248,17 +247,19 @@ class UnitRunner:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # -- recovery
-    def _recover(self, *, fresh: bool = False) -> None:
+    def _recover(self) -> None:
         """Take part in the newest generation: join its groups, bring state where it is missing."""
-        world = self._world
+        world, boot, channel = self._world, self._runtime.boot, self._runtime.channel
+        assert channel is not None and boot is not None, "only an agent brings plans"
         while True:
             plan = world.wait_plan()
             self._page.enter(Activity.RECOVERING, self.passed, self._recovery_deadline_ms())
+            mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
             try:
-                if fresh:
-                    self._take_place(plan)
+                if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
+                    self._take_place(plan, mine.rank)
                 world.join(plan)
-                self._restore(plan, fresh=fresh)
+                self._restore(plan, fresh=mine.fresh)
             except Superseded:
                 continue
             except RuntimeError as error:
@@ -266,14 +267,9 @@ class UnitRunner:
                 continue
             break
         self._units_in_generation = 0
-        channel, boot = self._runtime.channel, self._runtime.boot
-        assert channel is not None and boot is not None, "only an agent brings plans"
         channel.send(WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation)))
 
-    def _take_place(self, plan: Plan) -> None:
-        boot = self._runtime.boot
-        assert boot is not None, "only an agent brings plans"
-        rank = next(m.rank for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
+    def _take_place(self, plan: Plan, rank: int) -> None:
         moved = self._world.promote(rank)
         promote_groups(moved)
         promote_sharded(self._state.modules.values(), rank)

@@ -248,9 +248,12 @@ class World:
 
     # -- joining a generation
     def wait_plan(self) -> Plan:
-        """The plan of the newest announced generation, once it has come."""
+        """The plan of the newest announced generation, once it has come. Ends the process when the job ends first: a spare
+        that was never needed."""
         with self._changed:
-            self._changed.wait_for(self._plan_has_come)
+            self._changed.wait_for(lambda: self._plan_has_come() or self._released)
+            if not self._plan_has_come():
+                raise SystemExit(0)
             assert self._plan is not None
             return self._plan
 
@@ -289,6 +292,13 @@ class World:
         self.groups[0].communicator = build(store, self.rank, self.size)
         self._fixed = (store, build)
         self.generation = 1
+
+    def close(self) -> None:
+        """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it."""
+        if self._fixed is not None:
+            self.groups[0].communicator.inner.barrier().wait()  # type: ignore[union-attr]
+        for group in self.groups:
+            group.communicator = None
 
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """A spare takes the place of ``rank`` in every group: in a family of disjoint groups, the one that holds it."""

@@ -101,7 +101,9 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent(url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", **query: Any) -> AsyncIterator[Agent]:
+async def agent(
+    url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", **query: Any
+) -> AsyncIterator[Agent]:
     async with (
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
         session.ws_connect(f"{url}/agent", params={"protocol": str(PROTOCOL), "tray": tray, **query}) as socket,
@@ -135,7 +137,9 @@ def worker(slot: str, incarnation: int) -> Worker:
     return Worker(SlotId(slot), Incarnation(incarnation))
 
 
-def unit(step: int, rank: int, *, generation: int = 1, attempt: int = 0, ids: bytes = b"", seconds: float = 0.1) -> UnitCommitted:
+def unit(
+    step: int, rank: int, *, generation: int = 1, attempt: int = 0, ids: bytes = b"", seconds: float = 0.1
+) -> UnitCommitted:
     return UnitCommitted(
         slot=SlotId(f"tray-00/{rank}"),
         incarnation=Incarnation(rank + 1),

@@ -21,11 +21,27 @@ from rackrun.core.commands import (
 )
 from rackrun.core.events import TimerFired, TrayLost, WorkerExited, WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
-from tests.coordinator.fakes import DONE, TOKEN, ScriptedCore, agent, coordinator, joined, logged, member, plan, unit, worker
+from tests.coordinator.fakes import (
+    DONE,
+    TOKEN,
+    ScriptedCore,
+    agent,
+    coordinator,
+    joined,
+    logged,
+    member,
+    plan,
+    unit,
+    worker,
+)
 
 EXITED = WorkerExited(slot=SlotId("tray-00/1"), incarnation=Incarnation(2), signal=9)
-BREAK = BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1), worker("tray-01/0", 3)), because="rank 1 lost")
-RESUME = ResumeGeneration(plan=plan(2, member(0, "tray-00/0", 1), member(1, "tray-01/1", 4, fresh=True)), because="swap")
+BREAK = BreakGeneration(
+    generation=Generation(2), workers=(worker("tray-00/0", 1), worker("tray-01/0", 3)), because="rank 1 lost"
+)
+RESUME = ResumeGeneration(
+    plan=plan(2, member(0, "tray-00/0", 1), member(1, "tray-01/1", 4, fresh=True)), because="swap"
+)
 
 
 def start(slot: str) -> StartWorker:
@@ -160,7 +176,11 @@ async def test_every_event_and_command_is_journaled_with_its_cause(journal: Jour
     with sqlite3.connect(journal.path) as other:
         rows = other.execute("SELECT id, cause, kind, name FROM events ORDER BY id").fetchall()
     other.close()
-    assert rows[:3] == [(1, None, "event", "TrayJoined"), (2, 1, "command", "SetTimer"), (3, 1, "command", "StartWorker")]
+    assert rows[:3] == [
+        (1, None, "event", "TrayJoined"),
+        (2, 1, "command", "SetTimer"),
+        (3, 1, "command", "StartWorker"),
+    ]
 
 
 async def test_an_event_is_answered_within_milliseconds(journal: Journal) -> None:

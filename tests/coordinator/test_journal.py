@@ -104,8 +104,12 @@ def test_a_full_disk_for_telemetry_is_reported_once_and_does_not_end_the_job(tmp
 def test_a_full_disk_for_a_generation_is_an_error(journal: Journal) -> None:
     fill_disk(journal._synchronous)
     with pytest.raises(JournalError, match=r"generation 2 could not be written.*full.*Remedy"):
-        for at_ms in range(1000):
-            journal.persist(RESUME, at_ms)
+        persist_until_full(journal)
+
+
+def persist_until_full(journal: Journal) -> None:
+    for at_ms in range(1000):
+        journal.persist(RESUME, at_ms)
 
 
 def test_a_journal_that_cannot_be_made_says_so(tmp_path: Path) -> None:

@@ -67,9 +67,7 @@ def test_the_first_generation_is_no_recovery(story: Story) -> None:
 
 
 def test_a_swap_is_timed_stage_by_stage(story: Story) -> None:
-    swapped = plan(
-        2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(40)
-    )
+    swapped = plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True), committed=Position(40))
     story.hears(exited("tray-00/2", 3))
     began = story.now
     story.does(breaking(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -132,9 +133,8 @@ def test_a_step_computed_again_on_other_samples_is_found(journal: Journal) -> No
 def test_the_report_is_json_and_text(journal: Journal) -> None:
     report = report_of(journal)
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console = Console(width=120, record=True, file=StringIO())
     render_report(console, report)
-    console.file.close()
     text = console.export_text()
     assert "rank 1 lost on tray-00/1 (SIGKILL) -> tray-00/2 in 0.31 s, step 4 done again" in text
     assert "goodput (ETTR) 40.0%" in text

@@ -68,6 +68,8 @@ class Process:
     hung: str = ""  # "", "code" (parks, but never computes), "silent"
     reported: bool = False
     finished: bool = False
+    torn: bool = False
+    """It began to go back to its snapshot: until it resumes, its memory is neither the old state nor the new one."""
     up: deque[Event] = field(default_factory=deque)
     down: deque[Command] = field(default_factory=deque)
 
@@ -347,6 +349,7 @@ class Cluster:
         process.finished = process.finished and not me.fresh and plan.rollback is None
         process.generation = plan.generation
         process.reported = False
+        process.torn = process.stateful and (process.torn or plan.rollback is not None)
 
     def _restored(self, process: Process) -> Chain | None:
         """The state that the plan means for this member; None as long as it cannot be had."""
@@ -356,6 +359,7 @@ class Cluster:
         if process.stateful:
             if plan.rollback is not None:
                 return self.arenas[process.slot, process.incarnation][at]
+            assert not process.torn, "a state that is half gone back is taken for a clean one"
             if process.passed < at:
                 assert process.entered_in is not None
                 return (*process.chain, (at, process.entered_in))
@@ -388,6 +392,7 @@ class Cluster:
             for step in [step for step in arena if step > plan.rollback]:
                 del arena[step]
         process.entered_in = None
+        process.torn = False
         process.stateful = True
         process.state = "running"
         self._say(process, WorkerResumed, generation=plan.generation)

@@ -212,6 +212,47 @@ def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> Non
     assert {restore.rank for restore in plan.restores} == {0, 2}
 
 
+def test_a_member_that_may_be_half_gone_back_is_no_source(rack: Told) -> None:
+    """Nothing is computed again (the snapshot is of the committed step), and still its memory is not to be trusted."""
+    rack.train("pair")
+    rack.exits("a/0", snapshots=[4])
+    rack.exits("b/0", snapshots=[4])
+    assert plan_in(rack.park_all(passed=4, snapshots=[4])).rollback == 4
+    for slot in ("a/2", "b/2"):
+        rack.resumes(slot)
+    rack.exits("a/1", snapshots=[4])
+    rack.timer("gather")
+    rack.parks("a/2", passed=4)
+    rack.parks("b/2", passed=4)
+    rack.parks("b/1", passed=4, snapshots=[4])
+    plan = plan_in(rack.ready("a/1"))
+    assert plan.rollback == 4
+    assert all(restore.snapshot and not restore.sources for restore in plan.restores)
+
+
+def test_after_a_rollback_the_next_verdict_starts_from_there(rack: Told) -> None:
+    rack.train("pair")
+    rack.exits("a/0", snapshots=[4])
+    rack.exits("b/0", snapshots=[4])
+    assert plan_in(rack.park_all(passed=6, snapshots=[4])).committed == Position(6)
+    rack.resume_all()
+    rack.exits("b/1")
+    rack.ready("a/0")
+    plan = plan_in(rack.park_all(passed=5))
+    assert (plan.committed, plan.rollback) == (Position(5), None)
+
+
+def test_a_lost_snapshot_that_is_being_restored_makes_another_plan_at_once() -> None:
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=1))
+    for tray in ("a", "b", "c"):
+        told.join(tray, 1)
+    told.train("unique")
+    told.exits("b/0", snapshots=[4])
+    assert plan_in(told.park_all(passed=4, snapshots=[4])).rollback == 4
+    broken = only(BreakGeneration, told.tray_lost("b"))
+    assert broken.because == "b lost, with the snapshots that rank 1 would have restored"
+
+
 def test_recoveries_without_progress_end_the_job() -> None:
     told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, no_progress_max=2))
     told.join("a", 3)

@@ -11,7 +11,17 @@ from torch.distributed.run import get_args_parser
 
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 
-OURS = {"--spares", "--trays", "--out-dir", "--out_dir", "--token-file", "--token_file", "--ledger", "--preload", "--quiet"}
+OURS = {
+    "--spares",
+    "--trays",
+    "--out-dir",
+    "--out_dir",
+    "--token-file",
+    "--token_file",
+    "--ledger",
+    "--preload",
+    "--quiet",
+}
 
 
 class Refused(Exception):

@@ -86,7 +86,17 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "no token there": ((*TWO, "--token-file", "nowhere", "train.py"), {}, ("cannot be read", "--token-file")),
     "short token": ((*TWO, "--token-file", "short", "train.py"), {}, ("16 characters", "urandom")),
     "unknown host": (
-        ("--nnodes", "2", "--rdzv-id", "j", "--token-file", "token", "--rdzv-endpoint", "no-such-host.invalid:1", "train.py"),
+        (
+            "--nnodes",
+            "2",
+            "--rdzv-id",
+            "j",
+            "--token-file",
+            "token",
+            "--rdzv-endpoint",
+            "no-such-host.invalid:1",
+            "train.py",
+        ),
         {},
         ("no-such-host.invalid", "check the name"),
     ),

@@ -105,10 +105,12 @@ def test_everything_dies_with_the_launcher(start_rackrun: Callable[..., Any], tm
 def test_a_killed_agent_is_replaced_under_its_own_name(
     start_rackrun: Callable[..., Any], tmp_path: Path, script: str
 ) -> None:
-    job = start_rackrun(["--standalone", "--trays", "2", script, "wait"])
+    """The spare of another tray takes the lost rank over; the new agent's slot is the spare of the next failure."""
+    job = start_rackrun(["--standalone", "--trays", "3", "--spares", "1", script, "wait"])
     wait_until(up(tmp_path, 0), 30)
     os.kill(children(job.process.pid)[1], signal.SIGKILL)
     wait_until(up(tmp_path, 1), 30)
+    wait_until(lambda: len(status_of(job.out_dir)["trays"]) == 3, 30)
     (tmp_path / "go").touch()
     ran = job.finish(30)
     assert ran.exit_code == 0, ran
@@ -156,6 +158,11 @@ def test_rackctl_sees_the_run_and_stops_it(start_rackrun: Callable[..., Any], tm
 def rackctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "COLUMNS": "120"}
     return subprocess.run([sys.executable, "-m", "rackrun.ctl", *arguments], capture_output=True, text=True, env=env)
+
+
+def status_of(out_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(rackctl("status", str(out_dir), "--json").stdout)
+    return found
 
 
 def children(pid: int) -> list[int]:
