@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,15 @@ class Job:
                 why = f"exit code {self.process.returncode}" if ended else f"nothing after {timeout_s:.0f} s"
                 raise JobFailed(f"{why}; the end of its output:\n{self.output()[-3000:]}")
             time.sleep(poll_s)
+
+    def status(self) -> dict[str, Any]:
+        """What the coordinator says of a rackrun job."""
+        endpoint = json.loads((self.folder / "out" / "endpoint.json").read_text())
+        token = (self.folder / "out" / "token").read_text().strip()
+        request = urllib.request.Request(f"{endpoint['url']}/api/status", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            status: dict[str, Any] = json.load(answer)
+            return status
 
     def output(self) -> str:
         return (self.folder / "output.txt").read_text(errors="replace")

@@ -36,6 +36,10 @@ def agent_of(worker: int, launcher: int) -> int:
     return pid
 
 
+def spares_ready(job: Job) -> int:
+    return sum(spare["state"] == "ready" for spare in job.status()["core"]["spares"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 trays of 2")
@@ -57,7 +61,7 @@ def main() -> int:
     with Job(command, env={"BENCH_RANKS": str(ranks)}) as job:
         job.wait_for(lambda marks: all_ranks_at(marks, 0), timeout_s=180)
         first_step_s = max(mark.t for mark in job.marks() if mark.step == 0) - job.started
-        job.wait_for(lambda marks: all_ranks_at(marks, 10), timeout_s=180)
+        job.wait_for(lambda marks: all_ranks_at(marks, 10) and spares_ready(job) == spares, timeout_s=180, poll_s=0.5)
         steady = statistics.median(step_seconds(job.marks(), 3, 10))
 
         rng = random.Random(args.seed)

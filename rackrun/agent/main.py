@@ -14,6 +14,8 @@ import socket
 import sys
 import traceback
 
+import torch
+
 from rackrun.agent import proc
 from rackrun.agent.child import open_standard_streams
 from rackrun.agent.config import AgentConfig
@@ -26,6 +28,7 @@ from rackrun.agent.uplink import End, Uplink
 from rackrun.agent.watch import Watch
 from rackrun.core.commands import StopJob, WorkerCommand
 from rackrun.core.events import StopRequested, TrayJoined
+from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
 
@@ -77,7 +80,10 @@ class _Agent:
         config = self._config
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
-        stores = Stores(config.advertise)
+        stores = Stores(config.advertise, config.tray, config.token)
+        nccl_store = stores.serve() if torch.cuda.is_available() else None
+        presets = {TCPSTORE_KEY: f"{config.advertise}:{nccl_store.port}"} if nccl_store else {}
+        exchange = ExchangeServer(config.advertise, config.token, presets)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         self._tray = tray = Tray(config, server, stores, logs)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray)
@@ -85,7 +91,7 @@ class _Agent:
             tray=config.tray,
             host=socket.gethostname(),
             slots=config.slots,
-            store=stores.address,
+            store=await exchange.start(),
             snapshots=await snapshots.start(),
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
@@ -111,6 +117,7 @@ class _Agent:
             connection.cancel()
             await asyncio.wait((connection,))
             await snapshots.close()
+            await exchange.close()
             logs.close()
             stores.close()
 

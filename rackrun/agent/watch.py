@@ -16,6 +16,7 @@ from rackrun.agent.uplink import Uplink
 from rackrun.agent.worker import Worker
 from rackrun.core.events import WorkerStalled
 from rackrun.core.ids import Step
+from rackrun.link.page import Activity
 
 __all__ = ["Watch"]
 
@@ -68,6 +69,9 @@ class Watch:
         quiet_ns = now_ns - since_ns
         if now_ns - max(since_ns, worker.stalled_since_ns, self._not_before_ns) <= deadline_ns:
             return
+        silent = now_ns - page.tick_ns > deadline_ns
+        if not silent and page.activity is Activity.RECOVERING:
+            return  # it waits for others; how long a recovery may take is the coordinator's to say
         worker.stalled_since_ns = now_ns
         self._uplink.event(
             WorkerStalled(
@@ -75,7 +79,7 @@ class Watch:
                 incarnation=worker.incarnation,
                 step=Step(page.at.step),
                 collective=page.collectives[0],
-                silent=now_ns - page.tick_ns > deadline_ns,
+                silent=silent,
                 for_ms=quiet_ns // 1_000_000,
             )
         )

@@ -69,7 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...]
     """In the order of their ranks."""
     store: str
-    """``host:port`` of the TCPStore that this generation's groups are built over; keys carry the generation."""
+    """``host:port`` of the exchange that this generation's groups are built over; rooms carry the generation."""
     committed: Position = BEGIN
     """The last unit that is committed. A worker that entered its gate without seeing it pass now applies it; one that
     entered a later gate discards it. The next unit runs after that."""
@@ -100,7 +100,7 @@ class StartWorker(_Command, frozen=True, kw_only=True):
     world_size: int
     generation: Generation
     store: str
-    """``host:port`` of the TCPStore that becomes MASTER_ADDR and MASTER_PORT. Plain scripts get a fresh one a restart."""
+    """``host:port`` of the exchange, over which agents agree on MASTER_ADDR and MASTER_PORT: a fresh TCPStore a restart."""
     restarts: int = 0
     """TORCHELASTIC_RESTART_COUNT."""
 

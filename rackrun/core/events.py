@@ -59,7 +59,7 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     host: str
     slots: int
     store: str
-    """``host:port`` of the tray's TCPStore, over which workers may build groups."""
+    """``host:port`` of the tray's exchange (`rackrun.link.exchange`), over which workers may build groups."""
     snapshots: str
     """``host:port`` where the tray serves the snapshots that it keeps."""
 

@@ -239,7 +239,7 @@ class JobMachine:
         phase = self.world.phase
         if phase is Phase.SETUP and not self.world.elastic and all(_ended_well(loss) for loss in losses):
             self._plain_ended(losses)
-        elif phase is Phase.SETUP:
+        elif phase is Phase.SETUP and not (self.world.elastic and any(self._convicted(loss) for loss in losses)):
             told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
             self.restart(
                 f"{told} lost ({_because(losses[0])}) before the first step"

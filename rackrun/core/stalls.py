@@ -1,9 +1,9 @@
 """Who is to blame when nobody moves.
 
 A worker that stands in user code has entered fewer collectives than those that wait for it, and all of them stop
-moving at about the same time. So reports are gathered for a window, and those with the lowest count are to blame. If
-all have the same count, they wait in one collective that nobody left: it is transient, or the fabric's; nobody is
-killed, and the step is done again in place.
+moving at about the same time. So reports are gathered for a window, and those with the lowest count are to blame, if
+they are not the most. If all have the same count, they wait in one collective that nobody left; if most are behind, the
+machine is slow rather than the ranks. Nobody is killed then, and the step is done again in place.
 """
 
 from __future__ import annotations
@@ -53,4 +53,6 @@ class StallWindow:
         if low == high:
             return Blame((), f"all stand at collective {low} ({heard}): the step is done again in place")
         behind = tuple(rank for rank, count in counts.items() if count == low)
+        if 2 * len(behind) > len(counts):
+            return Blame((), f"most ranks stand at collective {low}, some at {high} ({heard}): the step is done again in place")
         return Blame(behind, f"at collective {low}, others wait at {high} ({heard})")

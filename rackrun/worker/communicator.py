@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rackrun.link.exchange import TCPSTORE_KEY
+
 __all__ = ["Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -38,10 +40,14 @@ class Communicator(Protocol):
         """End what is in flight. Any thread, any number of times; never blocks for long."""
 
 
-def build_communicator(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Communicator:
+def build_communicator(  # noqa: PLR0913, PLR0917
+    device: torch.device, store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta
+) -> Communicator:
     """Blocks until all ``size`` ranks have come. Raises RuntimeError after ``timeout``: run it in a thread that may be left."""
     if device.type == "cuda":
-        return NcclCommunicator(device, store, rank, size)
+        host, _, port = store.get(TCPSTORE_KEY).decode().rpartition(":")  # NCCL's own threads read it, long after
+        real = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        return NcclCommunicator(device, dist.PrefixStore(prefix, real), rank, size)
     return GlooCommunicator(store, rank, size, timeout)
 
 
@@ -50,7 +56,7 @@ class GlooCommunicator:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         gloo = dist.ProcessGroupGloo
-        options = gloo._Options()
+        options = gloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         with _listener_lock:
             before = _sockets()
@@ -60,7 +66,8 @@ class GlooCommunicator:
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
-        self._ports = {int(port) for ports in told for port in ports.decode().split(",") if port}
+        self._mine = frozenset(mine)
+        self._peers = frozenset(int(port) for ports in told for port in ports.decode().split(",") if port)
 
     def break_(self) -> None:
         for fd, inode in _sockets().items():
@@ -75,7 +82,7 @@ class GlooCommunicator:
         with socket.socket(fileno=duplicate) as connection:
             if not _is_tcp(connection) or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return
-            if {connection.getsockname()[1], connection.getpeername()[1]} & self._ports:
+            if connection.getsockname()[1] in self._mine or connection.getpeername()[1] in self._peers:
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -43,6 +43,7 @@ class ControlThread(threading.Thread):
         while True:
             self._page.tick()
             if not poll.poll(TICK_MS):
+                self._world.leave_behind()
                 continue
             command = self._channel.receive()
             if command is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -104,7 +104,7 @@ class Loader:
         self._samples = len(dataset)
         self._plan = run.batch
         self._plan.steps_per_epoch(self._samples)
-        self._fetch = _Fetch(dataset, collate or default_collate, self._plan.seed)
+        self._fetch = _Fetch(dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed)
         self._permutations: dict[int, np.ndarray[Any, Any]] = {}
         self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
 

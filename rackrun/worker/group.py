@@ -10,15 +10,17 @@ uninitialised memory. What a broken collective returns never counts: the step th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from datetime import timedelta
+from rackrun.errors import CollectiveBroken
 
+if TYPE_CHECKING:
     from rackrun.worker.communicator import Communicator
     from rackrun.worker.world import World
 
@@ -26,7 +28,12 @@ __all__ = ["BACKEND", "ElasticGroup"]
 
 BACKEND = "rackrun"
 
+_LOOK = timedelta(milliseconds=250)
+
 Tensors = Sequence[torch.Tensor]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_not_compiled = cast("Callable[[_F], _F]", torch._dynamo.disable)
 
 
 class _Done(dist.Work):
@@ -54,24 +61,32 @@ class _Done(dist.Work):
 
 
 class _Guarded(dist.Work):
-    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place."""
+    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place.
+
+    gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
+    gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
+    """
 
     def __init__(self, group: ElasticGroup, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]) -> None:
         super().__init__()
         self._group, self._generation, self._work, self._result, self._loopback = group, generation, work, result, loopback
         self._future: torch.futures.Future[Any] | None = None
+        self._settling = threading.Lock()
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._over:
-            if self._future is not None:
-                self._future.wait()
-            else:
-                try:
-                    self._work.wait() if timeout is None else self._work.wait(timeout)
-                except RuntimeError as error:
-                    self._failed(error)
-                self._finish()
+        del timeout
+        if self._future is not None:
+            self._future.wait()
+        while not self._over:
+            try:
+                self._work.wait(_LOOK)
+                self._settle(None)
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    self._settle(error)
+                elif self._group.world.left_behind(self._generation):
+                    self.leave()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -81,25 +96,37 @@ class _Guarded(dist.Work):
             except RuntimeError:  # gloo's point-to-point works have none
                 self.wait()
                 return _Done(self._result).get_future()
-            self._future = inner.then(self._settle)
+            self._future = torch.futures.Future()
+            self._group.world.in_flight(self)
+            inner.add_done_callback(self._inner_done)
         return self._future
 
-    def _settle(self, inner: torch.futures.Future[Any]) -> Any:
+    def leave(self) -> None:
+        """Go on without it. Whatever it may still do, it does to memory that nobody reads any more."""
+        self._settle(CollectiveBroken("left behind"))
+
+    def _inner_done(self, inner: torch.futures.Future[Any]) -> None:
         try:
             inner.value()
         except RuntimeError as error:
-            self._failed(error)
-        self._finish()
-        return self._result
+            self._settle(error)
+        else:
+            self._settle(None)
 
-    def _failed(self, error: RuntimeError) -> None:
-        self._group.world.collective_failed(self._generation, error)
-        self._loopback()
-
-    def _finish(self) -> None:
-        if not self._over:
+    def _settle(self, error: Exception | None) -> None:
+        with self._settling:
+            if self._over:
+                return
             self._over = True
-            self._group.world.page.collective_completed()
+        world = self._group.world
+        if error is not None:
+            world.collective_failed(self._generation, error)
+            if not isinstance(error, CollectiveBroken):
+                self._loopback()
+        world.page.collective_completed()
+        if self._future is not None:
+            world.landed(self)
+            self._future.set_result(self._result)
 
     def is_completed(self) -> bool:
         return self._over or self._work.is_completed()
@@ -142,7 +169,7 @@ class ElasticGroup(dist.ProcessGroup):
     getBackendName = name  # noqa: N815
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -183,7 +210,7 @@ class ElasticGroup(dist.ProcessGroup):
         """See `abort`."""
 
     # -- collectives
-    @torch._dynamo.disable  # type: ignore[untyped-decorator, unused-ignore]
+    @_not_compiled
     def _run(self, name: str, result: Any, loopback: Callable[[], None], *args: Any) -> dist.Work:
         generation = self.world.enter_collective()
         communicator = self.communicator
@@ -193,12 +220,14 @@ class ElasticGroup(dist.ProcessGroup):
         try:
             work = getattr(communicator.inner, name)(*args)
         except RuntimeError as error:
+            if _is_misuse(error):
+                raise
             self.world.collective_failed(generation, error)
             loopback()
             return _Done(result)
         return _Guarded(self, generation, work, result, loopback)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
@@ -212,20 +241,20 @@ class ElasticGroup(dist.ProcessGroup):
             self.allreduce([tensor], plain).wait()
         return _Done(tensors)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._run("broadcast", tensors, _nothing, tensors, opts or dist.BroadcastOptions())
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceOptions()
         return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
                 for output in row:
                     output.copy_(tensor)
 
-        return self._run("allgather", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())
+        return self._run("allgather", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         # outputs[i] is what rank i gave
@@ -234,22 +263,22 @@ class ElasticGroup(dist.ProcessGroup):
                 for output, tensor in zip(row, inputs, strict=True):
                     output.copy_(tensor)
 
-        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())
+        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         def loopback() -> None:
             output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
 
-        return self._run("_allgather_base", output, loopback, output, input, opts or dist.AllgatherOptions())
+        return self._run("_allgather_base", output, loopback, output, input, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return _AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceScatterOptions()
 
         def loopback() -> None:
@@ -268,12 +297,12 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return _AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def all_to_all_single(  # noqa: PLR0913, PLR0917 - torch's signature
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
@@ -288,7 +317,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("alltoall_base", output, loopback, output, input, output_splits, input_splits, opts)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         def loopback() -> None:
@@ -298,7 +327,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("alltoall", outputs, loopback, outputs, inputs, opts or dist.AllToAllOptions())
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for row, tensor in zip(outputs, inputs, strict=False):
                 for output in row:
@@ -306,7 +335,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         return self._run("gather", outputs, loopback, outputs, inputs, opts or dist.GatherOptions())
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         def loopback() -> None:
             for index, output in enumerate(outputs):
                 output.copy_(inputs[index][self.rank()]) if len(inputs) > index else output.zero_()
@@ -344,6 +373,12 @@ class _AllOf(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _is_misuse(error: RuntimeError) -> bool:
+    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport."""
+    text = str(error)
+    return ("ProcessGroupGloo::" in text or "ProcessGroupGloo.cpp" in text) and "gloo/transport" not in text
 
 
 def _nothing() -> None:

@@ -1,9 +1,10 @@
 """Which ranks hold the same state: a replica is checked, not assumed.
 
-A rank's *replica class* is a hash of what its parameters are (names, shapes, shards) and of what they, and the optimizer's
-state, contain, bit for bit. It is taken twice: at the start, and right after the first step, when an optimizer has state
-(ZeRO keeps its only on one rank) and two stages of a pipeline that began alike have parted. Ranks of one class can restore
-each other. A class of one has no live copy: its state is snapshotted.
+A rank's *replica class* is a hash of what its parameters are (names, shapes, shards) and of what they, the optimizer's
+state and every other tracked object contain, bit for bit. It is taken twice: at the start, and right after the first step,
+when an optimizer has state and two stages of a pipeline that began alike have parted. Ranks of one class can restore
+each other. A class of one has no live copy: its state is snapshotted. Buffers are looked at one by one: those in which
+the ranks of a class differ (BatchNorm's statistics) are exchanged with every gate (`rackrun.worker.unique`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.ids import BEGIN, Position
-from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.state import Manifest, TrackedState, digest
+from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
 
 if TYPE_CHECKING:
     from rackrun.worker.world import World
 
 __all__ = ["ReplicaCheck"]
 
+_ALONE = " alone"
+
 
 class ReplicaCheck:
     def __init__(self, state: TrackedState, world: World) -> None:
         self._state, self._world = state, world
+        self.unique = UniqueBuffers(state, world)
+        state.track("rackrun.unique", self.unique)
         self.some_are_unique = False
         """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
 
@@ -41,17 +47,44 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own."""
-        mine = torch.tensor([int(self._state.layout(), 16) % 2**62, self._state.content()], dtype=torch.int64, device=self._world.device)
-        everyone = [torch.zeros_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everyone, mine)
+        buffers = self._state.buffers()
+        digests = [digest(buffer) for buffer in buffers.values()]
+        layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
+        classes, counts = self._classes(layout, content, len(digests))
         if self._world.broken:
             return  # the unit will be repeated, and this with it
-        classes = Counter(tuple(row.tolist()) for row in everyone)
-        self.some_are_unique = min(classes.values()) == 1
-        layout, content = mine.tolist()
-        self._world.replica_class = f"{layout:x} {content:x}{' alone' if self.some_are_unique else ''}"
+        alone = min(Counter(classes).values()) == 1
+        row_bytes = 0
+        if max(counts) and max(Counter(classes).values()) > 1:
+            everyone = self._gather(digests + [0] * (max(counts) - len(digests)))
+            kin = [row for row, other in zip(everyone, classes, strict=True) if other == (layout, content)]
+            paths = [path for index, path in enumerate(buffers) if len({row[index] for row in kin}) > 1]
+            row_bytes = max(row[0] for row in self._gather([sum(buffers[path].nbytes for path in paths)]))
+            if self._world.broken:
+                return
+            self.unique.choose(paths, row_bytes if row_bytes <= ROW_BYTES_MAX else 0)
+        self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
+        self.some_are_unique = alone
+        if row_bytes > ROW_BYTES_MAX:
+            self.nobody_is_a_replica()
+
+    def nobody_is_a_replica(self) -> None:
+        """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
+        self.unique.choose((), 0)
+        self.some_are_unique = True
+        self._world.replica_class = f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""
         self._world.replica_class = manifest.replica_class
-        self.some_are_unique = manifest.replica_class.endswith(" alone")
+        self.some_are_unique = manifest.replica_class.endswith(_ALONE)
+
+    def _classes(self, layout: int, content: int, buffers: int) -> tuple[list[tuple[int, int]], list[int]]:
+        rows = self._gather([layout, content, buffers])
+        return [(row[0], row[1]) for row in rows], [row[2] for row in rows]
+
+    def _gather(self, mine: list[int]) -> list[list[int]]:
+        row = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
+        everyone = [torch.zeros_like(row) for _ in range(self._world.size)]
+        dist.all_gather(everyone, row)
+        return [other.tolist() for other in everyone]

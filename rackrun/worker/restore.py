@@ -10,7 +10,6 @@ source changes its state meanwhile, because the next gate needs the newcomer too
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
-from rackrun.worker.state import Manifest, TrackedState, dense_bytes, digest
+from rackrun.worker.state import Manifest, TrackedState, copy_bytes, dense_bytes, digest, pack
 
 __all__ = ["run_restores"]
 
@@ -90,7 +89,7 @@ def _send(  # noqa: PLR0913, PLR0917
         works.append(_post(world, "send", header.to(device), restore.rank, _HEADER))
         works.append(_post(world, "send", _bytes_tensor(encoded, device), restore.rank, _MANIFEST))
         if layout.small:
-            works.append(_post(world, "send", _pack([tensors[path] for path in layout.small], device), restore.rank, _SMALL))
+            works.append(_post(world, "send", pack([tensors[path] for path in layout.small], device), restore.rank, _SMALL))
     for index, chunk in enumerate(layout.chunks):
         if chunk.source == rank:
             flat = dense_bytes(tensors[chunk.path])
@@ -99,7 +98,7 @@ def _send(  # noqa: PLR0913, PLR0917
             works.append(_post(world, "send", flat[chunk.start : chunk.stop], restore.rank, _CHUNKS + index))
     digests = [digest(tensors[path]) for path, checker in layout.checker.items() if checker == rank]
     if digests:
-        works.append(_post(world, "send", torch.tensor(_wrapped(digests), dtype=torch.int64).to(device), restore.rank, _DIGESTS))
+        works.append(_post(world, "send", torch.tensor(digests, dtype=torch.int64).to(device), restore.rank, _DIGESTS))
     for work in works:
         work.wait()
 
@@ -124,7 +123,7 @@ def _receive(restore: Restore, world: Communicator, state: TrackedState, device:
     if layout.small:
         packed = torch.empty(sum(tensors[path].nbytes for path in layout.small), dtype=torch.uint8, device=device)
         _post(world, "recv", packed, lead, _SMALL).wait()
-        _unpack(packed, [tensors[path] for path in layout.small])
+        copy_bytes(packed, [tensors[path] for path in layout.small])
     for work in works:
         work.wait()
     for path, flat in staged:
@@ -141,7 +140,7 @@ def _verify(restore: Restore, layout: _Layout, tensors: dict[str, torch.Tensor],
             continue
         theirs = torch.zeros(len(checked), dtype=torch.int64, device=device)
         _post(world, "recv", theirs, source, _DIGESTS).wait()
-        mine = _wrapped([digest(tensors[path]) for path in checked])
+        mine = [digest(tensors[path]) for path in checked]
         wrong = [path for path, a, b in zip(checked, mine, theirs.tolist(), strict=True) if a != b]
         if wrong:
             raise StateLost(
@@ -156,21 +155,3 @@ def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: 
 
 def _bytes_tensor(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-
-
-def _pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.cat([tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
-def _unpack(packed: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    at = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            part = packed[at : at + tensor.nbytes].clone()  # its own storage: views need alignment
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-            at += tensor.nbytes
-
-
-def _wrapped(values: list[int]) -> list[int]:
-    """Digests as signed 64-bit words."""
-    return [(value + 2**63) % 2**64 - 2**63 for value in values]

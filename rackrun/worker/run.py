@@ -37,7 +37,8 @@ class Run:
         self.batch = batch
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
-        self._mesh_shape, self._mesh = mesh, None
+        self._mesh_shape = mesh
+        self._mesh: DeviceMesh | None = None
         self._state = TrackedState()
         self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every)
         self._every: list[tuple[int, Callable[[], Any]]] = []

@@ -19,9 +19,10 @@ from rackrun.core.ids import Incarnation, SlotId, Step
 from rackrun.errors import UsageError
 from rackrun.link.boot import Boot, current
 from rackrun.link.channel import WorkerChannel
+from rackrun.link.exchange import TCPSTORE_KEY
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker import compat
-from rackrun.worker.communicator import build_communicator
+from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND, ElasticGroup
 from rackrun.worker.world import World
@@ -45,7 +46,7 @@ class Runtime:
         self.page = HeartbeatPage(page_fd)
         self.channel = WorkerChannel(boot.channel_fd) if boot else None
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
-        self.world = World(self.page, self.device, slot, incarnation)
+        self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
         rank, size = self._init_groups(boot)
         if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
@@ -87,8 +88,15 @@ class Runtime:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not served, timeout=timedelta(minutes=10)
         )
         self._store = store
-        prefix = dist.PrefixStore(f"rackrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        self.world.join_fixed(prefix, lambda s, r, n: build_communicator(self.device, s, r, n, timedelta(minutes=10)))
+        store.set(TCPSTORE_KEY, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+        def build(name: str, group_rank: int, group_size: int) -> Communicator:
+            room = f"rackrun/{attempt}/{name}"
+            within = dist.PrefixStore(room, store) if self.device.type == "cpu" else store
+            return build_communicator(self.device, within, room, group_rank, group_size, timedelta(minutes=10))
+
+        self.world.join_fixed(build)
 
 
 _runtime: Runtime | None = None

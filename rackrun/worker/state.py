@@ -9,19 +9,23 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp
 
-__all__ = ["Manifest", "TensorInfo", "TrackedState", "dense_bytes", "digest"]
+__all__ = ["Manifest", "TensorInfo", "TrackedState", "copy_bytes", "dense_bytes", "digest", "pack"]
+
+
+_SMALL_BUFFER_BYTES = 2**20
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +55,7 @@ class TrackedState:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._saved_buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._norm_buffers: set[str] | None = None
         self._saved_plain = b""
         self._grads_present: dict[int, bool] = {}
 
@@ -70,7 +75,7 @@ class TrackedState:
             )
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.optimizers or self.others)
+        return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
 
     def check_complete(self) -> None:
         """Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
@@ -85,12 +90,15 @@ class TrackedState:
 
     # -- discard
     def begin_unit(self) -> None:
-        """Remember what forward and backward may change. Constant buffers cost nothing: only changed ones are copied."""
+        """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
+        for module in self.modules.values():
+            if isinstance(module, DistributedDataParallel):
+                ddp.begin(module)
         for path, buffer in self._buffers():
             saved = self._saved_buffers.get(path)
             if saved is None or saved[0].shape != buffer.shape:
                 self._saved_buffers[path] = (buffer.clone(), buffer._version)
-            elif saved[1] != buffer._version:
+            elif saved[1] != buffer._version or self._changes_unseen(path, buffer):
                 saved[0].copy_(buffer)
                 self._saved_buffers[path] = (saved[0], buffer._version)
         self._saved_plain = self._encode_plain()
@@ -114,7 +122,7 @@ class TrackedState:
                         parameter.grad = None
             for path, buffer in self._buffers():
                 saved = self._saved_buffers.get(path)
-                if saved is not None and saved[1] != buffer._version:
+                if saved is not None and (saved[1] != buffer._version or self._changes_unseen(path, buffer)):
                     buffer.copy_(saved[0])
                     self._saved_buffers[path] = (saved[0], buffer._version)
         for other in self.others.values():
@@ -152,6 +160,10 @@ class TrackedState:
         for name, other in self.others.items():
             found.update(_flatten(f"{name}/state", other.state_dict()))
         return found
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Path -> every buffer of the tracked modules, this rank's part."""
+        return dict(self._buffers())
 
     def manifest(self, replica_class: str) -> Manifest:
         like = {
@@ -203,14 +215,26 @@ class TrackedState:
         return digestible.hexdigest()
 
     def content(self) -> int:
-        """A digest of parameters and optimizer state: equal, bit for bit, on true replicas. 63 bits."""
-        mixed = hashlib.blake2b(digest_size=8)
+        """A digest of all but the buffers: equal, bit for bit, on true replicas. 63 bits."""
+        mixed = hashlib.blake2b(self._encode_plain(), digest_size=8)
         for path, tensor in sorted(self.tensors().items()):
             if "/buffer/" not in path:
                 mixed.update(f"{path}:{digest(tensor)}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
+    def _changes_unseen(self, path: str, buffer: torch.Tensor) -> bool:
+        """torch's batch norm writes its statistics without counting up their version; and who knows what a custom kernel does.
+        Only large buffers (masks, tables) are believed to be what their version says."""
+        if buffer.nbytes <= _SMALL_BUFFER_BYTES:
+            return True
+        if self._norm_buffers is None:
+            norms = [(f"{name}/{at}", sub) for name, root in self.modules.items() for at, sub in root.named_modules()]
+            self._norm_buffers = {
+                f"{at}.{name}".replace("/.", "/") for at, sub in norms if isinstance(sub, _NormBase) for name, _ in sub.named_buffers()
+            }
+        return path in self._norm_buffers
+
     def _parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
             yield from module.parameters()
@@ -294,13 +318,57 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits: the wrapped sum of 64-bit words, at memory speed."""
+    """A fast fingerprint of the bits, as a signed 64-bit word; about twice the time of reading them.
+
+    A plain sum of words would not see two of them change places.
+    """
     flat = dense_bytes(tensor)
     if flat is None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
-    words = int(flat[:whole].view(torch.int64).sum().item()) if whole else 0
-    return words + int(flat[whole:].to(torch.int64).sum().item()) * 257
+    mixed = int(flat[whole:].to(torch.int64).sum().item()) * 257 if whole < flat.numel() else 0
+    if whole:
+        mixed += _digest_words(flat[:whole].view(torch.int64))
+    return (mixed + 2**63) % 2**64 - 2**63
+
+
+_DIGEST_COLUMNS = 1021
+"""A prime: no power of two, which is what extents are, divides it."""
+
+
+def _digest_words(words: torch.Tensor) -> int:
+    """Two sums: of the columns when the words are laid out in rows of a prime length, each with its own odd factor; and of
+    the rows, each with its own."""
+    rows = words.numel() // _DIGEST_COLUMNS
+    body = words[: rows * _DIGEST_COLUMNS].view(rows, _DIGEST_COLUMNS)
+    rest = words[rows * _DIGEST_COLUMNS :]
+    total = int((rest * _factors(len(rest), words.device)).sum().item()) if len(rest) else 0
+    if rows:
+        total += int((body.sum(0) * _factors(_DIGEST_COLUMNS, words.device)).sum().item())
+        total += int((body.sum(1) * _factors(rows, words.device)).sum().item()) * 31
+    return total
+
+
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern. 64-bit arithmetic wraps, on every device."""
+    places = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    return (places * -7046029254386353131) ^ (places * 4292484099903637661 >> 17) | 1
+
+
+def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The bytes of all, one after another, as a new uint8 tensor."""
+    parts = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def copy_bytes(packed: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """What `pack` has packed, into ``tensors``."""
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            part = packed[at : at + tensor.nbytes].clone()  # its own storage: views need alignment
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            at += tensor.nbytes
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,7 +379,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _shard_of(parameter: torch.Tensor) -> str:
     if not isinstance(parameter, DTensor):
         return ""
-    coordinate = parameter.device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
     return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
 
 
@@ -367,5 +435,5 @@ def _like(model: Any, value: Any) -> Any:
         return [_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value)]
     if isinstance(model, Mapping) and isinstance(value, dict):
         filled = {key: _like(model.get(key), item) for key, item in value.items()}
-        return filled if type(model) is dict else type(model)(filled)
+        return filled if type(model) is dict else cast("Callable[[Any], Any]", type(model))(filled)
     return value

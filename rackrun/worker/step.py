@@ -56,7 +56,7 @@ class Step:
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """``scale(loss, weight).backward()``."""
-        self.scale(loss, weight).backward()  # type: ignore[no-untyped-call]
+        self.scale(loss, weight).backward()
 
     @property
     def loss(self) -> float:

@@ -72,9 +72,10 @@ class UnitRunner:
         self._seconds: deque[float] = deque(maxlen=100)
         self._units_in_generation = 0
         self._expected_s = 0.0
+        self._patience = 1.0
         self._begun = False
         self._reached_gate = False
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)  # type: ignore[no-untyped-call]
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     # -- the run
     @property
@@ -216,6 +217,7 @@ class UnitRunner:
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
+        self._replicas.unique.exchange()
         ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
         self._page.seal_ledger(step.at, ids)
         loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
@@ -225,6 +227,9 @@ class UnitRunner:
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
         self._units_in_generation += 1
+        if not self._replicas.unique.committed():
+            self._replicas.nobody_is_a_replica()
+            self._send_ready(self._world.replica_class)
         if attempt == 0 and not at.phase:
             self._seconds.append(seconds)
         self._report_commit(at, attempt, seconds)
@@ -234,7 +239,8 @@ class UnitRunner:
             self._snapshots.take_if_due(at, self._world.gate_values)
 
     def _discard(self) -> None:
-        self._state.discard_unit(backward_open=not self._reached_gate)
+        self._state.discard_unit(backward_open=not self._reached_gate or self._world.some_left_behind)
+        self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
 
     def _fence_myself(self, at: Position) -> None:
@@ -267,6 +273,8 @@ class UnitRunner:
                 continue
             break
         self._units_in_generation = 0
+        if not plan.restores and plan.rollback is None:
+            self._patience *= 2  # nobody was lost: what looked like a hang was slowness
         channel.send(WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation)))
 
     def _take_place(self, plan: Plan, rank: int) -> None:
@@ -283,9 +291,13 @@ class UnitRunner:
             if restore is None or restore.snapshot:
                 self._replicas.adopt(self._snapshots.load(plan.rollback, restore.snapshot if restore else ""))
         if communicator is not None:
-            manifest = run_restores(plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device)
+            manifest = world.attempt(
+                plan,
+                lambda: run_restores(plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device),
+            )
             if manifest is not None:
                 self._replicas.adopt(manifest)
+                self._replicas.unique.take_place(world.rank)
         if plan.rollback is not None:
             world.stand_at(Position(plan.rollback), plan.gate)
         elif fresh:
@@ -313,7 +325,7 @@ class UnitRunner:
             return 0
         floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S  # noqa: PLR2004
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
-        return math.ceil(1000 * max(_STALL_FACTOR * slow, floor, expected))
+        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
 
     def _recovery_deadline_ms(self) -> int:
         return math.ceil(1000 * max(5 * self._median_s(), 5.0))

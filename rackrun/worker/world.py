@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,19 @@ if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
     from rackrun.worker.communicator import Communicator
 
+_GRACE_S = 0.1
+"""Breaking wakes a collective in some 10 ms; what has not ended by then has lost its wake-up."""
+
 __all__ = ["Abandoned", "Scope", "Superseded", "World"]
+
+
+T = TypeVar("T")
+
+
+class Leavable(Protocol):
+    """A collective in flight."""
+
+    def leave(self) -> None: ...
 
 
 class Abandoned(BaseException):
@@ -48,7 +61,7 @@ class Scope(Enum):
 
 
 class World:
-    def __init__(self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation) -> None:
+    def __init__(self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str) -> None:
         self.page = page
         self.device = device
         self.scope = Scope.SETUP
@@ -64,9 +77,13 @@ class World:
         """A collective broke after that."""
         self.drain = False
 
-        self._slot, self._incarnation = slot, incarnation
+        self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
         self._broken = False
+        self._broken_at: float | None = None
+        self._flying: dict[Leavable, None] = {}
+        self.some_left_behind = False
+        """A collective of the broken generation has not ended: its memory must not be used again."""
         self._announced = 0
         self._plan: Plan | None = None
         self._builder: Builder | None = None
@@ -74,7 +91,7 @@ class World:
         self._entered = BEGIN
         self._gate: tuple[float, ...] = ()
         self._released = False
-        self._fixed: tuple[dist.Store, Callable[[dist.Store, int, int], Communicator]] | None = None
+        self._fixed: Callable[[str, int, int], Communicator] | None = None
 
     # -- groups
     def create_default(self, rank: int, size: int) -> ElasticGroup:
@@ -89,21 +106,20 @@ class World:
         self.families.append((tuple(ranks), desc))
         if self.rank not in ranks:
             return None
-        group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, self._key(ranks, desc))
+        turn = self.families.count((tuple(ranks), desc))
+        group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, self._key(ranks, desc, turn))
         self.groups.append(group)
         if self._fixed is not None and len(ranks) > 1:
-            store, build = self._fixed
-            group.communicator = build(dist.PrefixStore(group.key, store), group.rank(), group.size())
+            group.communicator = self._fixed(group.key, group.rank(), group.size())
         elif self.generation and self._plan is not None:
-            builder = Builder(self._plan, [group], self.device, patient=True)
+            builder = Builder(self._plan, [group], self.device, self._token, patient=True, done=self._wake)
             builder.start()
             self._wait_built(self._plan, builder)
             group.communicator = builder.communicators.get(group)
         return group
 
-    def _key(self, ranks: Sequence[int], desc: str) -> str:
+    def _key(self, ranks: Sequence[int], desc: str, turn: int) -> str:
         """The same on every member, and on a spare that takes a member's place: not torch's name, which counts per process."""
-        turn = sum(asked == (tuple(ranks), desc) for asked in self.families)
         return f"{desc}/{'-'.join(map(str, ranks))}/{turn}"
 
     @property
@@ -131,7 +147,33 @@ class World:
             self.torn = True
         return None
 
-    def collective_failed(self, generation: int, error: RuntimeError) -> None:
+    def in_flight(self, work: Leavable) -> None:
+        """Somebody waits for this collective's future: it will be completed, if need be by `leave_behind`."""
+        with self._changed:
+            self._flying[work] = None
+
+    def landed(self, work: Leavable) -> None:
+        with self._changed:
+            self._flying.pop(work, None)
+
+    def left_behind(self, generation: int) -> bool:
+        """Whether collectives of ``generation`` that have not ended by now never will."""
+        with self._changed:
+            over = self._broken_at if generation == self.generation else 0.0
+            if over is None or time.monotonic() - over < _GRACE_S:
+                return False
+            self.some_left_behind = True
+            return True
+
+    def leave_behind(self) -> None:
+        """Called by the control thread, now and then: complete the futures of collectives that have lost their wake-up."""
+        with self._changed:
+            flying = list(self._flying) if self._broken_at is not None else []
+        if flying and self.left_behind(self.generation):
+            for work in flying:
+                work.leave()
+
+    def collective_failed(self, generation: int, error: Exception) -> None:
         """A collective of ``generation`` ended with an error: nothing of that generation counts any more."""
         del error  # the reason is with whoever died; a survivor's text only names a socket
         with self._changed:
@@ -186,6 +228,7 @@ class World:
         raise Abandoned
 
     def begin_unit(self) -> None:
+        self.some_left_behind = False
         self.scope = Scope.UNIT
         self.unit_passed = self.torn = False
 
@@ -206,6 +249,7 @@ class World:
                 return None
             self._announced = command.generation
             self._broken = True
+            self._broken_at = time.monotonic()
             report = WorkerParked(
                 slot=self._slot,
                 incarnation=self._incarnation,
@@ -214,7 +258,7 @@ class World:
                 entered=self._entered,
                 gate=self._gate,
                 snapshots=snapshots,
-                replica_class=self.replica_class,
+                replica_class=self._class_to_report(),
             )
             communicators = [group.communicator for group in self.groups if group.communicator]
             builder = self._builder
@@ -224,6 +268,12 @@ class World:
         if builder is not None:
             builder.abandon()
         return report
+
+    def _class_to_report(self) -> str:
+        """What was equal at the start may have parted in the first step; until that is checked, nobody is a replica."""
+        if self.replica_class.startswith("start") and self._entered > BEGIN:
+            return f"unchecked rank {self.rank}"
+        return self.replica_class
 
     def on_plan(self, plan: Plan, *, build: bool) -> None:
         """``build`` at once when this worker's place is known; a spare first takes its new one."""
@@ -283,14 +333,16 @@ class World:
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
             self._broken = False
+            self._broken_at = None
+            self._flying.clear()
             self.page.new_generation(plan.generation)
         threading.Thread(target=dropped.clear, name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each
         del dropped
 
-    def join_fixed(self, store: dist.Store, build: Callable[[dist.Store, int, int], Communicator]) -> None:
-        """Under torchrun: one communicator for good."""
-        self.groups[0].communicator = build(store, self.rank, self.size)
-        self._fixed = (store, build)
+    def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
+        """Under torchrun: one communicator a group, for good. ``build(name, rank, size)``."""
+        self.groups[0].communicator = build(self.groups[0].key, self.rank, self.size)
+        self._fixed = build
         self.generation = 1
 
     def close(self) -> None:
@@ -307,15 +359,44 @@ class World:
             if group.key == "world":
                 group.become(group.ranks, rank)
                 continue
-            kin = [ranks for ranks, desc in self.families if desc == group.group_desc and len(ranks) == len(group.ranks) and rank in ranks]
-            if not kin:
+            kin = self._kin(group, rank)
+            if kin is None:
                 raise StepError(
                     f"rank {rank} is in no group like {group.group_desc!r} {list(group.ranks)}, so a spare cannot take its place.",
                     remedy="make groups that cover all ranks (a DeviceMesh does).",
                 )
-            group.become(kin[0], kin[0].index(rank))
-            moved.append((group, kin[0]))
+            group.become(kin, kin.index(rank))
+            group.key = self._key(kin, group.group_desc, int(group.key.rpartition("/")[2]))
+            moved.append((group, kin))
         return moved
+
+    def _kin(self, group: ElasticGroup, rank: int) -> tuple[int, ...] | None:
+        """The ranks of the group that is to ``rank`` what ``group`` is to this worker: one of the same disjoint family."""
+        for ranks, desc in self.families:
+            like = desc == group.group_desc and len(ranks) == len(group.ranks)
+            if like and rank in ranks and (ranks == group.ranks or not set(ranks) & set(group.ranks)):
+                return ranks
+        return None
+
+    def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
+        """Run ``transfer`` in a helper thread, and leave it there if a newer generation is announced: raises `Superseded`."""
+        ended: list[T | BaseException] = []
+
+        def run() -> None:
+            try:
+                ended.append(transfer())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                ended.append(error)
+            self._wake()
+
+        threading.Thread(target=run, name=f"rackrun-restore-{plan.generation}", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: ended or self._announced != plan.generation)
+            if self._announced != plan.generation:
+                raise Superseded
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
 
     def superseded(self, generation: Generation | int) -> bool:
         return self._announced != generation
@@ -327,7 +408,7 @@ class World:
         if self._builder is not None:
             self._builder.abandon()
         patient = plan.generation == 1 or not plan.restores and plan.committed == BEGIN
-        self._builder = Builder(plan, list(self.groups), self.device, patient=patient, done=self._wake)
+        self._builder = Builder(plan, list(self.groups), self.device, self._token, patient=patient, done=self._wake)
         self._builder.start()
 
     def _wake(self) -> None:

@@ -8,12 +8,13 @@ about the order of backward: in forward order all communication would start only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["install", "missing", "reset"]
+__all__ = ["begin", "install", "missing", "reset"]
 
 
 def missing() -> list[str]:
@@ -26,7 +27,7 @@ def missing() -> list[str]:
 def install() -> None:
     if getattr(DistributedDataParallel, "_rackrun_frozen_buckets", False):
         return
-    build = DistributedDataParallel._build_params_for_reducer
+    build: Callable[[DistributedDataParallel], tuple[list[Any], list[Any]]] = DistributedDataParallel._build_params_for_reducer
     init = DistributedDataParallel.__init__
 
     def build_reversed(self: DistributedDataParallel) -> tuple[list[Any], list[Any]]:
@@ -40,6 +41,13 @@ def install() -> None:
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = init_frozen  # type: ignore[method-assign]
     DistributedDataParallel._rackrun_frozen_buckets = True  # type: ignore[attr-defined]
+
+
+def begin(module: DistributedDataParallel) -> None:
+    """Before a unit: a step that was left between two micro-batches must not decide whether this one's first forward
+    broadcasts buffers. A newcomer's would, and the survivors' would not."""
+    module.require_forward_param_sync = True
+    module.require_backward_grad_sync = True
 
 
 def reset(module: DistributedDataParallel) -> None:

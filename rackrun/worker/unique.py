@@ -1,0 +1,82 @@
+"""Buffers that replicas do not share: BatchNorm's running statistics under DDP are each rank's own, and rank 0's count.
+
+They die with their rank, so every rank hands a copy of its own to all others *before it enters the gate*. If the gate
+passes for anyone then everybody has everybody's copies: they are exactly as durable as the unit. A newcomer copies a
+replica, and then puts its own row of them in place. This is for small things; what is larger than `ROW_BYTES_MAX` a rank,
+or changes again after the gate, has no live copy, and is kept by snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.worker.state import TrackedState, copy_bytes, pack
+
+if TYPE_CHECKING:
+    from rackrun.worker.world import World
+
+__all__ = ["ROW_BYTES_MAX", "UniqueBuffers"]
+
+ROW_BYTES_MAX = 4 * 2**20
+"""Of one rank. Every rank holds two times that of every rank."""
+
+
+class UniqueBuffers:
+    """Tracked like what the user tracks, under a name of its own: so it travels to newcomers and into snapshots."""
+
+    def __init__(self, state: TrackedState, world: World) -> None:
+        self._state, self._world = state, world
+        self._paths: tuple[str, ...] = ()
+        self._row_bytes = 0
+        self._kept: torch.Tensor | None = None
+        """One row of bytes a rank, as they were at the end of the last committed unit."""
+        self._coming: torch.Tensor | None = None
+        self._row: torch.Tensor | None = None
+
+    def choose(self, paths: Sequence[str], row_bytes: int) -> None:
+        """These are this rank's own. ``row_bytes`` is the most that any rank has; 0 ends the exchange."""
+        self._paths, self._row_bytes, self._kept, self._coming = tuple(paths), row_bytes, None, None
+
+    def exchange(self) -> None:
+        """Collective over the world, right before a gate. If it breaks, the gate will not be entered."""
+        if not self._row_bytes:
+            return
+        row = torch.zeros(self._row_bytes, dtype=torch.uint8, device=self._world.device)
+        packed = pack(self._buffers(), self._world.device)
+        row[: len(packed)] = packed
+        rows = torch.empty(self._world.size * self._row_bytes, dtype=torch.uint8, device=self._world.device)
+        dist.all_gather_into_tensor(rows, row)
+        self._coming, self._row = rows.view(self._world.size, -1), packed
+
+    def committed(self) -> bool:
+        """The unit is committed: what was exchanged counts. False when it is out of date already, because something
+        has changed one of the buffers after the gate."""
+        if self._coming is None or self._row is None:
+            return True
+        self._kept, self._coming = self._coming, None
+        return torch.equal(self._row, pack(self._buffers(), self._world.device))
+
+    def discarded(self) -> None:
+        self._coming = None
+
+    def take_place(self, rank: int) -> None:
+        """A newcomer holds a replica's buffers, and the rows: its own row is what it goes on with."""
+        if self._kept is not None:
+            copy_bytes(self._kept[rank], self._buffers())
+
+    # -- tracked state
+    def state_dict(self) -> dict[str, Any]:
+        rows = {} if self._kept is None else {"rows": self._kept}
+        return {"paths": list(self._paths), "row_bytes": self._row_bytes, **rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._paths, self._row_bytes, self._coming = tuple(state["paths"]), state["row_bytes"], None
+        self._kept = state["rows"].to(self._world.device) if "rows" in state else None
+
+    def _buffers(self) -> list[torch.Tensor]:
+        buffers = self._state.buffers()
+        return [buffers[path] for path in self._paths]

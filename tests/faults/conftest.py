@@ -1,0 +1,64 @@
+"""``train`` runs the script of these tests with faults; ``reference`` is the same training without."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.scripts.strike import Fault, faults_to_json
+from tests.faults.trained import RANKS, STEPS, Trained, read
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+DEADLINE_S = 60.0
+
+Train = Callable[..., Trained]
+
+
+@pytest.fixture
+def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
+    """``train(mode, faults, spares=1, trays=1) -> Trained``: a whole job; whatever happens, none of it is left."""
+    runs = 0
+
+    def run(mode: str, faults: Sequence[Fault] = (), *, spares: int = 1, trays: int = 1) -> Trained:
+        nonlocal runs
+        folder = tmp_path / f"train-{runs}"
+        runs += 1
+        for name in ("marks", "held"):
+            (folder / name).mkdir(parents=True)
+        slots = (RANKS + spares) // trays
+        options = ["--nproc-per-node", slots, "--trays", trays, "--spares", spares, "--ledger", "ids"]
+        if mode == "fsdp":  # imported once, not by every worker
+            options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
+        env = {"RACKRUN_TEST_FAULTS": faults_to_json(list(faults)), "RACKRUN_TEST_MARKS": str(folder / "marks")}
+        job = start_rackrun(["--standalone", *options, SCRIPT, mode, STEPS, folder / "held"], env=env)
+        trained = read(job.finish(DEADLINE_S), folder)
+        print(trained, file=sys.stderr)
+        return trained
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Trained]:
+    return {}
+
+
+@pytest.fixture
+def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], Trained]:
+    """``reference(mode)``: the training without a fault, run once."""
+
+    def of(mode: str) -> Trained:
+        if mode not in references:
+            trained = train(mode)
+            assert trained.ran.exit_code == 0, trained
+            assert not trained.recoveries, trained
+            assert sorted(trained.held) == [*(f"{rank}.json" for rank in range(RANKS)), "export.json"], trained
+            assert len(trained.ids) == STEPS, trained
+            references[mode] = trained
+        return references[mode]
+
+    return of

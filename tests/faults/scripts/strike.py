@@ -1,0 +1,232 @@
+"""Faults that strike from inside a worker, at an exact place of its script or of rackrun itself.
+
+A worker passes named *places*; a fault (`Fault`) names one, and what must hold there. It is claimed by making its mark, a
+file, with O_EXCL: so it strikes once, whoever passes the place later, in whichever incarnation. Faults come in
+``RACKRUN_TEST_FAULTS`` (JSON), marks lie in ``RACKRUN_TEST_MARKS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import rackrun
+
+__all__ = ["CLOCK", "IN_COLLECTIVE", "IN_GATE", "Fault", "Striker", "faults_to_json"]
+
+CLOCK = "clock"
+"""No place of the script: a thread strikes, ``delay_ms`` after the fault named by ``after`` did."""
+IN_COLLECTIVE, IN_GATE = "in a collective", "in the gate's collective"
+"""While the main thread waits for its peers: have one of them ``wait`` for this fault's mark, or nobody may be waited for."""
+PLACES_INSIDE = (
+    # in a gate
+    "world.World.pass_gate",
+    "world.World.wait_plan",
+    # around a commit
+    "units.UnitRunner._committed",
+    "units.UnitRunner._report_commit",
+    "snapshot.Snapshots.take",
+    "world.World.wait_released",
+    # in a recovery
+    "world.World.on_break",
+    "world.World.on_plan",
+    "units.UnitRunner._take_place",
+    "builder.build_communicator",
+    "world.World.join",
+    "restore._send",
+    "restore._receive",
+    "snapshot.Snapshots.load",
+    "units.UnitRunner._restore",
+)
+"""Functions of rackrun.worker with two places each: ``before NAME``, ``after NAME``."""
+WAIT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    name: str
+    """Of its mark."""
+    place: str
+    rank: int | None
+    """Who, by its rank at that moment. None: a spare that waits."""
+    step: int | None = None
+    """The step in hand; between units, the last committed one."""
+    generation: int | None = None
+    """The newest one that was announced to the worker."""
+    after: str = ""
+    """Not before the fault of this name has struck."""
+    delay_ms: float = 0.0
+    then: str = "KILL"
+    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
+    has struck; ``mark``: nothing, for others to come after."""
+    until: str = ""
+
+
+def faults_to_json(faults: list[Fault]) -> str:
+    return json.dumps([dataclasses.asdict(fault) for fault in faults])
+
+
+class Striker:
+    """``here(place)`` in the script; the places inside rackrun are patched in."""
+
+    def __init__(self, run: rackrun.Run) -> None:
+        self._units, self._world = run._units, run._world
+        self._faults = [Fault(**fault) for fault in json.loads(os.environ.get("RACKRUN_TEST_FAULTS", "[]"))]
+        self._marks = Path(os.environ.get("RACKRUN_TEST_MARKS", "."))
+        self._in_gate = False
+        if not self._faults:
+            return
+        wanted = {fault.place for fault in self._faults}
+        for name in PLACES_INSIDE:
+            if wanted & {f"before {name}", f"after {name}"}:
+                self._patch(name)
+        if wanted & {"entering a collective", IN_COLLECTIVE, IN_GATE, "gate entered", "gate reduced"}:
+            self._patch_collectives()
+        for fault in self._faults:
+            if fault.place == CLOCK:
+                threading.Thread(target=self._on_the_clock, args=[fault], daemon=True).start()
+
+    def here(self, place: str) -> None:
+        for fault in self._faults:
+            if fault.place == place and self._is_met(fault) and self._claim(fault):
+                self._strike(fault)
+
+    # -- when
+    def _is_met(self, fault: Fault) -> bool:
+        units, world = self._units, self._world
+        spare = units.waiting_spare and world._plan is None
+        if (fault.rank is None) is not spare or fault.rank not in {None, world.rank}:
+            return False
+        step = units.step_in_hand.at.step if units.step_in_hand is not None else world.passed.step
+        return (
+            fault.step in {None, step}
+            and fault.generation in {None, world._announced}
+            and (not fault.after or self._has_struck(fault.after))
+        )
+
+    def _has_struck(self, name: str) -> bool:
+        return (self._marks / name).exists()
+
+    def _claim(self, fault: Fault) -> bool:
+        passed = self._world.passed
+        told = {"wall": time.time(), "rank": self._world.rank, "passed": [passed.step, passed.phase]}
+        try:
+            fd = os.open(self._marks / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False
+        os.write(fd, json.dumps(told).encode())
+        os.close(fd)
+        return True
+
+    # -- what
+    def _strike(self, fault: Fault) -> None:
+        match fault.then:
+            case "KILL" | "STOP":
+                os.kill(os.getpid(), signal.SIGKILL if fault.then == "KILL" else signal.SIGSTOP)
+                time.sleep(WAIT_S)  # another thread may run on for a moment; this one does not
+            case "AGENT" | "LAUNCHER":
+                agent = _parent(os.getppid())  # a worker's parent is its agent's fork server
+                os.kill(agent if fault.then == "AGENT" else _parent(agent), signal.SIGKILL)
+            case "sleep":
+                time.sleep(fault.delay_ms / 1e3)
+            case "wait":
+                _wait_for(lambda: self._has_struck(fault.until))
+            case "mark":
+                pass
+            case other:
+                raise ValueError(f"no such fault: {other}")
+
+    def _on_the_clock(self, fault: Fault) -> None:
+        while not self._has_struck(fault.name):
+            if not self._has_struck(fault.after):
+                time.sleep(0.001)
+                continue
+            time.sleep(fault.delay_ms / 1e3)
+            if self._is_met(fault) and self._claim(fault):
+                self._strike(fault)
+                return
+            time.sleep(0.001)
+
+    # -- places inside rackrun
+    def _patch(self, name: str) -> None:
+        module, _, path = name.partition(".")
+        owner: Any = importlib.import_module(f"rackrun.worker.{module}")
+        *outer, last = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        original = getattr(owner, last)
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            self.here(f"before {name}")
+            result = original(*args, **kwargs)
+            self.here(f"after {name}")
+            return result
+
+        setattr(owner, last, patched)
+
+    def _patch_collectives(self) -> None:
+        from rackrun.worker import group, world
+
+        run, pass_gate, all_reduce = group.ElasticGroup._run, world.World.pass_gate, world.dist.all_reduce
+
+        def patched_run(elastic_group: Any, *args: Any) -> Any:
+            if not self._in_gate:
+                self.here("entering a collective")
+            work = run(elastic_group, *args)
+            if isinstance(work, group._Guarded):
+                self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
+            return work
+
+        def patched_pass_gate(*args: Any) -> None:
+            self._in_gate = True
+            try:
+                pass_gate(*args)
+            finally:
+                self._in_gate = False
+
+        def patched_all_reduce(*args: Any, **kwargs: Any) -> Any:
+            if self._in_gate:
+                self.here("gate entered")
+            result = all_reduce(*args, **kwargs)
+            if self._in_gate:
+                self.here("gate reduced")
+            return result
+
+        group.ElasticGroup._run = patched_run  # type: ignore[method-assign]
+        world.World.pass_gate = patched_pass_gate  # type: ignore[method-assign]
+        world.dist.all_reduce = patched_all_reduce
+
+    def _strike_soon(self, place: str) -> None:
+        """From another thread, when this one waits in the collective that it has just entered."""
+        due = [fault for fault in self._faults if fault.place == place and self._is_met(fault)]
+
+        def strike() -> None:
+            time.sleep(0.02)
+            for fault in due:
+                if self._claim(fault):
+                    self._strike(fault)
+
+        if due:
+            threading.Thread(target=strike, daemon=True).start()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -1,0 +1,561 @@
+"""A whole world without launcher and agent: workers forked from the test, and the real core as their coordinator.
+
+`TinyCluster` plays the shell: it forks a worker for every `StartWorker`, carries messages over socket pairs, serves the
+snapshots of the dead, and keeps the core's timers. Everything runs in one thread of the test, in one loop.
+
+A worker dies at a *moment*: the n-th time that it enters a collective, is given a batch, sees a gate pass or has committed
+a unit. Moments are counted alike in every run of a script, so a run without a death tells where the next may die.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads do not survive a fork
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import asyncio
+import contextlib
+import faulthandler
+import hashlib
+import heapq
+import json
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+
+import rackrun
+from rackrun.core.commands import (
+    BreakGeneration,
+    Command,
+    DrainWorkers,
+    FenceWorker,
+    Plan,
+    ReleaseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+    Worker,
+    WorkerCommand,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane
+from rackrun.core.events import Event, Failure, StopRequested, TimerFired, TrayJoined, WorkerExited
+from rackrun.core.ids import Position, Rank, Step, TrayId
+from rackrun.core.wire import Logged, UnitCommitted, decode_upward
+from rackrun.link import boot
+from rackrun.link.channel import frame, split_frames
+from rackrun.link.exchange import ExchangeServer
+from rackrun.link.page import HeartbeatPage
+from rackrun.worker.run import Run
+from rackrun.worker.state import TrackedState
+from rackrun.worker.units import UnitRunner
+from rackrun.worker.world import Scope, World
+
+__all__ = ["Ended", "TinyCluster", "moments"]
+
+TRAY = TrayId("t")
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Ended:
+    """How a run ended, and what it computed."""
+
+    exit_code: int = -1
+    because: str = ""
+    failure: Failure | None = None
+    state: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Rank -> what it holds when ``main`` has returned: path -> hash of the bits."""
+    said: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rank -> what its script handed to `say`."""
+    moments: dict[int, list[str]] = field(default_factory=dict)
+    """Rank -> the moments that it lived through."""
+    gates: dict[Position, tuple[float, ...]] = field(default_factory=dict)
+    ids: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    sealed: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    logs: dict[Position, dict[str, Any]] = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)
+    """Every plan after the first."""
+    story: list[str] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {at.step: gate[0] for at, gate in self.gates.items() if not at.phase}
+
+    @property
+    def rolled_back(self) -> bool:
+        return any(plan.rollback is not None for plan in self.plans)
+
+    @property
+    def restarted(self) -> bool:
+        return any("restart" in line for line in self.story)
+
+    def differences(self, other: Ended) -> list[str]:
+        """What is not the same, bit for bit. Empty: nothing."""
+        found = [] if self.exit_code == other.exit_code == 0 else [f"exit codes {self.exit_code}, {other.exit_code}"]
+        for step in sorted(self.losses.keys() | other.losses.keys()):
+            mine, theirs = self.losses.get(step), other.losses.get(step)
+            if mine != theirs:
+                found.append(f"loss of step {step}: {mine} and {theirs}")
+        for rank in sorted(self.state.keys() | other.state.keys()):
+            mine_, theirs_ = self.state.get(rank, {}), other.state.get(rank, {})
+            found += [
+                f"rank {rank}: {path}"
+                for path in sorted(mine_.keys() | theirs_.keys())
+                if mine_.get(path) != theirs_.get(path)
+            ]
+        for at in sorted(self.ids.keys() | other.ids.keys()):
+            if self.samples(at) != other.samples(at):
+                found.append(f"samples of {at}")
+        return found
+
+    def samples(self, at: Position) -> list[int]:
+        """Of all ranks. What a rank that died right after its gate could not report, its page holds."""
+        return sorted(sample for ids in {**self.sealed.get(at, {}), **self.ids.get(at, {})}.values() for sample in ids)
+
+    def __str__(self) -> str:
+        failure = f"\n{self.failure.traceback}" if self.failure else ""
+        return "\n".join([f"exit code {self.exit_code}: {self.because}{failure}", *self.story])
+
+
+def moments(reference: Ended, rank: int, seed: object, count: int = 1) -> list[int]:
+    """``count`` moments of ``rank``'s life at which it may die, the earliest after the first committed steps."""
+    lived = reference.moments[rank]
+    first = [index for index, what in enumerate(lived) if what.startswith("committed")][1] + 1
+    return sorted(random.Random(f"{seed}/{rank}").sample(range(first, len(lived)), count))
+
+
+# -- the shell -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Child:
+    worker: Worker
+    rank: int
+    spare: bool
+    pid: int
+    pidfd: int
+    channel: socket.socket
+    page: HeartbeatPage
+    fds: tuple[int, ...]
+    """Page, two snapshots, result."""
+    buffer: bytearray = field(default_factory=bytearray)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        data = os.pread(self.fds[3], os.fstat(self.fds[3]).st_size, 0)
+        found: dict[str, Any] = json.loads(data) if data else {}
+        return found
+
+    def close(self) -> None:
+        self.channel.close()
+        self.page.close()
+        for fd in (self.pidfd, *self.fds):
+            os.close(fd)
+
+
+class TinyCluster:
+    """``kill``: rank -> the moment at which its first worker dies. ``ranks`` workers train and ``spares`` wait."""
+
+    def __init__(
+        self,
+        main: Callable[[Run], None],
+        *,
+        ranks: int = 3,
+        spares: int = 1,
+        kill: Mapping[int, int] | None = None,
+        batch: tuple[int, int] = (12, 2),
+        deadline_s: float = DEADLINE_S,
+        max_restarts: int = 3,
+        drain_at: int | None = None,
+        **elastic: Any,
+    ) -> None:
+        self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
+        self._elastic: dict[str, Any] = {"global_batch_size": batch[0], "micro_batch_size": batch[1], "seed": 7, **elastic}
+        self._slots = ranks + spares
+        self._core = ControlPlane(
+            JobConfig(trays_min=1, trays_max=1, spares=spares, max_restarts=max_restarts, join_timeout_ms=30_000)
+        )
+        self._children: dict[Worker, _Child] = {}
+        self._dead: dict[Worker, _Child] = {}
+        self._held_plan: ResumeGeneration | None = None
+        self._timers: list[tuple[int, str]] = []
+        self._service = socket.create_server(("127.0.0.1", 0))
+        self._exchange_pid, self._exchange_pipe = 0, -1
+        self._ended = Ended()
+        self._over = False
+        self._began = time.monotonic()
+
+    def run(self) -> Ended:
+        """Until the core says how it ended. AssertionError when it does not within the deadline."""
+        store = self._start_exchange()
+        host, port = self._service.getsockname()
+        self._event(
+            TrayJoined(tray=TRAY, host="here", slots=self._slots, store=store, snapshots=f"{host}:{port}")
+        )
+        while not self._over:
+            self._turn()
+            if time.monotonic() - self._began > self._deadline_s:
+                self._show_stacks()
+                raise AssertionError(f"not over after {self._deadline_s} s\n{self._ended}")
+        self.close()
+        return self._ended
+
+    def close(self) -> None:
+        for child in list(self._children.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            child.close()
+        for child in self._dead.values():
+            child.close()
+        self._children.clear()
+        self._dead.clear()
+        self._service.close()
+        if self._exchange_pid:
+            os.close(self._exchange_pipe)
+            os.waitpid(self._exchange_pid, 0)
+            self._exchange_pid = 0
+
+    # -- one turn of the loop
+    def _turn(self) -> None:
+        poll = select.poll()
+        sources: dict[int, Callable[[], None]] = {self._service.fileno(): self._serve}
+        for child in self._children.values():
+            sources[child.channel.fileno()] = lambda child=child: self._read(child)  # type: ignore[misc]
+        exits = {child.pidfd: child for child in self._children.values()}
+        for fd in (*sources, *exits):
+            poll.register(fd, select.POLLIN)
+        now = self._now_ms()
+        ready = [fd for fd, _ in poll.poll(max(self._timers[0][0] - now, 0) if self._timers else 100)]
+        for fd in ready:
+            if fd in sources:
+                sources[fd]()
+        for fd in ready:
+            if fd in exits and exits[fd].worker in self._children:
+                self._exited(exits[fd])
+        while self._timers and self._timers[0][0] <= self._now_ms():
+            self._event(TimerFired(name=heapq.heappop(self._timers)[1]))
+
+    def _now_ms(self) -> int:
+        return int((time.monotonic() - self._began) * 1000)
+
+    def _event(self, event: Event) -> None:
+        if self._over:
+            return
+        event = type(event)(**{name: getattr(event, name) for name in event.__struct_fields__} | {"at_ms": self._now_ms()})
+        commands = self._core.handle(event)
+        self._core.check_invariants()
+        if not isinstance(event, TimerFired):
+            self._tell(f"{type(event).__name__} {getattr(event, 'slot', '')}")
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SetTimer():
+                heapq.heappush(self._timers, (command.at_ms, command.name))
+            case StartWorker():
+                self._fork(command)
+            case FenceWorker():
+                self._tell(f"fence {command.slot}: {command.because}")
+                with contextlib.suppress(KeyError):
+                    os.kill(self._children[Worker(command.slot, command.incarnation)].pid, signal.SIGKILL)
+            case BreakGeneration():
+                self._tell(f"break for generation {command.generation}: {command.because}")
+                self._send(command.workers, command)
+            case ResumeGeneration():
+                self._resume(command)
+            case DrainWorkers() | ReleaseWorkers():
+                self._send(command.workers, command)
+            case StopJob():
+                self._tell(f"stop {command.exit_code}: {command.because}")
+                ended = self._ended
+                ended.exit_code, ended.because, ended.failure, self._over = command.exit_code, command.because, command.failure, True
+
+    def _resume(self, command: ResumeGeneration) -> None:
+        plan = command.plan
+        self._tell(f"generation {plan.generation}: {command.because}; committed {plan.committed}, rollback {plan.rollback}, {plan.restores}")
+        if plan.generation > 1:
+            self._ended.plans.append(plan)
+        workers = tuple(Worker(member.slot, member.incarnation) for member in plan.members)
+        if all(worker in self._children for worker in workers):
+            self._send(workers, command)
+        else:
+            self._held_plan = command  # its members are started next
+
+    def _send(self, workers: tuple[Worker, ...], command: WorkerCommand) -> None:
+        for worker in workers:
+            if worker in self._children:
+                with contextlib.suppress(OSError):
+                    self._children[worker].channel.sendall(frame(command))
+
+    def _read(self, child: _Child) -> None:
+        try:
+            data = child.channel.recv(1 << 20)
+        except OSError:
+            data = b""
+        child.buffer += data
+        for part in split_frames(child.buffer):
+            message = decode_upward(part)
+            if isinstance(message, UnitCommitted):
+                self._committed(message)
+            elif isinstance(message, Logged):
+                self._ended.logs.setdefault(message.at, {}).update(message.values)
+            else:
+                self._event(message)
+
+    def _committed(self, message: UnitCommitted) -> None:
+        known = self._ended.gates.setdefault(message.at, message.gate)
+        # A step that is computed again, after a rollback or a restart, has the same bits: timings excepted.
+        assert known[:3] == message.gate[:3], f"{message.at}: {known} and then {message.gate}"
+        ids = tuple(int(i) for i in np.frombuffer(message.ids, "<i8"))
+        assert self._ended.ids.setdefault(message.at, {}).setdefault(message.rank, ids) == ids
+        if self._drain_at == message.at.step:
+            self._drain_at = None
+            self._event(StopRequested(because="the test wants it", exit_code=0))
+
+    def _exited(self, child: _Child) -> None:
+        child.channel.setblocking(False)
+        self._read(child)
+        if child.worker not in self._children:
+            return
+        _, status = os.waitpid(child.pid, 0)
+        del self._children[child.worker]
+        self._dead[child.worker] = child
+        result = child.result
+        if "state" in result:
+            rank = result["rank"]
+            self._ended.state[rank], self._ended.moments[rank] = result["state"], result["moments"]
+            self._ended.said[rank] = result["said"]
+        self._remember_delivered(child)
+        failure = Failure(**result["failure"]) if "failure" in result else None
+        self._event(
+            WorkerExited(
+                slot=child.worker.slot,
+                incarnation=child.worker.incarnation,
+                exit_code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+                signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+                failure=failure,
+                step=Step(child.page.at.step),
+                snapshots=tuple(Step(step) for step in sorted(child.page.snapshots())),
+            )
+        )
+
+    def _remember_delivered(self, child: _Child) -> None:
+        """What it has recorded in its page before a gate that it perhaps did not live to report."""
+        rank = self._rank_of(child.worker) if child.spare else child.rank
+        for step in (child.page.at.step, child.page.at.step - 1):
+            ids = child.page.ledger(Position(step)) if step >= 0 else None
+            if ids is not None and rank is not None:
+                self._ended.sealed.setdefault(Position(step), {}).setdefault(rank, tuple(map(int, ids)))
+
+    def _rank_of(self, worker: Worker) -> int | None:
+        for plan in reversed(self._ended.plans):
+            for member in plan.members:
+                if (member.slot, member.incarnation) == (worker.slot, worker.incarnation):
+                    return member.rank
+        return None
+
+    def _serve(self) -> None:
+        """One snapshot of a worker, living or dead: ``GET /snapshot/SLOT/INCARNATION/STEP``."""
+        connection, _ = self._service.accept()
+        with connection:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += connection.recv(4096)
+            _, _, slot, index, incarnation, step = head.split(b" ")[1].decode().split("/")
+            children = {**self._children, **self._dead}
+            child = next(c for w, c in children.items() if (w.slot, w.incarnation) == (f"{slot}/{index}", int(incarnation)))
+            fd = child.fds[1 + child.page.snapshots()[int(step)]]
+            data = os.pread(fd, os.fstat(fd).st_size, 0)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+
+    def _tell(self, what: str) -> None:
+        self._ended.story.append(f"{time.monotonic() - self._began:7.3f} {what}")
+
+    def _show_stacks(self) -> None:
+        for child in self._children.values():
+            print(f"-- stack of {child.worker}", file=sys.stderr, flush=True)
+            os.kill(child.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+
+    # -- processes
+    def _start_exchange(self) -> str:
+        """Where groups meet, in a process of its own, as an agent serves it; it ends when its pipe is closed."""
+        theirs, self._exchange_pipe = os.pipe()
+        told, tell = os.pipe()
+        self._exchange_pid = os.fork()
+        if self._exchange_pid == 0:
+            os.close(self._exchange_pipe)
+            asyncio.run(_serve_exchange(theirs, tell))
+            os._exit(0)
+        os.close(tell)
+        os.close(theirs)
+        address = os.read(told, 64).decode()
+        os.close(told)
+        return address
+
+    def _fork(self, command: StartWorker) -> None:
+        worker = Worker(command.slot, command.incarnation)
+        ours, theirs = socket.socketpair()
+        fds = (HeartbeatPage.create("test"), os.memfd_create("a"), os.memfd_create("b"), os.memfd_create("result"))
+        booted = boot.Boot(
+            slot=command.slot,
+            incarnation=command.incarnation,
+            spare=command.spare,
+            rank=command.rank,
+            local_rank=int(command.slot.rpartition("/")[2]),
+            world_size=command.world_size,
+            generation=command.generation,
+            env={},
+            channel_fd=theirs.fileno(),
+            page_fd=fds[0],
+            snapshot_fds=(fds[1], fds[2]),
+        )
+        first = not command.spare and not command.restarts
+        dies_at = self._kill.get(command.rank) if first else None
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            os.close(self._exchange_pipe)
+            self._service.close()
+            for other in (*self._children.values(), *self._dead.values()):
+                other.channel.close()
+            _live(self._main, self._elastic, booted, dies_at, fds[3])
+        theirs.close()
+        self._children[worker] = _Child(
+            worker, command.rank, command.spare, pid, os.pidfd_open(pid), ours, HeartbeatPage(fds[0]), fds
+        )
+        if self._held_plan is not None:
+            members = tuple(Worker(m.slot, m.incarnation) for m in self._held_plan.plan.members)
+            if all(member in self._children for member in members):
+                self._send(members, self._held_plan)
+                self._held_plan = None
+
+
+async def _serve_exchange(until: int, tell: int) -> None:
+    server = ExchangeServer("127.0.0.1", "", {})
+    os.write(tell, (await server.start()).encode())
+    os.close(tell)
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(until, over.set)
+    await over.wait()
+
+
+# -- inside a worker -------------------------------------------------------------------------------------------------
+
+
+def _live(main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | None, result_fd: int) -> None:
+    """The whole life of a forked worker."""
+    code = 1
+    try:
+        faulthandler.register(signal.SIGUSR1)
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        os.environ |= {"RANK": str(booted.rank), "WORLD_SIZE": str(booted.world_size), "LOCAL_RANK": str(booted.local_rank)}
+        boot.install(booted)
+        result: dict[str, Any] = {}
+        lived = _count_moments(dies_at)
+
+        @rackrun.elastic(**elastic)
+        def started(run: Run) -> None:
+            main(run)
+            result.update(rank=run.rank, state=_bits(run._state), moments=lived, said=_said)
+
+        try:
+            started()
+        except Exception as error:
+            traceback.print_exc()
+            frame_ = traceback.extract_tb(error.__traceback__)[-1]
+            kind = type(error)
+            result["failure"] = {
+                "type": f"{kind.__module__}.{kind.__qualname__}",
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "where": f"{frame_.filename}:{frame_.lineno}",
+            }
+        else:
+            code = 0
+        os.write(result_fd, json.dumps(result).encode())
+    except SystemExit:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+_said: dict[str, Any] = {}
+
+
+def say(**values: Any) -> None:
+    """For scripts: what the test shall see of this rank (`Ended.said`). Plain data."""
+    _said.update(values)
+
+
+def _count_moments(dies_at: int | None) -> list[str]:
+    lived: list[str] = []
+
+    def live(what: str) -> None:
+        lived.append(what)
+        if len(lived) - 1 == dies_at:
+            print(f"dies at moment {dies_at}: {what}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def enter_collective(world: World, _original: Any = World.enter_collective) -> int | None:
+        if world.scope is Scope.UNIT:
+            live(f"enters a collective after {world.passed}")
+        result: int | None = _original(world)
+        return result
+
+    def pass_gate(world: World, at: Position, mine: Any, _original: Any = World.pass_gate) -> None:
+        _original(world, at, mine)
+        live(f"passed the gate of {at}")
+
+    def begin_shard(run: Run, step: Any, shard: Any, _original: Any = Run.begin_shard, **more: Any) -> None:
+        _original(run, step, shard, **more)
+        live(f"batch {shard} of {step}")
+
+    def committed(units: UnitRunner, at: Position, *more: Any, _original: Any = UnitRunner._committed) -> None:
+        _original(units, at, *more)
+        live(f"committed {at}")
+
+    World.enter_collective = enter_collective  # type: ignore[method-assign]
+    World.pass_gate = pass_gate  # type: ignore[method-assign]
+    Run.begin_shard = begin_shard  # type: ignore[method-assign]
+    UnitRunner._committed = committed  # type: ignore[method-assign]
+    return lived
+
+
+def _bits(state: TrackedState) -> dict[str, str]:
+    """Path -> hash of every tensor, and of everything that is not a tensor."""
+    tensors = {path: _hash(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for path, tensor in _by_path(state)}
+    return {**tensors, "plain": _hash(state._encode_plain())}
+
+
+def _by_path(state: TrackedState) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(state.tensors().items())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

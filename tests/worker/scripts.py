@@ -1,0 +1,70 @@
+"""Small training scripts: what users write, in a few lines each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+WIDTH = 10
+STEPS = 8
+
+
+class Samples:
+    """Vectors, by number. ``noisy``: augmented at random, by three generators."""
+
+    def __init__(self, count: int = 60, noisy: bool = False) -> None:
+        self.count, self.noisy = count, noisy
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        if self.noisy:
+            sample += torch.randn(WIDTH) * random.random() + float(np.random.rand())
+        return sample
+
+
+def net(*extra: nn.Module, hidden: int = 14) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, hidden), *extra, nn.Tanh(), nn.Dropout(0.2), nn.Linear(hidden, WIDTH))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch) - batch).pow(2).mean()
+    return loss
+
+
+def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, *, noisy: bool = False, workers: int = 0, **tracked: Any) -> None:
+    """The plain loop: accumulate the micro-batches, step, zero the gradients."""
+    run.track(model=model, optimizer=optimizer, **tracked)
+    data = run.loader(Samples(noisy=noisy), num_workers=workers)
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def ddp(run: Run, *layers: nn.Module, **options: Any) -> DDP:
+    return DDP(net(*layers).to(run.device), **options)
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+Script = Callable[[Run], None]

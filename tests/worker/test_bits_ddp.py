@@ -1,0 +1,334 @@
+"""Losses, samples, parameters, buffers and optimizer state are the same, bit for bit, with and without two deaths.
+
+Each script runs once undisturbed, and once more while rank 0 and another rank die at moments drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, moments
+from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+# -- what DDP can be told ----------------------------------------------------------------------------------------------
+def accumulation(run: Run) -> None:
+    model = ddp(run)
+    fit(run, model, adam(model))
+
+
+def bucket_views(run: Run) -> None:
+    model = ddp(run, gradient_as_bucket_view=True)
+    fit(run, model, adam(model))
+
+
+def static_graph(run: Run) -> None:
+    model = ddp(run, static_graph=True)
+    fit(run, model, adam(model))
+
+
+class SometimesUnused(nn.Module):
+    """Which half is used depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([net(), net()])
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        half: torch.Tensor = self.halves[int(batch[0, 0] > 0)](batch)
+        return half
+
+
+def unused_parameters(run: Run) -> None:
+    model = DDP(SometimesUnused(), find_unused_parameters=True)
+    fit(run, model, adam(model))
+
+
+def batch_norm(run: Run) -> None:
+    model = ddp(run, nn.BatchNorm1d(14))
+    fit(run, model, adam(model))
+
+
+def batch_norm_of_each_rank(run: Run) -> None:
+    model = ddp(run, nn.BatchNorm1d(14), broadcast_buffers=False)
+    fit(run, model, adam(model))
+
+
+def tied_weights(run: Run) -> None:
+    inner = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+    inner[2].weight = inner[0].weight
+    model = DDP(inner)
+    fit(run, model, adam(model))
+
+
+class Counting(nn.Module):
+    """Its buffer is not in its state_dict, and matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.seen: torch.Tensor
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += batch.abs().sum()
+        out: torch.Tensor = self.inner(batch) * (1 + self.seen / 1000)
+        return out
+
+
+def non_persistent_buffer(run: Run) -> None:
+    model = DDP(Counting())
+    fit(run, model, adam(model))
+
+
+def random_augmentation(run: Run) -> None:
+    model = ddp(run)
+    fit(run, model, adam(model), noisy=True)
+
+
+# -- optimizers and what belongs to them -------------------------------------------------------------------------------
+def sgd_momentum(run: Run) -> None:
+    model = ddp(run)
+    fit(run, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
+
+
+def adam_fused(run: Run) -> None:
+    model = ddp(run)
+    fit(run, model, adam(model, fused=True))
+
+
+def adam_foreach_amsgrad(run: Run) -> None:
+    model = ddp(run)
+    fit(run, model, adam(model, foreach=True, amsgrad=True))
+
+
+class Ema:
+    """A custom object, with tensors and plain values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mean = [p.detach().clone() for p in model.parameters()]
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for mean, parameter in zip(self.mean, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 1 / (1 + self.updates))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mean, given in zip(self.mean, state["mean"], strict=True):
+            mean.copy_(given)
+        self.updates = state["updates"]
+
+
+def everything_beside_the_model(run: Run) -> None:
+    """Schedulers, an EMA module, a custom object, clipping."""
+    model = ddp(run)
+    optimizer = adam(model)
+    shadow = torch.optim.swa_utils.AveragedModel(model.module, avg_fn=lambda a, b, _: 0.9 * a + 0.1 * b)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    ema = Ema(model)
+    run.track(model=model, optimizer=optimizer, shadow=shadow, warm=warm, plateau=plateau, ema=ema)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        warm.step()
+        plateau.step(step.loss)
+        shadow.update_parameters(model.module)
+        ema.update(model)
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def batch_norm_and_its_average(run: Run) -> None:
+    """The average's buffers change after the gate: they have no live copy, snapshots keep them."""
+    model = ddp(run, nn.BatchNorm1d(14))
+    optimizer = adam(model)
+    shadow = torch.optim.swa_utils.AveragedModel(model.module)
+    run.track(model=model, optimizer=optimizer, shadow=shadow)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        shadow.update_parameters(model.module)
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def one_cycle_and_scaler(run: Run) -> None:
+    """A GradScaler that meets an infinite gradient in step 3, and skips that step's optimizer."""
+    model = ddp(run)
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)
+    run.track(model=model, optimizer=optimizer, scaler=scaler, cycle=cycle)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, batch)
+            if int(step) == 3:
+                loss = loss * float("inf")
+            scaler.scale(step.scale(loss)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        cycle.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def two_optimizers(run: Run) -> None:
+    """As a GAN is trained: the gate stands before the first of both."""
+    maker, judge = ddp(run), ddp(run)
+    for_maker, for_judge = adam(maker), torch.optim.SGD(judge.parameters(), lr=0.01, momentum=0.5)
+    run.track(maker=maker, judge=judge, for_maker=for_maker, for_judge=for_judge)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            fake = maker(batch)
+            step.backward(judge(fake.detach()).pow(2).mean() + (judge(batch) - 1).pow(2).mean())
+            (step.gradient_scale * (fake - batch).abs().mean()).backward()
+        for_judge.step()
+        for_maker.step()
+        for_judge.zero_grad()
+        for_maker.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def plain_averaging(run: Run) -> None:
+    """No wrapper: the script averages gradients itself."""
+    model = net()
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            (loss_of(model, batch) * step.weight).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def phases(run: Run) -> None:
+    model = ddp(run, nn.BatchNorm1d(14))
+    optimizer = adam(model)
+    best = copy.deepcopy(model.module)
+
+    def evaluate() -> None:
+        total = torch.tensor([float(sum(p.detach().sum() for p in model.parameters()))])
+        dist.all_reduce(total)
+        run.log(total=total.item())
+        best.load_state_dict(model.module.state_dict())
+
+    run.every(2, evaluate)
+    run.at_end(evaluate)
+    fit(run, model, optimizer, best=best)
+
+
+EXACT: list[Script] = [
+    accumulation,
+    bucket_views,
+    unused_parameters,
+    batch_norm,
+    batch_norm_of_each_rank,
+    tied_weights,
+    non_persistent_buffer,
+    random_augmentation,
+    sgd_momentum,
+    adam_fused,
+    adam_foreach_amsgrad,
+    everything_beside_the_model,
+    batch_norm_and_its_average,
+    one_cycle_and_scaler,
+    two_optimizers,
+    plain_averaging,
+    phases,
+]
+
+
+@pytest.mark.parametrize("main", EXACT, ids=lambda main: main.__name__)
+def test_deaths_of_rank_0_and_of_another_do_not_change_a_bit(main: Script, train: Train) -> None:
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    deaths = {0: moments(reference, 0, main.__name__)[0], 2: moments(reference, 2, main.__name__)[0]}
+    ended = train(main, kill=deaths)
+    assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
+    assert ended.plans, f"nobody died\n{ended}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, train: Train) -> None:
+    reference = train(batch_norm)
+    deaths = {rank: moments(reference, rank, seed)[0] for rank in (0, 1)}
+    ended = train(batch_norm, kill=deaths)
+    assert not ended.differences(reference), f"{deaths}\n{ended}"
+    assert not ended.rolled_back
+    assert not ended.restarted
+
+
+def test_uneven_micro_batches_are_evened_out_by_ghosts(train: Train) -> None:
+    """3 ranks share 8 micro-batches: one has only two of its own, and computes a third that does not count."""
+    reference = train(accumulation, batch=(16, 2))
+    ended = train(accumulation, batch=(16, 2), kill={rank: moments(reference, rank, "ghosts")[0] for rank in (0, 2)})
+    assert not ended.differences(reference), ended
+    at = min(reference.ids)
+    assert sorted(len(ids) for ids in reference.ids[at].values()) == [4, 6, 6]
+
+
+def test_processes_that_load_data_deliver_the_same_bits(train: Train) -> None:
+    def alone(run: Run) -> None:
+        model = ddp(run)
+        fit(run, model, adam(model), noisy=True)
+
+    def with_workers(run: Run) -> None:
+        model = ddp(run)
+        fit(run, model, adam(model), noisy=True, workers=1)
+
+    reference = train(alone, ranks=2)
+    assert not train(with_workers, ranks=2).differences(reference)
+    ended = train(with_workers, ranks=2, kill={1: moments(reference, 1, "workers")[0]})
+    assert not ended.differences(reference), ended

@@ -1,0 +1,167 @@
+"""The same for sharded models. A lost shard comes from a live replica (HSDP, TP with DP) or from a snapshot (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Ended, moments
+from scripts import STEPS, WIDTH, Samples, Script, adam, fit, loss_of, net
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def sharded(**options: Any) -> nn.Module:
+    model = net()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp(run: Run) -> None:
+    """14 and 10 rows over 3 ranks: the last holds less."""
+    model = sharded()
+    fit(run, model, adam(model))
+
+
+def fsdp_kept_gathered(run: Run) -> None:
+    model = sharded(reshard_after_forward=False)
+    fit(run, model, adam(model))
+
+
+def fsdp_mixed_precision(run: Run) -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fit(run, model, adam(model, fused=True))
+
+
+def fsdp_clipped(run: Run) -> None:
+    model = sharded()
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+@pytest.mark.parametrize("main", [fsdp, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped], ids=lambda main: main.__name__)
+def test_a_lost_shard_is_computed_again_from_a_snapshot(main: Script, train: Train) -> None:
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 2)}
+    ended = train(main, kill=deaths)
+    assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
+    assert ended.rolled_back, ended
+
+
+def hsdp(run: Run) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh)
+    fit(run, model, adam(model))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(batch)))
+        return out
+
+
+def tensor_parallel(run: Run) -> None:
+    """Two groups of two: each shard of the model is on two ranks."""
+    model = Mlp()
+    parallelize_module(model, run.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=run.mesh["dp"])
+    fit(run, model, adam(model, foreach=False))
+
+
+def redistribute(run: Run) -> None:
+    """A DTensor is re-laid in every step: all-to-all and all-gather under autograd."""
+    mesh = run.mesh
+    model = net()
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            (loss_of(model, batch) * step.weight).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            spread = DTensor.from_local(parameter.grad[None], mesh, [Shard(0)])
+            whole = spread.redistribute(mesh, [Replicate()]).to_local()
+            parameter.grad.copy_(whole.sum(0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+@pytest.mark.parametrize(
+    ("main", "how"),
+    [
+        (hsdp, {"mesh": {"replicate": 2, "shard": 2}}),
+        (tensor_parallel, {"mesh": {"dp": -1, "tp": 2}}),
+        (redistribute, {"mesh": {"dp": -1}}),
+    ],
+    ids=["hsdp", "tensor_parallel", "redistribute"],
+)
+def test_exact_on_a_mesh(main: Script, how: dict[str, Any], train: Train) -> None:
+    reference = train(main, ranks=4, batch=(16, 2), **how)
+    assert reference.exit_code == 0, reference
+    deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 3)}
+    ended = train(main, ranks=4, batch=(16, 2), kill=deaths, **how)
+    assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
+    if main is not tensor_parallel:  # sharded over dp as well, there: every rank holds a part of its own
+        assert not ended.rolled_back, ended
+
+
+def test_a_replicated_dtensor_parameter_is_a_replica(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = net().eval()
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), run.mesh, [Replicate()]))
+                layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), run.mesh, [Replicate()]))
+        optimizer = adam(model, foreach=False)
+        run.track(model=model, optimizer=optimizer)
+
+        @run.step
+        def step(_: Step) -> None:
+            batch = DTensor.from_local(torch.ones(4, WIDTH), run.mesh, [Replicate()])
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference = train(main, ranks=2, mesh={"dp": -1})
+    assert reference.exit_code == 0, reference
+    ended = train(main, ranks=2, mesh={"dp": -1}, kill={0: moments(reference, 0, "replicated")[0]})
+    assert not ended.differences(reference), ended
+    assert not ended.rolled_back
