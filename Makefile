@@ -3,6 +3,7 @@
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
+#   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #
 # TORCH says which torch to install when there is none in .venv, for example
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -15,7 +16,7 @@ READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test soak check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -25,6 +26,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest $(ARGS)
+
+soak: $(READY)
+	@$(PY) -m pytest -m soak $(ARGS)
 
 check: $(READY)
 	@$(PY) -m ruff check .

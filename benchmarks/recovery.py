@@ -9,8 +9,8 @@ checkpoint to disk every 10 steps and resumes from it; rackrun has one warm spar
 
 **Recovery** is the time from the signal to the moment at which all 4 ranks have finished a step that nobody had finished
 before. **Redone** steps had been finished before the fault and were computed once more. **Overhead** compares step times
-and CPU seconds (of all processes, launchers included) of runs without a fault, in pairs of alternating order, because the
-same code differs by several per cent from one run to the next.
+and CPU seconds (of all processes, launchers included) without a fault, in pairs of short blocks that alternate while the
+other job is stopped, because the same code differs by several per cent from one minute to the next.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from jobs import (
 
 RANKS = 4
 WARM_UP = 15  # steps
+BLOCK_STEPS = 8
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -55,6 +56,12 @@ class Workload:
         arguments = ("--steps", str(steps), *self.size)
         if system == "rackrun":
             return Job(rackrun_command("elastic_mlp.py", *arguments, ranks=RANKS, spares=1))
+        if system == "rackrun, plain script":
+            return Job(
+                rackrun_command(
+                    "ddp_mlp.py", *arguments, "--checkpoint", "{folder}/checkpoint.pt", ranks=RANKS, spares=1
+                )
+            )
         return Job(torchrun_command("ddp_mlp.py", *arguments, ranks=RANKS, checkpoint=checkpoint), env=TORCHRUN_ENV)
 
 
@@ -67,7 +74,7 @@ def all_ranks_at(marks: Sequence[Mark], step: int) -> bool:
 
 
 def fault_free_losses(workload: Workload, system: str, steps: int) -> dict[str, float]:
-    with workload.job(system, steps, checkpoint=system == "torchrun") as job:
+    with workload.job(system, steps, checkpoint=system != "rackrun") as job:
         job.wait_for(
             lambda marks: all_ranks_at(marks, steps - 1), workload.start_timeout_s + steps * workload.step_timeout_s
         )
@@ -78,8 +85,8 @@ def recovery(
     workload: Workload, system: str, fault: str, rng: random.Random, expected: dict[str, float], steps: int
 ) -> dict[str, Any]:
     """One fault. ``beyond_s`` is None when the job never got going again within the time limit."""
-    victim, fault_step, fraction = rng.randrange(1, RANKS), rng.randrange(WARM_UP, WARM_UP + 10), rng.random()
-    with workload.job(system, steps, checkpoint=system == "torchrun") as job:
+    victim, fault_step, fraction = rng.randrange(RANKS), rng.randrange(WARM_UP, WARM_UP + 10), rng.random()
+    with workload.job(system, steps, checkpoint=system != "rackrun") as job:
         job.wait_for(lambda marks: all_ranks_at(marks, 0), workload.start_timeout_s)
         launch_s = max(mark.t for mark in job.marks() if mark.step == 0) - job.started
         job.wait_for(lambda marks: all_ranks_at(marks, fault_step), fault_step * workload.step_timeout_s, poll_s=0.002)
@@ -114,6 +121,12 @@ def recovery(
             return {**result, "beyond_s": None, "why": str(failure)[-500:]}
         job.wait_for(lambda marks: all_ranks_at(marks, step + 5), 6 * workload.step_timeout_s)
         marks = job.marks()
+        restarted = [mark for mark in marks if mark.t >= fault_at]
+        firsts = []
+        for again_step in {mark.step for mark in restarted}:
+            done = {mark.rank: mark for mark in restarted if mark.step == again_step}
+            if len(done) == RANKS and done[victim].pid != victim_pid:
+                firsts.append(max(mark.t for mark in done.values()))
         finished_before = {(mark.rank, mark.step) for mark in marks if mark.t < fault_at}
         again = {mark.step for mark in marks if mark.t >= fault_at and (mark.rank, mark.step) in finished_before}
         differences = [
@@ -123,6 +136,7 @@ def recovery(
         ]
         return {
             **result,
+            "first_s": min(firsts) - fault_at,
             "beyond_s": at - fault_at,
             "beyond_step": step,
             "steps_redone": len(again),
@@ -131,29 +145,55 @@ def recovery(
         }
 
 
-def overhead_pair(workload: Workload, order: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
-    """Steady step time and CPU seconds a step of each system, one after the other."""
-    pair = {}
-    for system in order:
-        with workload.job(system, steps + 20, checkpoint=False) as job:  # some steps more, so that none ends under us
+def overhead_blocks(workload: Workload, pairs: int) -> list[dict[str, dict[str, float]]]:
+    """Both jobs at once, one of them stopped (SIGSTOP, all its processes) while the other computes a block of steps, in turn.
+
+    So a pair of blocks lies within some ten seconds, on the same machine, in the same state, and nothing has to start again.
+    """
+    results: list[dict[str, dict[str, float]]] = []
+    systems = ("rackrun", "torchrun")
+    with (
+        workload.job("rackrun", 10**6, checkpoint=False) as ours,
+        workload.job("torchrun", 10**6, checkpoint=False) as theirs,
+    ):
+        jobs = dict(zip(systems, (ours, theirs), strict=True))
+        theirs.pause()
+        for job in (ours, theirs):
+            job.resume()
             job.wait_for(
                 lambda marks: all_ranks_at(marks, WARM_UP), workload.start_timeout_s + WARM_UP * workload.step_timeout_s
             )
-            cpu_before, first = job.cpu_seconds(), max(mark.step for mark in job.marks())
-            job.wait_for(lambda marks: all_ranks_at(marks, steps), steps * workload.step_timeout_s, poll_s=0.05)
-            cpu_after, last = job.cpu_seconds(), max(mark.step for mark in job.marks())
-            times = step_seconds(job.marks(), WARM_UP, steps)
-            pair[system] = {
-                "step_s": statistics.median(times),
-                "cpu_s_per_step": (cpu_after - cpu_before) / (last - first),
-            }
-    return pair
+            job.pause()
+        for number in range(pairs):
+            pair = {}
+            for system in systems if number % 2 else systems[::-1]:
+                pair[system] = block(jobs[system], workload)
+            results.append(pair)
+            print(f"pair {number + 1}/{pairs}: {pair}", file=sys.stderr)
+        for job in jobs.values():
+            job.resume()
+    return results
+
+
+def block(job: Job, workload: Workload) -> dict[str, float]:
+    """Median step time and CPU seconds a step over `BLOCK_STEPS` steps, the first after the pause left out."""
+    job.resume()
+    start = max(mark.step for mark in job.marks()) + 2
+    job.wait_for(lambda marks: all_ranks_at(marks, start), 2 * workload.step_timeout_s, poll_s=0.005)
+    cpu_before, began = job.cpu_seconds(), time.monotonic()
+    job.wait_for(
+        lambda marks: all_ranks_at(marks, start + BLOCK_STEPS), BLOCK_STEPS * workload.step_timeout_s, poll_s=0.005
+    )
+    cpu, took = job.cpu_seconds() - cpu_before, time.monotonic() - began
+    job.pause()
+    times = step_seconds(job.marks(), start, start + BLOCK_STEPS)
+    return {"step_s": statistics.median(times), "mean_step_s": took / BLOCK_STEPS, "cpu_s_per_step": cpu / BLOCK_STEPS}
 
 
 def summary(result: dict[str, Any]) -> str:
     lines = [
-        "| system | fault | n | recovery, s | steps redone | steady step, s | loss against the run without fault |",
-        "|---|---|---|---|---|---|---|",
+        "| system | fault | n | first step of all ranks, s | recovery, s | steps redone | steady step, s | loss against the run without fault |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     kinds = dict.fromkeys((run["system"], run["fault"]) for run in result["recoveries"])
     for system, fault in kinds:
@@ -162,7 +202,8 @@ def summary(result: dict[str, Any]) -> str:
         failed = f", {len(runs) - len(done)} never recovered" if len(done) < len(runs) else ""
         differs = max((run["loss_differs_by_max"] for run in done), default=0.0)
         lines.append(
-            f"| {system} | SIG{fault.upper()} | {len(runs)}{failed} | {median_range([run['beyond_s'] for run in done])} "
+            f"| {system} | SIG{fault.upper()} | {len(runs)}{failed} | {median_range([run['first_s'] for run in done])} "
+            f"| {median_range([run['beyond_s'] for run in done])} "
             f"| {median_range([run['steps_redone'] for run in done], 0)} | {median_range([run['steady_step_s'] for run in runs], 3)} "
             f"| {'bit-equal' if done and differs == 0 else f'differs by up to {differs:.1e}' if done else ''} |"
         )
@@ -172,7 +213,11 @@ def summary(result: dict[str, Any]) -> str:
             "| rackrun / torchrun, no fault | median of ratios | 95 % interval | pairs |",
             "|---|---|---|---|",
         ]
-        for key, name in (("step_s", "step time"), ("cpu_s_per_step", "CPU seconds a step")):
+        for key, name in (
+            ("step_s", "step time (median in a block)"),
+            ("mean_step_s", "step time (mean in a block)"),
+            ("cpu_s_per_step", "CPU seconds a step"),
+        ):
             ratios = [pair["rackrun"][key] / pair["torchrun"][key] for pair in result["overhead"]]
             low, high = bootstrap_median(ratios)
             lines.append(f"| {name} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {len(ratios)} |")
@@ -183,14 +228,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one of each, with a small model")
     parser.add_argument("--runs", type=int, default=5, help="faults of each kind")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of runs without a fault")
-    parser.add_argument("--systems", default="rackrun,torchrun")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs of blocks without a fault")
+    parser.add_argument("--systems", default="rackrun;torchrun;rackrun, plain script", help="separated by ;")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="", help="of the JSON file in benchmarks/results")
     args = parser.parse_args()
     workload, runs, pairs = (QUICK, 1, 1) if args.quick else (FULL, args.runs, args.pairs)
-    systems = args.systems.split(",")
-    fault_steps, pair_steps = WARM_UP + 40, WARM_UP + 25
+    systems = args.systems.split(";")
+    fault_steps = WARM_UP + 40
     result: dict[str, Any] = {
         "machine": machine(),
         "quick": args.quick,
@@ -214,11 +259,7 @@ def main() -> int:
                 result["recoveries"].append(run)
                 took = "never" if run["beyond_s"] is None else f"{run['beyond_s']:.2f} s"
                 print(f"{number + 1}/{runs} {system} {fault}: {took}", file=sys.stderr)
-    if len(systems) == 2:
-        for number in range(pairs):
-            pair = overhead_pair(workload, systems if number % 2 else systems[::-1], pair_steps)
-            result["overhead"].append(pair)
-            print(f"pair {number + 1}/{pairs}: {pair}", file=sys.stderr)
+    result["overhead"] = overhead_blocks(workload, pairs) if pairs else []
 
     name = args.name or ("recovery-quick" if args.quick else "recovery")
     result["table"] = summary(result)

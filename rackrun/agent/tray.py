@@ -23,7 +23,7 @@ from rackrun.agent.worker import Worker
 from rackrun.core import commands as c
 from rackrun.core.events import Failure, WorkerEvent, WorkerExited
 from rackrun.core.ids import SlotId, tray_of
-from rackrun.core.wire import Logged, UnitCommitted, Upward, decode_upward
+from rackrun.core.wire import Logged, UnitCommitted, UnitSealed, Upward, decode_upward, encode
 from rackrun.link.boot import Boot
 from rackrun.link.channel import frame
 
@@ -247,6 +247,8 @@ class Tray:
 
     def _report(self, worker: Worker, exit_code: int | None, signal_: int | None, failure: Failure | None) -> None:
         worker.reported = True
+        if (sealed := worker.untold()) is not None:
+            self.uplink.forward(Urgency.SOON, encode(sealed))
         self.uplink.event(
             WorkerExited(
                 slot=worker.slot,
@@ -269,9 +271,12 @@ class Tray:
             return
         match message:
             case UnitCommitted():
+                worker.told = message.generation, message.at
                 self.uplink.forward(Urgency.SOON, body)
             case Logged():
                 self.uplink.forward(Urgency.MAYBE, body)
+            case UnitSealed():
+                pass  # ours to say
             case WorkerExited():
                 if not worker.reported:  # the script is over; exit handlers may take a while, but not for ever
                     self._report(worker, message.exit_code, message.signal, message.failure)

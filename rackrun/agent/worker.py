@@ -12,7 +12,8 @@ from collections.abc import Callable
 from rackrun.agent import proc
 from rackrun.agent.channel import AgentChannel
 from rackrun.core.commands import StartWorker
-from rackrun.core.ids import Incarnation, SlotId, Step
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
+from rackrun.core.wire import UnitSealed
 from rackrun.link import lifeline
 from rackrun.link.page import HeartbeatPage
 
@@ -35,6 +36,8 @@ class Worker:
         """To be killed, if need be as soon as it exists."""
         self.stalled_since_ns = 0
         """When its last stall was told; progress since then ends that stall."""
+        self.told: tuple[Generation, Position] = Generation(0), BEGIN
+        """The last unit that it has told of as committed, and its generation then."""
         page_fd = HeartbeatPage.create(command.slot)
         self.page = HeartbeatPage(page_fd)
         name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
@@ -134,6 +137,16 @@ class Worker:
 
     def snapshots(self) -> tuple[Step, ...]:
         return tuple(Step(step) for step in sorted(self.page.snapshots()))
+
+    def untold(self) -> UnitSealed | None:
+        """The unit whose gate it may have passed without having told of it."""
+        page = self.page
+        at, generation = page.at, Generation(page.generation)
+        ids = page.ledger(at) if generation else None
+        if ids is None or self.told == (generation, at):
+            return None
+        packed = ids.astype("<i8").tobytes()
+        return UnitSealed(slot=self.slot, incarnation=self.incarnation, generation=generation, at=at, ids=packed)
 
     def _lifeline_released(self, ended: Callable[[Worker], None]) -> None:
         self._let_go = True

@@ -16,7 +16,7 @@ from typing import Protocol, assert_never
 import msgspec
 
 from rackrun.coordinator.journal import Journal, JournalError
-from rackrun.coordinator.ledger import Ledger, Progress
+from rackrun.coordinator.ledger import LastWords, Ledger, Progress
 from rackrun.coordinator.log import StepLog
 from rackrun.coordinator.metrics import Metrics
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
@@ -34,7 +34,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost
 from rackrun.core.ids import SlotId, TrayId, tray_of
-from rackrun.core.wire import Logged, Telemetry, UnitCommitted
+from rackrun.core.wire import Logged, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
 
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
@@ -97,6 +97,7 @@ class Driver:
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.recoveries: list[Recovery] = []
+        self._last_words = LastWords()
         self._core = core
         self._journal = journal
         self._run_id = run_id
@@ -160,11 +161,10 @@ class Driver:
         for message in telemetry:
             match message:
                 case UnitCommitted():
-                    self._journal.unit(message, now_ms)
-                    plan = self.watch.plan
-                    if self.ledger.commit(message, plan.world_size if plan else 1, now_ms) and message.at.phase == 0:
-                        self.metrics.step.set(message.at.step)
+                    self._committed(message, now_ms)
                     self.watch.committed(message, now_ms)
+                case UnitSealed():
+                    self._last_words.heard(message, self.watch.plan)
                 case Logged():
                     lines.append(message)
                 case _:
@@ -232,6 +232,8 @@ class Driver:
                     self._send(command, (worker.slot for worker in command.workers))
             case ResumeGeneration():
                 if self._persist(command):
+                    for unit in self._last_words.settle(command.plan):
+                        self._committed(unit, self.now_ms())
                     self.metrics.generation.set(command.plan.generation)
                     self.metrics.world_size.set(command.plan.world_size)
                     self._send(command, (member.slot for member in command.plan.members))
@@ -275,6 +277,12 @@ class Driver:
         self._timers.add(timer)
 
     # -- telemetry
+    def _committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        self._journal.unit(unit, now_ms)
+        plan = self.watch.plan
+        if self.ledger.commit(unit, plan.world_size if plan else 1, now_ms) and unit.at.phase == 0:
+            self.metrics.step.set(unit.at.step)
+
     def _line(self, text: str, logged: Logged) -> None:
         self.ledger.logged(logged)
         self._observer.line(text, logged)

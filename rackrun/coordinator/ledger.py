@@ -6,10 +6,11 @@ from collections import deque
 
 import msgspec
 
+from rackrun.core.commands import Plan
 from rackrun.core.ids import BEGIN, Position, Rank
-from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.core.wire import Logged, UnitCommitted, UnitSealed
 
-__all__ = ["Ledger", "Progress"]
+__all__ = ["LastWords", "Ledger", "Progress"]
 
 _WINDOW = 64
 """Positions that are kept while some rank's commit is still to come."""
@@ -80,3 +81,34 @@ class Ledger:
             samples_per_s=sum(samples for _, samples in list(recent)[1:]) / span_s if span_s > 0 else 0.0,
             values=self.values,
         )
+
+
+class LastWords:
+    """Units that a rank may have committed before it died without telling: whether they count is for the next plan to say."""
+
+    def __init__(self) -> None:
+        self._open: dict[Rank, UnitSealed] = {}
+
+    def heard(self, unit: UnitSealed, plan: Plan | None) -> None:
+        """``plan``: of the world in which it died."""
+        for member in plan.members if plan else ():
+            if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
+                self._open[member.rank] = unit
+
+    def settle(self, plan: Plan) -> list[UnitCommitted]:
+        """Those that ``plan`` counts, as the rank would have told; the others are forgotten."""
+        end = plan.committed if plan.rollback is None else Position(plan.rollback)
+        counted = [(rank, unit) for rank, unit in self._open.items() if unit.at <= end]
+        self._open.clear()
+        return [
+            UnitCommitted(
+                slot=unit.slot,
+                incarnation=unit.incarnation,
+                generation=unit.generation,
+                rank=rank,
+                at=unit.at,
+                gate=plan.gate if unit.at == plan.committed else (),
+                ids=unit.ids,
+            )
+            for rank, unit in counted
+        ]

@@ -28,7 +28,7 @@ from aiohttp import WSMsgType, web
 from rackrun.coordinator.driver import Driver
 from rackrun.core.events import JournalFailed, StopRequested, TimerFired, TrayJoined, TrayLost
 from rackrun.core.ids import TrayId, tray_of
-from rackrun.core.wire import PROTOCOL, Logged, Telemetry, UnitCommitted, Upward, decode_upward
+from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 
 __all__ = ["Server"]
@@ -147,7 +147,7 @@ class Server:
                 raise _Breach(f"a message of type {message.type.name}")
             telemetry: list[Telemetry] = []
             for upward in _decode(message.data):
-                if isinstance(upward, UnitCommitted | Logged):
+                if isinstance(upward, Telemetry):
                     telemetry.append(upward)
                 else:
                     self._event(link, upward)
@@ -159,7 +159,7 @@ class Server:
         return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
 
     def _event(self, link: _AgentLink, event: Upward) -> None:
-        assert not isinstance(event, UnitCommitted | Logged)
+        assert not isinstance(event, Telemetry)
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
                 raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")

@@ -13,7 +13,7 @@ from rackrun.core.commands import WorkerCommand
 from rackrun.core.events import Event
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 
-__all__ = ["PROTOCOL", "Logged", "Telemetry", "UnitCommitted", "Upward", "decode_command", "decode_upward", "encode"]
+__all__ = ["PROTOCOL", "Logged", "Telemetry", "UnitCommitted", "UnitSealed", "Upward", "decode_command", "decode_upward", "encode"]
 
 PROTOCOL = 1
 
@@ -37,14 +37,25 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""
 
 
+class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """The last words of a worker that died in or after a gate and has told of no commit, read from its heartbeat page by its
+    agent. The unit counts if the next plan says that it is committed."""
+
+    slot: SlotId
+    incarnation: Incarnation
+    generation: Generation
+    at: Position
+    ids: bytes = b""
+
+
 class Logged(_Telemetry, frozen=True, kw_only=True):
     """``run.log(...)``. The launcher prints one line a step, in order, whoever sends it first."""
 
     values: dict[str, float | int | str]
 
 
-Telemetry: TypeAlias = UnitCommitted | Logged
-Upward: TypeAlias = Event | UnitCommitted | Logged
+Telemetry: TypeAlias = UnitCommitted | UnitSealed | Logged
+Upward: TypeAlias = Event | UnitCommitted | UnitSealed | Logged
 """Whatever travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,7 +40,7 @@ class Communicator(Protocol):
         """End what is in flight. Any thread, any number of times; never blocks for long."""
 
 
-def build_communicator(  # noqa: PLR0913, PLR0917
+def build_communicator(
     device: torch.device, store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta
 ) -> Communicator:
     """Blocks until all ``size`` ranks have come. Raises RuntimeError after ``timeout``: run it in a thread that may be left."""

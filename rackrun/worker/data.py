@@ -92,7 +92,7 @@ class Loader:
     (only on the last micro-batch), and sets the weight that ``step.backward`` uses.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self, run: Run, dataset: MapDataset, *, collate: Callable[[Sequence[Any]], Any] | None, shuffle: bool, num_workers: int, prefetch: int
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from rackrun.errors import CollectiveBroken
 
@@ -143,7 +144,7 @@ class ElasticGroup(dist.ProcessGroup):
     """``ranks`` are the global ranks of its members, in group order; ``group_rank`` is this process's place among them."""
 
     def __init__(self, world: World, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str) -> None:
-        super().__init__(group_rank, len(ranks))
+        super().__init__(group_rank, len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.ranks = tuple(ranks)
         self.key = key
@@ -254,7 +255,7 @@ class ElasticGroup(dist.ProcessGroup):
                 for output in row:
                     output.copy_(tensor)
 
-        return self._run("allgather", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
+        return self._run("allgather", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         # outputs[i] is what rank i gave
@@ -263,13 +264,13 @@ class ElasticGroup(dist.ProcessGroup):
                 for output, tensor in zip(row, inputs, strict=True):
                     output.copy_(tensor)
 
-        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
+        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         def loopback() -> None:
             output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
 
-        return self._run("_allgather_base", output, loopback, output, input, opts or dist.AllgatherOptions())  # type: ignore[attr-defined]
+        return self._run("_allgather_base", output, loopback, output, input, opts or AllgatherOptions())
 
     _allgather_base = all_gather_single
 
@@ -304,7 +305,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
-    def all_to_all_single(  # noqa: PLR0913, PLR0917 - torch's signature
+    def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
     ) -> dist.Work:
         opts = opts or dist.AllToAllOptions()

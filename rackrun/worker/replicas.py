@@ -72,7 +72,9 @@ class ReplicaCheck:
         """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
         self.unique.choose((), 0)
         self.some_are_unique = True
-        self._world.replica_class = f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+        self._world.replica_class = (
+            f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+        )
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""

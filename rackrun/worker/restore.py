@@ -77,7 +77,7 @@ class _Layout:
                 turn += 1
 
 
-def _send(  # noqa: PLR0913, PLR0917
+def _send(
     restore: Restore, rank: int, world: Communicator, state: TrackedState, replica_class: str, device: torch.device
 ) -> None:
     manifest, tensors = state.manifest(replica_class), state.tensors()

@@ -202,7 +202,8 @@ class Run:
             return self.rank, self.world_size
         mesh = self.mesh
         coordinate = mesh.get_coordinate()
-        assert coordinate is not None and mesh.mesh_dim_names is not None, "a mesh over the whole world holds every rank"
+        assert coordinate is not None, "a mesh over the whole world holds every rank"
+        assert mesh.mesh_dim_names is not None, "it was made with names"
         index, size = 0, 1
         for axis, name in enumerate(mesh.mesh_dim_names):
             if name in _DATA_AXES:

@@ -54,7 +54,7 @@ class Runtime:
             if not boot.spare:
                 self.world.join(self.world.wait_plan())
         elif size > 1:
-            self._join_torchrun(rank, size)
+            self._join_torchrun(rank)
         else:
             self.world.stand_alone()
 
@@ -80,7 +80,7 @@ class Runtime:
         compat.adopt_default_group()
         return rank, size
 
-    def _join_torchrun(self, rank: int, size: int) -> None:
+    def _join_torchrun(self, rank: int) -> None:
         if rank == 0:
             print("rackrun: started by torchrun: training runs, but a failure ends it; start it with rackrun to go on.", file=sys.stderr)
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -9,23 +9,27 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 from __future__ import annotations
 
 import hashlib
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import ddp, fsdp
+from rackrun.worker.compat import ddp, fsdp, grads
 
 __all__ = ["Manifest", "TensorInfo", "TrackedState", "copy_bytes", "dense_bytes", "digest", "pack"]
 
 
 _SMALL_BUFFER_BYTES = 2**20
+_GRADS_LOOKED_AT = 3
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -58,10 +62,13 @@ class TrackedState:
         self._norm_buffers: set[str] | None = None
         self._saved_plain = b""
         self._grads_present: dict[int, bool] = {}
+        self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
+        self._cleared = -1
 
     def track(self, name: str, thing: Any) -> None:
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
+        _refuse(name, thing)
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -103,6 +110,18 @@ class TrackedState:
                 self._saved_buffers[path] = (saved[0], buffer._version)
         self._saved_plain = self._encode_plain()
         self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
+        found = (p for p in self._parameters() if p.grad is not None)
+        self._grads_found = [(p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None]
+
+    def check_gradients(self) -> None:
+        """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
+        unit could not be repeated, because nobody has kept them."""
+        if grads.cleared() == self._cleared and any(parameter.grad is found() for parameter, found in self._grads_found):
+            raise StepError(
+                "gradients of the step before were not cleared, so this step adds to them, and could not be repeated.",
+                remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
+            )
+        self._cleared = grads.cleared()
 
     def discard_unit(self, *, backward_open: bool) -> None:
         """Put back what the abandoned unit changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state.
@@ -305,6 +324,20 @@ class TrackedState:
         for name, module in self.modules.items():
             for path, value in plain.get(name, {}).items():
                 module.get_submodule(path).set_extra_state(value)
+
+
+def _refuse(name: str, thing: Any) -> None:
+    """What cannot be given another rank, and so could not be swapped in, is said now."""
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__):  # importing it warns, and is slow
+        raise StepError(
+            f"run.track was given {name!r}, a ZeroRedundancyOptimizer: which parameters it holds state for is fixed when it is made.",
+            remedy="use fully_shard (FSDP2), which shards optimizer state too, or a plain optimizer.",
+        )
+    if isinstance(thing, nn.Module) and any(isinstance(module, FullyShardedDataParallel) for module in thing.modules()):
+        raise StepError(
+            f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
+            remedy="use fully_shard (FSDP2).",
+        )
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-
-
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rackrun.core.commands import Plan
@@ -211,6 +209,7 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.", remedy="pass the optimizer to run.track(...)."
             )
         if not self._world.unit_passed:
+            self._state.check_gradients()
             self._pass_gate()
 
     def _pass_gate(self) -> None:
@@ -256,7 +255,8 @@ class UnitRunner:
     def _recover(self) -> None:
         """Take part in the newest generation: join its groups, bring state where it is missing."""
         world, boot, channel = self._world, self._runtime.boot, self._runtime.channel
-        assert channel is not None and boot is not None, "only an agent brings plans"
+        assert channel is not None, "only an agent brings plans"
+        assert boot is not None, "only an agent brings plans"
         while True:
             plan = world.wait_plan()
             self._page.enter(Activity.RECOVERING, self.passed, self._recovery_deadline_ms())
@@ -323,7 +323,7 @@ class UnitRunner:
         expected, self._expected_s = self._expected_s, 0.0
         if len(self._seconds) < _WARM_UNITS and not expected:
             return 0
-        floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S  # noqa: PLR2004
+        floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
         return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
 

@@ -407,7 +407,7 @@ class World:
     def _start_build(self, plan: Plan) -> None:
         if self._builder is not None:
             self._builder.abandon()
-        patient = plan.generation == 1 or not plan.restores and plan.committed == BEGIN
+        patient = plan.generation == 1 or (not plan.restores and plan.committed == BEGIN)
         self._builder = Builder(plan, list(self.groups), self.device, self._token, patient=patient, done=self._wake)
         self._builder.start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -11,7 +12,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import rackrun
@@ -19,6 +19,7 @@ from rackrun.agent.config import LogConfig, ScriptConfig
 from rackrun.core.commands import BreakGeneration, FenceWorker, Worker
 from rackrun.core.ids import Generation, Incarnation, SlotId, Step
 from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.link.exchange import Exchange
 
 
 async def test_a_worker_prints_and_its_exit_is_told(rig):
@@ -195,6 +196,7 @@ async def test_messages_come_in_order_and_before_the_end(rig):
         from rackrun.core.events import WorkerReady
         from rackrun.core.ids import Position
         from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.link.exchange import Exchange
         from rackrun.link import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
@@ -313,9 +315,10 @@ async def test_each_generation_of_a_plain_script_meets_at_a_fresh_store(rig):
     assert [count for _, count, _ in lines] == ["1", "1", "1"]
     ports = [port for _, _, port in lines]
     assert len({*ports, joined.store.rpartition(":")[2]}) == 4
-    base = TCPStore("127.0.0.1", int(joined.store.rpartition(":")[2]), is_master=False)
-    assert base.get("rackrun/master/2").decode() == f"127.0.0.1:{ports[1]}"
-    del base
+    exchange = await asyncio.to_thread(Exchange, joined.store, TOKEN, "master/2", 10.0)
+    told = (await asyncio.to_thread(exchange.get, "address", 10.0)).decode()
+    exchange.close()
+    assert told == f"127.0.0.1:{ports[1]}"
     assert await rig.end() == 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from conftest import Ran
@@ -38,6 +39,8 @@ class Trained:
     """When generations were broken, Unix time."""
     struck: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Faults that struck -> when, whom."""
+    address: tuple[str, int] = ("", 0)
+    """Of the coordinator, if it left that behind."""
     slowest_s: float = 0.0
     """The 99th percentile of the durations of committed steps."""
 
@@ -85,6 +88,10 @@ def read(ran: Ran, folder: Path) -> Trained:
     trained.told = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
     trained.held = {path.name: json.loads(path.read_text()) for path in sorted((folder / "held").glob("*.json"))}
     trained.struck = {path.name: json.loads(path.read_text()) for path in sorted((folder / "marks").iterdir())}
+    endpoint = ran.out_dir / "endpoint.json"
+    if endpoint.exists():
+        url = urlsplit(json.loads(endpoint.read_text())["url"])
+        trained.address = (url.hostname or "", url.port or 0)
     path = ran.out_dir / "journal.sqlite"
     if not path.exists():
         return trained
@@ -102,7 +109,9 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
             trained.contradictions.append(f"{what}: {known}, and later {new}")
 
     durations = []
-    for step, phase, seconds, gate in journal.execute("SELECT step, phase, seconds, gate FROM units ORDER BY generation"):
+    for step, phase, seconds, gate in journal.execute(
+        "SELECT step, phase, seconds, gate FROM units ORDER BY generation"
+    ):
         (loss,) = struct.unpack("<d", gate[:8])
         again(f"loss of {(step, phase)}", trained.losses.setdefault((step, phase), loss), loss)
         durations.append(seconds)
@@ -112,4 +121,6 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
         ids = struct.unpack(f"<{len(packed) // 8}q", packed)
         again(f"samples of rank {rank} in step {step}", trained.samples.setdefault(step, {}).setdefault(rank, ids), ids)
     trained.recoveries = [json.loads(b) for (b,) in journal.execute("SELECT body FROM recoveries ORDER BY generation")]
-    trained.breaks = [wall for (wall,) in journal.execute("SELECT wall FROM generations WHERE stage = 'break' ORDER BY id")]
+    trained.breaks = [
+        wall for (wall,) in journal.execute("SELECT wall FROM generations WHERE stage = 'break' ORDER BY id")
+    ]

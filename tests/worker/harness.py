@@ -56,7 +56,7 @@ from rackrun.core.commands import (
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import Event, Failure, StopRequested, TimerFired, TrayJoined, WorkerExited
-from rackrun.core.ids import Position, Rank, Step, TrayId
+from rackrun.core.ids import Position, Step, TrayId
 from rackrun.core.wire import Logged, UnitCommitted, decode_upward
 from rackrun.link import boot
 from rackrun.link.channel import frame, split_frames
@@ -187,7 +187,12 @@ class TinyCluster:
         **elastic: Any,
     ) -> None:
         self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
-        self._elastic: dict[str, Any] = {"global_batch_size": batch[0], "micro_batch_size": batch[1], "seed": 7, **elastic}
+        self._elastic: dict[str, Any] = {
+            "global_batch_size": batch[0],
+            "micro_batch_size": batch[1],
+            "seed": 7,
+            **elastic,
+        }
         self._slots = ranks + spares
         self._core = ControlPlane(
             JobConfig(trays_min=1, trays_max=1, spares=spares, max_restarts=max_restarts, join_timeout_ms=30_000)
@@ -206,9 +211,7 @@ class TinyCluster:
         """Until the core says how it ended. AssertionError when it does not within the deadline."""
         store = self._start_exchange()
         host, port = self._service.getsockname()
-        self._event(
-            TrayJoined(tray=TRAY, host="here", slots=self._slots, store=store, snapshots=f"{host}:{port}")
-        )
+        self._event(TrayJoined(tray=TRAY, host="here", slots=self._slots, store=store, snapshots=f"{host}:{port}"))
         while not self._over:
             self._turn()
             if time.monotonic() - self._began > self._deadline_s:
@@ -259,7 +262,9 @@ class TinyCluster:
     def _event(self, event: Event) -> None:
         if self._over:
             return
-        event = type(event)(**{name: getattr(event, name) for name in event.__struct_fields__} | {"at_ms": self._now_ms()})
+        event = type(event)(
+            **{name: getattr(event, name) for name in event.__struct_fields__} | {"at_ms": self._now_ms()}
+        )
         commands = self._core.handle(event)
         self._core.check_invariants()
         if not isinstance(event, TimerFired):
@@ -287,11 +292,18 @@ class TinyCluster:
             case StopJob():
                 self._tell(f"stop {command.exit_code}: {command.because}")
                 ended = self._ended
-                ended.exit_code, ended.because, ended.failure, self._over = command.exit_code, command.because, command.failure, True
+                ended.exit_code, ended.because, ended.failure, self._over = (
+                    command.exit_code,
+                    command.because,
+                    command.failure,
+                    True,
+                )
 
     def _resume(self, command: ResumeGeneration) -> None:
         plan = command.plan
-        self._tell(f"generation {plan.generation}: {command.because}; committed {plan.committed}, rollback {plan.rollback}, {plan.restores}")
+        self._tell(
+            f"generation {plan.generation}: {command.because}; committed {plan.committed}, rollback {plan.rollback}, {plan.restores}"
+        )
         if plan.generation > 1:
             self._ended.plans.append(plan)
         workers = tuple(Worker(member.slot, member.incarnation) for member in plan.members)
@@ -382,7 +394,9 @@ class TinyCluster:
                 head += connection.recv(4096)
             _, _, slot, index, incarnation, step = head.split(b" ")[1].decode().split("/")
             children = {**self._children, **self._dead}
-            child = next(c for w, c in children.items() if (w.slot, w.incarnation) == (f"{slot}/{index}", int(incarnation)))
+            child = next(
+                c for w, c in children.items() if (w.slot, w.incarnation) == (f"{slot}/{index}", int(incarnation))
+            )
             fd = child.fds[1 + child.page.snapshots()[int(step)]]
             data = os.pread(fd, os.fstat(fd).st_size, 0)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
@@ -462,7 +476,9 @@ async def _serve_exchange(until: int, tell: int) -> None:
 # -- inside a worker -------------------------------------------------------------------------------------------------
 
 
-def _live(main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | None, result_fd: int) -> None:
+def _live(
+    main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | None, result_fd: int
+) -> None:
     """The whole life of a forked worker."""
     code = 1
     try:
@@ -470,7 +486,11 @@ def _live(main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boo
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        os.environ |= {"RANK": str(booted.rank), "WORLD_SIZE": str(booted.world_size), "LOCAL_RANK": str(booted.local_rank)}
+        os.environ |= {
+            "RANK": str(booted.rank),
+            "WORLD_SIZE": str(booted.world_size),
+            "LOCAL_RANK": str(booted.local_rank),
+        }
         boot.install(booted)
         result: dict[str, Any] = {}
         lived = _count_moments(dies_at)
@@ -482,7 +502,7 @@ def _live(main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boo
 
         try:
             started()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to the core
             traceback.print_exc()
             frame_ = traceback.extract_tb(error.__traceback__)[-1]
             kind = type(error)
@@ -497,7 +517,7 @@ def _live(main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boo
         os.write(result_fd, json.dumps(result).encode())
     except SystemExit:
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the child ends here
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -549,7 +569,10 @@ def _count_moments(dies_at: int | None) -> list[str]:
 
 def _bits(state: TrackedState) -> dict[str, str]:
     """Path -> hash of every tensor, and of everything that is not a tensor."""
-    tensors = {path: _hash(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for path, tensor in _by_path(state)}
+    tensors = {
+        path: _hash(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for path, tensor in _by_path(state)
+    }
     return {**tensors, "plain": _hash(state._encode_plain())}
 
 

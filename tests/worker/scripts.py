@@ -30,7 +30,7 @@ class Samples:
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
         if self.noisy:
-            sample += torch.randn(WIDTH) * random.random() + float(np.random.rand())
+            sample += torch.randn(WIDTH) * random.random() + float(np.random.rand())  # noqa: NPY002 - the old generator is what data sets use
         return sample
 
 
@@ -43,7 +43,15 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def fit(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, *, noisy: bool = False, workers: int = 0, **tracked: Any) -> None:
+def fit(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    noisy: bool = False,
+    workers: int = 0,
+    **tracked: Any,
+) -> None:
     """The plain loop: accumulate the micro-batches, step, zero the gradients."""
     run.track(model=model, optimizer=optimizer, **tracked)
     data = run.loader(Samples(noisy=noisy), num_workers=workers)

@@ -63,7 +63,9 @@ def fsdp_clipped(run: Run) -> None:
         step(number)
 
 
-@pytest.mark.parametrize("main", [fsdp, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped], ids=lambda main: main.__name__)
+@pytest.mark.parametrize(
+    "main", [fsdp, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped], ids=lambda main: main.__name__
+)
 def test_a_lost_shard_is_computed_again_from_a_snapshot(main: Script, train: Train) -> None:
     reference = train(main)
     assert reference.exit_code == 0, reference

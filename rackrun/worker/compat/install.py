@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import c10d, ddp, fsdp
+from rackrun.worker.compat import c10d, ddp, fsdp, grads
 
 __all__ = ["check", "install"]
 
@@ -26,3 +26,4 @@ def install() -> None:
     c10d.install()
     ddp.install()
     fsdp.install()
+    grads.install()

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import rackrun
 
-__all__ = ["CLOCK", "IN_COLLECTIVE", "IN_GATE", "Fault", "Striker", "faults_to_json"]
+__all__ = ["ANYONE", "CLOCK", "IN_COLLECTIVE", "IN_GATE", "Fault", "Striker", "faults_to_json"]
 
+ANYONE = -1
 CLOCK = "clock"
 """No place of the script: a thread strikes, ``delay_ms`` after the fault named by ``after`` did."""
 IN_COLLECTIVE, IN_GATE = "in a collective", "in the gate's collective"
@@ -59,11 +60,9 @@ class Fault:
     """Of its mark."""
     place: str
     rank: int | None
-    """Who, by its rank at that moment. None: a spare that waits."""
+    """Who, by its rank at that moment; `ANYONE`: whoever comes first. None: a spare that waits."""
     step: int | None = None
     """The step in hand; between units, the last committed one."""
-    generation: int | None = None
-    """The newest one that was announced to the worker."""
     after: str = ""
     """Not before the fault of this name has struck."""
     delay_ms: float = 0.0
@@ -106,14 +105,10 @@ class Striker:
     def _is_met(self, fault: Fault) -> bool:
         units, world = self._units, self._world
         spare = units.waiting_spare and world._plan is None
-        if (fault.rank is None) is not spare or fault.rank not in {None, world.rank}:
+        if (fault.rank is None) is not spare or fault.rank not in {None, ANYONE, world.rank}:
             return False
         step = units.step_in_hand.at.step if units.step_in_hand is not None else world.passed.step
-        return (
-            fault.step in {None, step}
-            and fault.generation in {None, world._announced}
-            and (not fault.after or self._has_struck(fault.after))
-        )
+        return fault.step in {None, step} and (not fault.after or self._has_struck(fault.after))
 
     def _has_struck(self, name: str) -> bool:
         return (self._marks / name).exists()

@@ -1,0 +1,36 @@
+"""Whether gradients have been cleared, torch 2.10 to 2.13: torch has no hook for zero_grad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["cleared", "install"]
+
+_calls = 0
+
+
+def cleared() -> int:
+    """How often zero_grad was called in this process, on any optimizer or module."""
+    return _calls
+
+
+def install() -> None:
+    for kind in (torch.optim.Optimizer, nn.Module):
+        if not getattr(kind.zero_grad, "_rackrun_counts", False):
+            _count_calls(kind)
+
+
+def _count_calls(kind: Any) -> None:
+    original = kind.zero_grad
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _calls  # noqa: PLW0603 - of the process, as the methods are
+        _calls += 1
+        original(self, *args, **kwargs)
+
+    zero_grad._rackrun_counts = True  # type: ignore[attr-defined]
+    zero_grad.__doc__ = original.__doc__
+    kind.zero_grad = zero_grad

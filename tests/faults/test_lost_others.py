@@ -1,0 +1,48 @@
+"""What is lost is no rank: a spare, an agent with all its workers, the launcher."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.scripts.strike import CLOCK, Fault
+from tests.faults.trained import RANKS, Trained
+
+pytestmark = pytest.mark.slow
+
+Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, reference: Reference) -> None:
+    """With a second spare that one takes over; otherwise a new one is started for it."""
+    faults = [
+        Fault(name="now", place="between steps", rank=0, step=3, then="mark"),
+        Fault(name="spare", place=CLOCK, rank=None, after="now"),
+        Fault(name="lost", place="backward", rank=1, step=8, after="spare"),
+    ]
+    trained = train("ddp", faults, spares=spares)
+    trained.assert_same_training(reference("ddp"), faults)
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"], trained
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
+    """Its agent is killed, and with it all its ranks and its snapshots; the other tray has a spare for each."""
+    fault = Fault(name="agent", place="backward", rank=1, step=7, then="AGENT")
+    trained = train(mode, [fault], spares=RANKS, trays=2)
+    trained.assert_same_training(reference(mode), [fault])
+    assert {lost["how"].partition(":")[0] for r in trained.recoveries for lost in r["lost"]} == {"tray lost"}, trained
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(train: Train) -> None:
+    trained = train("ddp", [Fault(name="launcher", place="backward", rank=1, step=6, then="LAUNCHER")])
+    assert trained.ran.exit_code == -signal.SIGKILL, trained
+    assert "launcher" in trained.struck, trained
+    assert not trained.ran.left_behind, trained
+    assert len(trained.held) < RANKS, trained
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(trained.address)

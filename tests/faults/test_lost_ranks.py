@@ -1,0 +1,112 @@
+"""Ranks are lost, wherever and whenever: it is the same training, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults.scripts.strike import CLOCK, Fault
+from tests.faults.stories import AT_THE_END, AT_THE_START, IN_A_RECOVERY, IN_A_UNIT, chapters, random_story, told
+from tests.faults.trained import RANKS, Trained
+
+pytestmark = pytest.mark.slow
+
+Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+Story = dict[str, tuple[Fault, ...]]
+
+MODES = ("ddp", "fsdp")
+SOAK_SEEDS = range(100, 100 + int(os.environ.get("RACKRUN_SOAK_SEEDS", "20")))
+
+
+def in_both_modes(stories: dict[str, Story]) -> list[Any]:
+    return [
+        pytest.param(mode, story, id=f"{mode}: {title}")
+        for mode in MODES
+        for title, story in stories.items()
+        if mode == "fsdp" or "snapshot" not in title  # with replicas nobody takes any
+    ]
+
+
+@pytest.mark.parametrize(("mode", "story"), in_both_modes(chapters(IN_A_UNIT, (3, 7, 11))))
+def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, reference: Reference) -> None:
+    """Once after the other: under DDP a live replica gives the state, under FSDP2 everybody goes back to a snapshot."""
+    trained = train(mode, told(story), spares=len(story))
+    trained.assert_same_training(reference(mode), told(story))
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"] * len(story), trained
+    assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
+    assert all((recovery["rollback"] is None) == (mode == "ddp") for recovery in trained.recoveries), trained
+
+
+@pytest.mark.parametrize(("mode", "story"), in_both_modes(chapters(AT_THE_START, (0,))))
+def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, reference: Reference) -> None:
+    """Before the second step nobody knows who is whose replica, and before the first snapshot a shard has no copy: the
+    world may have to begin again, to the same end."""
+    trained = train(mode, told(story))
+    trained.assert_same_training(reference(mode), told(story))
+    assert len(trained.recoveries) == 1, trained
+
+
+@pytest.mark.parametrize(("mode", "story"), in_both_modes(chapters(AT_THE_END, (None, None, None))))
+def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, reference: Reference) -> None:
+    trained = train(mode, told(story), spares=len(story))
+    trained.assert_same_training(reference(mode), told(story))
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"] * len(story), trained
+
+
+@pytest.mark.parametrize(
+    ("mode", "story"),
+    [
+        pytest.param(mode, story, id=f"{mode}: {title}")
+        for mode in MODES
+        for title, story in chapters(IN_A_RECOVERY[mode], (4, 9)).items()
+    ],
+)
+def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, reference: Reference) -> None:
+    trained = train(mode, told(story), spares=2 * len(story))
+    trained.assert_same_training(reference(mode), told(story))
+    lost = [one["how"] for recovery in trained.recoveries if not recovery["overtaken"] for one in recovery["lost"]]
+    assert "restart" not in [recovery["kind"] for recovery in trained.recoveries], trained
+    assert lost, trained
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_are_lost_at_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
+    check_random_story(mode, seed, train, reference)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SOAK_SEEDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_are_lost_at_many_more_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
+    check_random_story(mode, seed, train, reference)
+
+
+def check_random_story(mode: str, seed: int, train: Train, reference: Reference) -> None:
+    story = random_story(seed)
+    trained = train(mode, told(story), spares=6)
+    trained.assert_same_training(reference(mode), told(story))
+    assert "restart" not in [recovery["kind"] for recovery in trained.recoveries], trained
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
+    """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
+    first = Fault(name="0", place="backward", rank=0, step=7)
+    others = [Fault(name=f"{rank}", place=CLOCK, rank=rank, after="0") for rank in range(1, RANKS)]
+    trained = train(mode, [first, *others], spares=RANKS)
+    trained.assert_same_training(reference(mode), [first, *others])
+
+
+def test_a_stopped_rank_is_noticed_in_time_and_replaced(train: Train, reference: Reference) -> None:
+    """Within three times the slowest of the observed steps, or a second."""
+    fault = Fault(name="stopped", place="forward", rank=2, step=9, then="STOP")
+    trained = train("ddp", [fault])
+    trained.assert_same_training(reference("ddp"), [fault])
+    (recovery,) = trained.recoveries
+    assert [lost["rank"] for lost in recovery["lost"]] == [2], trained
+    noticed_s = trained.breaks[-1] - trained.struck["stopped"]["wall"]
+    assert noticed_s <= max(3 * trained.slowest_s, 1.0) + 0.3, f"noticed after {noticed_s:.2f} s\n{trained}"

@@ -1,0 +1,89 @@
+"""The global batch: which samples, in which shard, on which rank, and which random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import harness  # noqa: F401 - sets the number of threads before torch is imported
+import numpy as np
+import pytest
+import torch
+
+from rackrun.errors import UsageError
+from rackrun.worker.data import BatchPlan, Shard
+from rackrun.worker.rng import derive, reseed
+
+GOLDEN_SEED = 1449691467326812477
+GOLDEN_ORDER = [11, 10, 0, 1, 7, 3, 4, 2, 8, 6, 5, 9]
+
+
+def permutation(samples: int, seed: int = 3) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(derive(seed, "epoch", 0))).permutation(samples).astype(np.int64)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_ranks_share_the_shards_evenly_and_completely(ranks: int) -> None:
+    shares = [BatchPlan(16, 2, 0).shards_of(rank, ranks) for rank in range(ranks)]
+    assert [shard.index for share in shares for shard in share if not shard.ghost] == list(range(8))
+    assert len({len(share) for share in shares}) == 1
+    assert all(share[0].ghost is False for share in shares)
+
+
+def test_ghosts_stand_last_and_repeat_the_ranks_own_last_shard() -> None:
+    assert BatchPlan(16, 2, 0).shards_of(0, 3) == [Shard(0), Shard(1), Shard(1, ghost=True)]
+
+
+@pytest.mark.parametrize(("samples", "batch", "micro"), [(64, 16, 2), (67, 16, 4), (16, 16, 16)])
+def test_the_steps_of_an_epoch_deliver_its_samples_exactly_once(samples: int, batch: int, micro: int) -> None:
+    plan = BatchPlan(batch, micro, 3)
+    order = permutation(samples)
+    steps = plan.steps_per_epoch(samples)
+    seen = [
+        i
+        for step in range(steps)
+        for shard in range(plan.shards)
+        for i in plan.ids(samples, step, shard, lambda _: order)
+    ]
+    assert seen == order[: steps * batch].tolist()
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_next_epoch_follows_with_its_own_order() -> None:
+    plan, asked = BatchPlan(8, 4, 0), []
+    for step in range(6):
+        plan.ids(20, step, 1, lambda epoch: asked.append(epoch) or np.arange(20))
+    assert asked == [0, 0, 1, 1, 2, 2]
+
+
+def test_seeds_and_orders_are_the_same_on_every_machine() -> None:
+    assert derive(7, "unit", 3, 0, 1) == GOLDEN_SEED
+    assert permutation(12).tolist() == GOLDEN_ORDER
+
+
+def test_all_generators_are_seeded() -> None:
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002 - what scripts use
+
+    reseed(1, "shard", 2, 3)
+    first = draw()
+    assert draw() != first
+    reseed(1, "shard", 2, 3)
+    assert draw() == first
+    reseed(1, "shard", 2, 4)
+    assert draw() != first
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(10, 4), (0, 1), (4, 0), (4, 8)])
+def test_sizes_that_do_not_divide_are_refused(batch: int, micro: int) -> None:
+    with pytest.raises(UsageError, match="multiple"):
+        BatchPlan(batch, micro, 0)
+
+
+def test_more_ranks_than_micro_batches_are_refused() -> None:
+    with pytest.raises(UsageError, match="some would have none"):
+        BatchPlan(8, 4, 0).shards_of(0, 3)
+
+
+def test_a_data_set_smaller_than_the_global_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match="fewer than one global batch"):
+        BatchPlan(8, 4, 0).steps_per_epoch(7)

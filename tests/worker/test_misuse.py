@@ -1,0 +1,208 @@
+"""A script that breaks a rule is told which, and what to do. None of these trains on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, moments
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def said(train: Train, main: Callable[[Run], None], **how: Any) -> str:
+    ended = train(main, ranks=2, max_restarts=0, **how)
+    assert ended.exit_code == 1, ended
+    assert ended.failure is not None
+    return ended.failure.message
+
+
+def looped(body: Callable[[Run, Callable[..., Any], Any], None]) -> Callable[[Run], None]:
+    """A script whose loop's body is ``body(run, step function, number)``."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(3):
+            body(run, step, number)
+
+    return main
+
+
+def nothing_tracked(run: Run) -> None:
+    next(iter(run.steps(3)))
+
+
+def step_not_called(run: Run, step: Any, number: int) -> None:
+    pass
+
+
+def step_called_twice(run: Run, step: Any, number: int) -> None:
+    step(number)
+    step(number)
+
+
+def optimizer_outside(run: Run, step: Any, number: int) -> None:
+    next(iter(run._state.optimizers.values())).step()
+
+
+def collective_outside(run: Run, step: Any, number: int) -> None:
+    step(number)
+    dist.all_reduce(torch.ones(1))
+
+
+def group_after_steps(run: Run, step: Any, number: int) -> None:
+    step(number)
+    dist.new_group([0, 1])
+
+
+def loader_outside(run: Run, step: Any, number: int) -> None:
+    next(iter(run.loader(Samples())))
+
+
+def steps_twice(run: Run, step: Any, number: int) -> None:
+    next(iter(run.steps(2)))
+
+
+def untracked_optimizer(run: Run) -> None:
+    model = net()
+    run.track(model=model)
+    stranger = adam(model)
+
+    @run.step
+    def step(_: Step) -> None:
+        stranger.step()
+
+    for number in run.steps(2):
+        step(number)
+
+
+def too_little_data(run: Run) -> None:
+    run.loader(Samples(count=5))
+
+
+def zero(run: Run) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    model = ddp(run)
+    run.track(model=model, optimizer=ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam))
+
+
+def gradients_not_cleared(run: Run) -> None:
+    model = ddp(run)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+
+    for number in run.steps(3):
+        step(number)
+
+
+def never_in_run_steps(run: Run) -> None:
+    run.every(0, lambda: None)
+
+
+def wrong_shapes(run: Run) -> None:
+    """The script's own mistake in a collective is not taken for a lost peer."""
+    model = net()
+    run.track(model=model)
+
+    @run.step
+    def step(_: Step) -> None:
+        dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2))
+
+    for number in run.steps(2):
+        step(number)
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (nothing_tracked, "nothing is tracked"),
+        (looped(step_not_called), "did not call a @run.step function"),
+        (looped(step_called_twice), "twice in one turn"),
+        (looped(optimizer_outside), "called outside a step"),
+        (looped(collective_outside), "outside steps and phases"),
+        (looped(group_after_steps), "after run.steps\\(\\) began"),
+        (looped(loader_outside), "outside a step function"),
+        (looped(steps_twice), "called twice"),
+        (untracked_optimizer, "state that is not tracked"),
+        (too_little_data, "fewer than one global batch"),
+        (zero, "ZeroRedundancyOptimizer"),
+        (gradients_not_cleared, "were not cleared"),
+        (never_in_run_steps, "would never run"),
+        (wrong_shapes, "invalid tensor size|same dtype|shape"),
+    ],
+)
+def test_a_broken_rule_is_named(main: Callable[[Run], None], words: str, train: Train) -> None:
+    message = said(train, main)
+    assert re.search(words, message), message
+
+
+def test_an_error_of_the_script_ends_the_run_with_its_own_traceback(train: Train) -> None:
+    def fails(run: Run, step: Any, number: int) -> None:
+        if number == 1 and run.rank == 1:
+            raise ZeroDivisionError("the script's")
+        step(number)
+
+    ended = train(looped(fails), ranks=2)
+    assert ended.exit_code == 1
+    assert ended.failure is not None
+    assert "ZeroDivisionError" in ended.failure.traceback
+
+
+def test_clearing_gradients_at_the_begin_of_a_step_is_as_good(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            model.zero_grad(set_to_none=int(step) % 2 == 0)
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    ended = train(main, kill={1: moments(reference, 1, "carried")[0]})
+    assert not ended.differences(reference), ended
+
+
+def test_a_stop_drains_at_a_step_boundary(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    ended = train(main, ranks=2, drain_at=2)
+    assert ended.exit_code == 0, ended
+    assert 3 <= len(ended.losses) <= STEPS

@@ -1,0 +1,56 @@
+"""A newcomer is filled from several live replicas at once, and what they give is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from harness import Ended, moments
+from scripts import Samples, adam
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def wide(damage: bool) -> Callable[[Run], None]:
+    """A tensor too large to travel packed. ``damage``: rank 1 changes a bit of its own, in step 4."""
+
+    def main(run: Run) -> None:
+        model = DDP(nn.Sequential(nn.Linear(10, 4000), nn.Tanh(), nn.Linear(4000, 10)))
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward((model(batch) - batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if damage and int(step) == 4 and run.rank == 1:
+                with torch.no_grad():
+                    model.module[0].weight[7, 3] += 1e-6
+
+        for number in run.steps(8):
+            step(number)
+
+    return main
+
+
+def test_state_comes_from_two_sources_bit_for_bit(train: Train) -> None:
+    reference = train(wide(damage=False))
+    ended = train(wide(damage=False), kill={2: moments(reference, 2, "wide")[0]})
+    assert not ended.differences(reference), ended
+    assert ended.plans[0].restores[0].sources == (0, 1)
+
+
+def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(train: Train) -> None:
+    reference = train(wide(damage=False))
+    late = max(i for i, what in enumerate(reference.moments[2]) if what.startswith("committed")) - 1
+    ended = train(wide(damage=True), kill={2: late}, max_restarts=0)
+    assert ended.exit_code == 3, ended
+    assert "StateLost" in ended.because

@@ -1,0 +1,204 @@
+"""Tracked state: named, compared, put back, and carried to a newcomer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import harness  # noqa: F401 - sets the number of threads before torch is imported
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from rackrun.errors import StepError
+from rackrun.worker.restore import CHUNK_BYTES, _Layout
+from rackrun.worker.state import Manifest, TensorInfo, TrackedState, digest
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def tracked(seed: int = 0, steps: int = 0) -> TrackedState:
+    net = model(seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state = TrackedState()
+    for name, thing in {"net": net, "optimizer": optimizer, "scheduler": scheduler}.items():
+        state.track(name, thing)
+    for _ in range(steps):
+        net(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return state
+
+
+def carried(source: TrackedState, newcomer: TrackedState) -> None:
+    manifest = msgspec.msgpack.decode(msgspec.msgpack.encode(source.manifest("a class")), type=Manifest)
+    tensors = newcomer.allocate(manifest)
+    for path, tensor in source.tensors().items():
+        tensors[path].copy_(tensor)
+    newcomer.load_plain(manifest, tensors)
+
+
+# -- a newcomer ----------------------------------------------------------------------------------------------------------
+def test_a_newcomer_that_never_made_a_step_gets_everything() -> None:
+    source, newcomer = tracked(steps=3), tracked(seed=1)
+    carried(source, newcomer)
+    theirs, mine = source.tensors(), newcomer.tensors()
+    assert theirs.keys() == mine.keys()
+    assert all(torch.equal(theirs[path], mine[path]) for path in theirs)
+    assert newcomer._encode_plain() == source._encode_plain()
+    assert newcomer.content() == source.content()
+    assert newcomer.layout() == source.layout()
+
+
+def test_a_newcomer_keeps_its_tensors_so_that_references_to_them_stay_good() -> None:
+    source, newcomer = tracked(steps=1), tracked(seed=1, steps=2)
+    before = {path: tensor.data_ptr() for path, tensor in newcomer.tensors().items()}
+    carried(source, newcomer)
+    assert {path: tensor.data_ptr() for path, tensor in newcomer.tensors().items()} == before
+
+
+def test_a_newcomer_forgets_optimizer_state_that_its_source_does_not_have() -> None:
+    source, newcomer = tracked(), tracked(steps=2)
+    carried(source, newcomer)
+    assert newcomer.tensors().keys() == source.tensors().keys()
+
+
+def test_another_model_than_the_sources_is_refused() -> None:
+    source = TrackedState()
+    source.track("net", nn.Linear(4, 5))
+    newcomer = TrackedState()
+    newcomer.track("net", nn.Linear(4, 6))
+    with pytest.raises(StepError, match="net/param/weight is"):
+        newcomer.allocate(source.manifest(""))
+
+
+def test_tied_weights_are_one_tensor_and_buffers_that_are_not_saved_are_there() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    net.register_buffer("mask", torch.ones(2), persistent=False)
+    state = TrackedState()
+    state.track("net", net)
+    assert sorted(state.tensors()) == ["net/buffer/mask", "net/param/0.bias", "net/param/0.weight", "net/param/1.bias"]
+
+
+# -- what may be tracked --------------------------------------------------------------------------------------------------
+class Custom:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_an_object_of_tensors_and_plain_data_comes_back_as_it_was() -> None:
+    given = {"a": torch.arange(3), "pair": (1, torch.ones(2)), "deep": [{"x": None}, "text", 2.5]}
+    source, newcomer = TrackedState(), TrackedState()
+    other = Custom({"a": torch.zeros(3, dtype=torch.int64), "pair": (0, torch.zeros(2)), "deep": [{"x": 1}, "", 0.0]})
+    source.track("it", Custom(given))
+    newcomer.track("it", other)
+    carried(source, newcomer)
+    assert other.state["a"].tolist() == [0, 1, 2]
+    assert isinstance(other.state["pair"], tuple)
+    assert other.state["pair"][1].tolist() == [1, 1]
+    assert other.state["deep"] == [{"x": None}, "text", 2.5]
+
+
+def test_state_that_is_neither_tensor_nor_plain_data_is_refused() -> None:
+    state = TrackedState()
+    state.track("it", Custom({"lock": object()}))
+    with pytest.raises(StepError, match="neither a tensor nor plain data"):
+        state.manifest("")
+
+
+def test_what_has_no_state_dict_is_refused() -> None:
+    with pytest.raises(StepError, match="without state_dict"):
+        TrackedState().track("number", 3)
+
+
+def test_a_name_is_given_once() -> None:
+    state = TrackedState()
+    state.track("net", nn.Linear(1, 1))
+    with pytest.raises(StepError, match="twice"):
+        state.track("net", nn.Linear(1, 1))
+
+
+def test_a_parameter_of_an_untracked_module_is_refused() -> None:
+    state = TrackedState()
+    state.track("optimizer", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1))
+    with pytest.raises(StepError, match="trains 2 parameter"):
+        state.check_complete()
+
+
+# -- a discarded step --------------------------------------------------------------------------------------------------------
+def test_a_discarded_step_leaves_no_trace() -> None:
+    """batch norm writes its statistics behind torch's back: their version does not count up."""
+    state = tracked(steps=2)
+    before = {path: tensor.clone() for path, tensor in state.tensors().items()}
+    plain = state._encode_plain()
+    state.begin_unit()
+    net, scheduler = state.modules["net"], state.others["scheduler"]
+    net(torch.randn(6, 4)).sum().backward()
+    scheduler._step_count += 1
+    state.discard_unit(backward_open=False)
+    assert all(torch.equal(before[path], tensor) for path, tensor in state.tensors().items())
+    assert state._encode_plain() == plain
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [2, 7, 1021, 5000, 300_000])
+def test_a_digest_sees_a_flipped_bit_and_two_words_that_changed_places(count: int) -> None:
+    tensor = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
+    original = digest(tensor)
+    for place in (0, count // 2, count - 1):
+        other = tensor.clone()
+        other[place] ^= 1 << (place % 63)
+        assert digest(other) != original
+    for a, b in ((0, count - 1), (0, 1), (count // 2, count - 1)):
+        other = tensor.clone()
+        other[[a, b]] = other[[b, a]]
+        assert a == b or digest(other) != original
+    assert digest(tensor.clone()) == original
+    assert -(2**63) <= original < 2**63
+
+
+def test_a_digest_is_of_the_memory_whatever_its_type() -> None:
+    for tensor in (
+        torch.ones(3, dtype=torch.bool),
+        torch.zeros(0),
+        torch.tensor(2.5),
+        torch.ones(5, 3, dtype=torch.bfloat16).t(),
+    ):
+        assert digest(tensor) == digest(tensor.clone(memory_format=torch.preserve_format))
+
+
+# -- how a transfer is laid out ---------------------------------------------------------------------------------------------
+def manifest_of(*sizes: int) -> Manifest:
+    return Manifest([TensorInfo(f"t{i}", "uint8", (size,), False, False) for i, size in enumerate(sizes)], b"")
+
+
+def test_sources_share_the_chunks_and_each_byte_is_sent_once() -> None:
+    sizes = (10, 3 * CHUNK_BYTES + 5, 100_000)
+    layout = _Layout(manifest_of(*sizes), (2, 5))
+    assert layout.small == ["t0"]
+    for index in (1, 2):
+        parts = [(chunk.start, chunk.stop) for chunk in layout.chunks if chunk.path == f"t{index}"]
+        assert parts[0][0] == 0
+        assert parts[-1][1] == sizes[index]
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
+    assert {chunk.source for chunk in layout.chunks} == {2, 5}
+
+
+def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first_chunk() -> None:
+    layout = _Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
+    first = {chunk.path: chunk.source for chunk in layout.chunks if chunk.start == 0}
+    assert all(layout.checker[path] != source for path, source in first.items())

@@ -1,0 +1,179 @@
+"""What a step computes: the gradient of the mean over the global batch, however many ranks share it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, moments, say
+from scripts import Samples, adam, ddp, fit, loss_of, net
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from rackrun.core.ids import Position
+from rackrun.worker.data import BatchPlan
+from rackrun.worker.rng import derive, reseed
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def one_step(weight: Callable[[torch.Tensor], float | None]) -> Callable[[Run], None]:
+    def main(run: Run) -> None:
+        model = DDP(net().eval())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            weights, shards = [], []
+            for batch in data:
+                step.backward(loss_of(model, batch), weight=weight(batch))
+                weights.append(step.weight)
+                shards.append(step.shards)
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            say(gradient=gradient.tolist(), loss=step.loss, weights=weights, shards=shards[-1])
+            optimizer.zero_grad()
+
+        for number in run.steps(1):
+            step(number)
+
+    return main
+
+
+def alone(samples: list[int]) -> tuple[torch.Tensor, float]:
+    """What one process computes from the same samples at once."""
+    reseed(7, "setup")
+    model = net().eval()
+    data = Samples()
+    loss = loss_of(model, torch.stack([data[i] for i in samples]))
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), float(loss.detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradient_and_loss_are_those_of_the_whole_batch_in_one_process(ranks: int, train: Train) -> None:
+    ended = train(one_step(lambda _: None), ranks=ranks, batch=(16, 2))
+    assert ended.exit_code == 0, ended
+    order = np.random.Generator(np.random.PCG64(derive(7, "epoch", 0))).permutation(60)[:16].tolist()
+    assert ended.samples(Position(0)) == sorted(order)
+    gradient, loss = alone(order)
+    for said in ended.said.values():
+        torch.testing.assert_close(torch.tensor(said["gradient"]), gradient)
+        assert said["loss"] == pytest.approx(loss)
+        assert said["loss"] == ended.losses[0]
+
+
+def test_a_ghost_weighs_nothing_and_delivers_nothing(train: Train) -> None:
+    ended = train(one_step(lambda _: None), ranks=3, batch=(16, 2))
+    assert ended.said[0]["weights"] == [1 / 8, 1 / 8, 0.0]
+    assert ended.said[0]["shards"] == [0, 1]
+    assert BatchPlan(16, 2, 0).shards_of(0, 3)[-1].ghost
+
+
+def test_weights_of_the_scripts_own_replace_equal_shares(train: Train) -> None:
+    """As for a mean over tokens. A ghost's weight is 0 whatever the script says."""
+    ended = train(one_step(lambda _: 0.125), ranks=3, batch=(16, 2))
+    gradient, loss = alone(ended.samples(Position(0)))
+    torch.testing.assert_close(torch.tensor(ended.said[2]["gradient"]), gradient)
+    assert ended.losses[0] == pytest.approx(loss)
+
+
+def test_synchronised_batch_norm_is_exact(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = DDP(nn.Sequential(nn.Linear(10, 14), Normalise(), nn.Linear(14, 10)))
+        fit(run, model, adam(model))
+
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    ended = train(main, kill={rank: moments(reference, rank, "sync")[0] for rank in (0, 2)})
+    assert not ended.differences(reference), ended
+
+
+class Normalise(nn.Module):
+    """What SyncBatchNorm does (it wants a GPU): statistics over all ranks, by a collective in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(14))
+        self.mean: torch.Tensor
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        mean = batch.detach().mean(0)
+        dist.all_reduce(mean)
+        self.mean.lerp_(mean, 0.1)
+        return batch - mean
+
+
+def test_death_right_after_the_first_step_is_exact_though_replicas_are_not_checked_yet(train: Train) -> None:
+    """What was equal at the start has parted (BatchNorm's statistics): nobody may be taken for a replica."""
+
+    def main(run: Run) -> None:
+        model = ddp(run, nn.BatchNorm1d(14))
+        fit(run, model, adam(model))
+
+    reference = train(main)
+    lived = reference.moments[0]
+    for what in ("committed Position(step=0", "passed the gate of Position(step=0"):
+        moment = next(index for index, said in enumerate(lived) if said.startswith(what))
+        for later in (0, 1, 2):
+            ended = train(main, kill={0: moment + later})
+            assert not ended.differences(reference), f"{lived[moment + later]}\n{ended}"
+
+
+SCRIPT = """
+import torch, rackrun
+from torch import nn
+@rackrun.elastic(global_batch_size=8, micro_batch_size=2)
+def main(run):
+    torch.set_num_threads(1)
+    {wrap}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader([torch.full((4,), float(i)) for i in range(16)])
+    @run.step
+    def step(step):
+        for batch in data:
+            step.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    for number in run.steps(3):
+        step(number)
+        run.log(loss=step_loss(run))
+def step_loss(run):
+    return float(run._world.gate_values[0])
+if __name__ == "__main__":
+    main()
+"""
+DDP_WRAP = "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))"
+FSDP_WRAP = "from torch.distributed.fsdp import fully_shard; model = fully_shard(nn.Linear(4, 4))"
+
+
+def started(command: list[str], script: Path, wrap: str) -> list[str]:
+    script.write_text(SCRIPT.format(wrap=wrap))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=90, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [DDP_WRAP, FSDP_WRAP], ids=["ddp", "fsdp"])
+def test_a_script_trains_alike_under_python_and_under_torchrun(wrap: str, tmp_path: Path) -> None:
+    alone = started([sys.executable], tmp_path / "train.py", wrap)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = started(torchrun, tmp_path / "train.py", wrap)
+    assert len(alone) == len(together) == 3
+    for a, b in zip(alone, together, strict=True):
+        assert float(a.split()[-1]) == pytest.approx(float(b.split()[-1]), rel=1e-4)
