@@ -5,8 +5,8 @@
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #
-# TORCH says which torch to install when there is none in .venv, for example
-#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# TORCH says which torch to install when there is none in .venv, with any of pip's options, for example
+#   make demo TORCH=torch==2.12.0
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
