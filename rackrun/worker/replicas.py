@@ -45,14 +45,14 @@ class ReplicaCheck:
             return False
         return self._world.passed == Position(0) and at > Position(0)
 
-    def compare(self) -> None:
-        """Collective over the world. Sets this rank's class, and whether some rank is alone in its own."""
+    def compare(self) -> bool:
+        """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
         buffers = self._state.buffers()
         digests = [digest(buffer) for buffer in buffers.values()]
         layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
         classes, counts = self._classes(layout, content, len(digests))
         if self._world.broken:
-            return  # the unit will be repeated, and this with it
+            return False  # the unit will be repeated, and this with it
         alone = min(Counter(classes).values()) == 1
         row_bytes = 0
         if max(counts) and max(Counter(classes).values()) > 1:
@@ -61,12 +61,13 @@ class ReplicaCheck:
             paths = [path for index, path in enumerate(buffers) if len({row[index] for row in kin}) > 1]
             row_bytes = max(row[0] for row in self._gather([sum(buffers[path].nbytes for path in paths)]))
             if self._world.broken:
-                return
+                return False
             self.unique.choose(paths, row_bytes if row_bytes <= ROW_BYTES_MAX else 0)
         self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
         self.some_are_unique = alone
         if row_bytes > ROW_BYTES_MAX:
             self.nobody_is_a_replica()
+        return True
 
     def nobody_is_a_replica(self) -> None:
         """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""

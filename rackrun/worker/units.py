@@ -165,8 +165,7 @@ class UnitRunner:
         began = time.monotonic()
         self._start(step)
         try:
-            if self._replicas.due(at):
-                self._replicas.compare()
+            if self._replicas.due(at) and self._replicas.compare():
                 self._send_ready(self._world.replica_class)
             unit.result = unit.body(step)
             if not self._world.unit_passed:

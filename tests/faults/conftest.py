@@ -57,7 +57,7 @@ def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], T
             assert trained.ran.exit_code == 0, trained
             assert not trained.recoveries, trained
             assert sorted(trained.held) == [*(f"{rank}.json" for rank in range(RANKS)), "export.json"], trained
-            assert len(trained.ids) == STEPS, trained
+            assert len(trained.samples) == STEPS, trained
             references[mode] = trained
         return references[mode]
 

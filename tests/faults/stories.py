@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ __all__ = [
     "IN_A_RECOVERY",
     "IN_A_UNIT",
     "Chapter",
+    "Plot",
     "chapters",
     "random_story",
     "told",
@@ -69,7 +70,13 @@ def late_for_the_gate(at: Chapter) -> tuple[Fault, ...]:
     return at.fault("lost", "gate entered"), late
 
 
-IN_A_UNIT: dict[str, Plot] = {
+def lost_in_a_snapshot(at: Chapter) -> tuple[Fault, ...]:
+    """Snapshots are taken after every other step."""
+    step = at.step // 2 * 2 if at.step is not None else None
+    return (at.fault("lost", "snapshot half written", step=step),)
+
+
+_IN_ANY_UNIT: dict[str, Plot] = {
     "in forward": lost("forward"),
     "in backward": lost("backward"),
     "waiting in a collective": lost_waiting(IN_COLLECTIVE, "entering a collective"),
@@ -87,25 +94,33 @@ IN_A_UNIT: dict[str, Plot] = {
     "between steps": lost("between steps"),
     "in an evaluation": lost("evaluation"),
     "at the end of an evaluation": lost("evaluation reduced"),
-    "while a snapshot is taken": lost("before snapshot.Snapshots.take"),
+}
+
+IN_A_UNIT: dict[str, dict[str, Plot]] = {
+    "ddp": _IN_ANY_UNIT,
+    "fsdp": {**_IN_ANY_UNIT, "with a snapshot in the making": lost_in_a_snapshot},
 }
 """Places that every step, or every fourth, passes: 3, 7 and 11 have an evaluation."""
 
-AT_THE_START: dict[str, Plot] = {
+_AT_ANY_START: dict[str, Plot] = {
     "in the first forward": lost("forward"),
     "before the first gate": lost("before the gate"),
     "after the first update": lost("after the update"),
     "between the first two steps": lost("between steps"),
 }
 
-AT_THE_END: dict[str, Plot] = {
+AT_THE_START = {"ddp": _AT_ANY_START, "fsdp": _AT_ANY_START}
+
+_AT_ANY_END: dict[str, Plot] = {
     "in the last step": lambda at: (at.fault("lost", "backward", step=13),),
     "in the phase at the end": lost("at the end"),
     "after the loop": lost("after the loop"),
     "after the last update": lambda at: (at.fault("lost", "after the update", step=13),),
     "at the end of the phase at the end": lost("exported"),
-    "waiting for the others to finish": lost("before world.World.wait_released"),
+    "waiting for another to finish": lost_waiting("before world.World.wait_released", "after the loop"),
 }
+
+AT_THE_END = {"ddp": _AT_ANY_END, "fsdp": _AT_ANY_END}
 
 
 def then(name: str, place: str, *, other: int = 0, **more: object) -> Plot:
@@ -145,7 +160,7 @@ IN_A_RECOVERY: dict[str, dict[str, Plot]] = {
 }
 
 
-def chapters(plots: dict[str, Plot], steps: Sequence[int | None]) -> dict[str, dict[str, tuple[Fault, ...]]]:
+def chapters(plots: Mapping[str, Plot], steps: Sequence[int | None]) -> dict[str, dict[str, tuple[Fault, ...]]]:
     """Stories with a chapter for each of ``steps``, until every plot has been told once: title -> chapters."""
     names = list(plots)
     found = {}
@@ -161,7 +176,7 @@ def random_story(seed: int) -> dict[str, tuple[Fault, ...]]:
     """Three times one rank or two, at any moment of a few steps; two are lost within 60 ms of each other."""
     rng = random.Random(seed)
     story = {}
-    for number, step in enumerate((1, 5, 9), start=1):
+    for number, step in enumerate((3, 6, 9), start=1):
         at = Chapter(number, step + rng.randrange(3), rng.randrange(RANKS))
         mark = at.fault("now", "between steps", other=rng.randrange(RANKS), then="mark")
         moment_ms = rng.uniform(0, 40)

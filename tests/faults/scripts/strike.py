@@ -92,6 +92,8 @@ class Striker:
                 self._patch(name)
         if wanted & {"entering a collective", IN_COLLECTIVE, IN_GATE, "gate entered", "gate reduced"}:
             self._patch_collectives()
+        if "snapshot half written" in wanted:
+            self._patch_snapshots()
         for fault in self._faults:
             if fault.place == CLOCK:
                 threading.Thread(target=self._on_the_clock, args=[fault], daemon=True).start()
@@ -202,6 +204,18 @@ class Striker:
         group.ElasticGroup._run = patched_run  # type: ignore[method-assign]
         world.World.pass_gate = patched_pass_gate  # type: ignore[method-assign]
         world.dist.all_reduce = patched_all_reduce
+
+    def _patch_snapshots(self) -> None:
+        """The digest of what was copied comes before the head and the seal."""
+        from rackrun.worker import snapshot
+
+        digest = snapshot.digest
+
+        def patched(tensor: Any) -> int:
+            self.here("snapshot half written")
+            return digest(tensor)
+
+        snapshot.digest = patched
 
     def _strike_soon(self, place: str) -> None:
         """From another thread, when this one waits in the collective that it has just entered."""

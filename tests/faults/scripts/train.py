@@ -50,7 +50,7 @@ class Block(nn.Module):
         return x + self.drop(self.down(self.up(self.norm(x)).relu()))
 
 
-@rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=3)
+@rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=2)
 def main(run: rackrun.Run) -> None:
     strike = Striker(run)
     blocks = nn.Sequential(*(Block() for _ in range(4)))
