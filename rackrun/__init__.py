@@ -1,6 +1,14 @@
 """rackrun: training that goes on, exactly, while the hardware under it fails."""
 
-from rackrun.errors import CollectiveBroken, HardwareError, InternalError, RackrunError, StateLost, StepError, UsageError
+from rackrun.errors import (
+    CollectiveBroken,
+    HardwareError,
+    InternalError,
+    RackrunError,
+    StateLost,
+    StepError,
+    UsageError,
+)
 
 __all__ = [
     "CollectiveBroken",

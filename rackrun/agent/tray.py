@@ -128,7 +128,9 @@ class Tray:
             previous.kill()
         worker = Worker(command, self._deliver)
         slot.append(worker)
-        if self._resume and any((m.slot, m.incarnation) == (worker.slot, worker.incarnation) for m in self._resume.plan.members):
+        if self._resume and any(
+            (m.slot, m.incarnation) == (worker.slot, worker.incarnation) for m in self._resume.plan.members
+        ):
             worker.channel.send(frame(self._resume))
         task = self._loop.create_task(self._bring_up(worker, previous))
         self._starts.add(task)

@@ -152,5 +152,7 @@ class StopJob(_Command, frozen=True, kw_only=True):
     rank: Rank | None = None
 
 
-WorkerCommand: TypeAlias = StartWorker | FenceWorker | BreakGeneration | ResumeGeneration | DrainWorkers | ReleaseWorkers | StopJob
+WorkerCommand: TypeAlias = (
+    StartWorker | FenceWorker | BreakGeneration | ResumeGeneration | DrainWorkers | ReleaseWorkers | StopJob
+)
 Command: TypeAlias = WorkerCommand | SetTimer

@@ -54,5 +54,7 @@ class StallWindow:
             return Blame((), f"all stand at collective {low} ({heard}): the step is done again in place")
         behind = tuple(rank for rank, count in counts.items() if count == low)
         if 2 * len(behind) > len(counts):
-            return Blame((), f"most ranks stand at collective {low}, some at {high} ({heard}): the step is done again in place")
+            return Blame(
+                (), f"most ranks stand at collective {low}, some at {high} ({heard}): the step is done again in place"
+            )
         return Blame(behind, f"at collective {low}, others wait at {high} ({heard})")

@@ -13,7 +13,17 @@ from rackrun.core.commands import WorkerCommand
 from rackrun.core.events import Event
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 
-__all__ = ["PROTOCOL", "Logged", "Telemetry", "UnitCommitted", "UnitSealed", "Upward", "decode_command", "decode_upward", "encode"]
+__all__ = [
+    "PROTOCOL",
+    "Logged",
+    "Telemetry",
+    "UnitCommitted",
+    "UnitSealed",
+    "Upward",
+    "decode_command",
+    "decode_upward",
+    "encode",
+]
 
 PROTOCOL = 1
 

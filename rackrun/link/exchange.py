@@ -177,7 +177,9 @@ class Exchange:
         deadline = time.monotonic() + timeout_s
         while missing := [key for key in keys if key not in self._values]:
             if not self._hear(max(deadline - time.monotonic(), 0.0)) and time.monotonic() >= deadline:
-                raise ExchangeTimeout(f"{len(missing)} of {len(keys)} did not come within {timeout_s:.0f} s (first: {missing[0]})")
+                raise ExchangeTimeout(
+                    f"{len(missing)} of {len(keys)} did not come within {timeout_s:.0f} s (first: {missing[0]})"
+                )
 
     def close(self) -> None:
         """From any thread: whoever waits stops waiting."""

@@ -25,7 +25,9 @@ _WORDS = 512
 _SLOT_WORDS = 8 + LEDGER_IDS_MAX
 PAGE_BYTES = 8 * (_WORDS + 2 * _SLOT_WORDS)  # sparse: only touched pages take memory
 
-_TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = range(11)
+_TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = (
+    range(11)
+)
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
 
@@ -131,7 +133,9 @@ class HeartbeatPage:
     def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""
         slot = self._ledger_slot(at)
-        if (int(slot[_SEALED_STEP]), int(slot[_SEALED_PHASE])) != (at.step, at.phase) or int(slot[_COUNT]) > LEDGER_IDS_MAX:
+        if (int(slot[_SEALED_STEP]), int(slot[_SEALED_PHASE])) != (at.step, at.phase) or int(
+            slot[_COUNT]
+        ) > LEDGER_IDS_MAX:
             return None
         return slot[8 : 8 + int(slot[_COUNT])].copy()
 

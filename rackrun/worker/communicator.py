@@ -61,7 +61,9 @@ class GlooCommunicator:
         with _listener_lock:
             before = _sockets()
             options._devices = [gloo.create_default_device()]
-            mine = [port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))]
+            mine = [
+                port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))
+            ]
         store.set(f"listening/{rank}", ",".join(map(str, mine)))
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)

@@ -33,7 +33,14 @@ TICK_MS = 100
 
 
 class ControlThread(threading.Thread):
-    def __init__(self, boot: Boot, channel: WorkerChannel, page: HeartbeatPage, world: World, snapshots: Callable[[], tuple[Step, ...]]) -> None:
+    def __init__(
+        self,
+        boot: Boot,
+        channel: WorkerChannel,
+        page: HeartbeatPage,
+        world: World,
+        snapshots: Callable[[], tuple[Step, ...]],
+    ) -> None:
         super().__init__(name="rackrun-control", daemon=True)
         self._boot, self._channel, self._page, self._world, self._snapshots = boot, channel, page, world, snapshots
 

@@ -78,7 +78,9 @@ class BatchPlan:
             )
         return samples // self.global_batch
 
-    def ids(self, samples: int, step: int, shard: int, permutation: Callable[[int], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    def ids(
+        self, samples: int, step: int, shard: int, permutation: Callable[[int], np.ndarray[Any, Any]]
+    ) -> np.ndarray[Any, Any]:
         """The sample ids of one shard of one step: int64, ``micro_batch`` of them. The last, partial batch of an epoch is left out."""
         epoch, within = divmod(step, self.steps_per_epoch(samples))
         start = within * self.global_batch + shard * self.micro_batch
@@ -93,7 +95,14 @@ class Loader:
     """
 
     def __init__(
-        self, run: Run, dataset: MapDataset, *, collate: Callable[[Sequence[Any]], Any] | None, shuffle: bool, num_workers: int, prefetch: int
+        self,
+        run: Run,
+        dataset: MapDataset,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        shuffle: bool,
+        num_workers: int,
+        prefetch: int,
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
@@ -104,7 +113,9 @@ class Loader:
         self._samples = len(dataset)
         self._plan = run.batch
         self._plan.steps_per_epoch(self._samples)
-        self._fetch = _Fetch(dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed)
+        self._fetch = _Fetch(
+            dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed
+        )
         self._permutations: dict[int, np.ndarray[Any, Any]] = {}
         self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
 
@@ -133,13 +144,17 @@ class Loader:
         if epoch not in self._permutations:
             self._permutations.clear()
             if self._shuffle:
-                order = np.random.Generator(np.random.PCG64(derive(self._plan.seed, "epoch", epoch))).permutation(self._samples)
+                order = np.random.Generator(np.random.PCG64(derive(self._plan.seed, "epoch", epoch))).permutation(
+                    self._samples
+                )
             else:
                 order = np.arange(self._samples)
             self._permutations[epoch] = order.astype(np.int64)
         return self._permutations[epoch]
 
-    def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]:
+    def _upcoming(
+        self, step: int, shards: Sequence[Shard], turn: int
+    ) -> Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]:
         """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice)."""
         per_epoch = self._plan.steps_per_epoch(self._samples)
         at, start = step, turn + 1
@@ -176,7 +191,10 @@ class _Workers:
         self._expected: list[tuple[int, int]] = []
 
     def take(
-        self, key: tuple[int, int], ids: np.ndarray[Any, Any], upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+        self,
+        key: tuple[int, int],
+        ids: np.ndarray[Any, Any],
+        upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
     ) -> Any:
         if self._stream is None or not self._expected:
             self._start(key, ids, upcoming)
@@ -187,7 +205,10 @@ class _Workers:
         return next(self._stream)
 
     def _start(
-        self, key: tuple[int, int], ids: np.ndarray[Any, Any], upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+        self,
+        key: tuple[int, int],
+        ids: np.ndarray[Any, Any],
+        upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
     ) -> None:
         def requests() -> Iterator[list[tuple[int, np.ndarray[Any, Any]]]]:
             self._expected.append(key)

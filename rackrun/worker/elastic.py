@@ -44,7 +44,10 @@ def elastic(
 
     def decorate(main: Callable[Concatenate[Run, P], T]) -> Callable[P, T]:
         if not inspect.signature(main).parameters:
-            raise UsageError(f"{main.__name__}() takes no argument, but an elastic main is given the run.", remedy="write def main(run): ...")
+            raise UsageError(
+                f"{main.__name__}() takes no argument, but an elastic main is given the run.",
+                remedy="write def main(run): ...",
+            )
 
         @functools.wraps(main)
         def started(*args: P.args, **kwargs: P.kwargs) -> T:

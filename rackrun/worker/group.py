@@ -68,9 +68,17 @@ class _Guarded(dist.Work):
     gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
     """
 
-    def __init__(self, group: ElasticGroup, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]) -> None:
+    def __init__(
+        self, group: ElasticGroup, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._group, self._generation, self._work, self._result, self._loopback = group, generation, work, result, loopback
+        self._group, self._generation, self._work, self._result, self._loopback = (
+            group,
+            generation,
+            work,
+            result,
+            loopback,
+        )
         self._future: torch.futures.Future[Any] | None = None
         self._settling = threading.Lock()
         self._over = False
@@ -194,7 +202,9 @@ class ElasticGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
-    def new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None, **names: Any) -> Any:
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None, **names: Any
+    ) -> Any:
         """c10d delegates ``torch.distributed.new_group`` to this. None for a rank that is not a member."""
         del timeout, pg_options
         return self.world.new_group(ranks, names.get("group_name") or "", names.get("group_desc") or "undefined")
@@ -237,7 +247,9 @@ class ElasticGroup(dist.ProcessGroup):
         plain = dist.AllreduceOptions()
         plain.reduceOp = opts.reduceOp
         if len({tensor.dtype for tensor in tensors}) == 1 and len(tensors) > 0 and tensors[0].device.type == "cpu":
-            return self._run("allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, self.size()), tensors, opts)
+            return self._run(
+                "allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, self.size()), tensors, opts
+            )
         for tensor in tensors:
             self.allreduce([tensor], plain).wait()
         return _Done(tensors)
@@ -306,7 +318,12 @@ class ElasticGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (), opts: Any = None  # noqa: A002
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_splits: Any = (),
+        input_splits: Any = (),
+        opts: Any = None,
     ) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
 

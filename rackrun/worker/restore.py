@@ -73,7 +73,9 @@ class _Layout:
                 continue
             self.checker[info.path] = sources[(turn + 1) % len(sources)]
             for start in range(0, size, CHUNK_BYTES):
-                self.chunks.append(_Chunk(info.path, start, min(start + CHUNK_BYTES, size), sources[turn % len(sources)]))
+                self.chunks.append(
+                    _Chunk(info.path, start, min(start + CHUNK_BYTES, size), sources[turn % len(sources)])
+                )
                 turn += 1
 
 
@@ -89,7 +91,9 @@ def _send(
         works.append(_post(world, "send", header.to(device), restore.rank, _HEADER))
         works.append(_post(world, "send", _bytes_tensor(encoded, device), restore.rank, _MANIFEST))
         if layout.small:
-            works.append(_post(world, "send", pack([tensors[path] for path in layout.small], device), restore.rank, _SMALL))
+            works.append(
+                _post(world, "send", pack([tensors[path] for path in layout.small], device), restore.rank, _SMALL)
+            )
     for index, chunk in enumerate(layout.chunks):
         if chunk.source == rank:
             flat = dense_bytes(tensors[chunk.path])
@@ -133,7 +137,9 @@ def _receive(restore: Restore, world: Communicator, state: TrackedState, device:
     return manifest
 
 
-def _verify(restore: Restore, layout: _Layout, tensors: dict[str, torch.Tensor], world: Communicator, device: torch.device) -> None:
+def _verify(
+    restore: Restore, layout: _Layout, tensors: dict[str, torch.Tensor], world: Communicator, device: torch.device
+) -> None:
     for source in restore.sources:
         checked = [path for path, checker in layout.checker.items() if checker == source]
         if not checked:

@@ -33,7 +33,9 @@ class Run:
     ``batch`` is the global batch; ``device`` is where this rank computes.
     """
 
-    def __init__(self, runtime: Runtime, batch: BatchPlan, mesh: dict[str, int] | None, snapshot_every: int | None) -> None:
+    def __init__(
+        self, runtime: Runtime, batch: BatchPlan, mesh: dict[str, int] | None, snapshot_every: int | None
+    ) -> None:
         self.batch = batch
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
@@ -143,7 +145,10 @@ class Run:
         if total < 1:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
         if not self._state:
-            raise StepError("nothing is tracked, so nothing could be kept.", remedy="call run.track(model=..., optimizer=...) before run.steps().")
+            raise StepError(
+                "nothing is tracked, so nothing could be kept.",
+                remedy="call run.track(model=..., optimizer=...) before run.steps().",
+            )
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up)
@@ -185,7 +190,9 @@ class Run:
         """The step in hand; raises `StepError` outside step functions and phases."""
         step = self._units.step_in_hand
         if step is None:
-            raise StepError("the loader was used outside a step function.", remedy="iterate over it inside the @run.step function.")
+            raise StepError(
+                "the loader was used outside a step function.", remedy="iterate over it inside the @run.step function."
+            )
         return step
 
     def my_shards(self) -> list[Shard]:
@@ -193,7 +200,9 @@ class Run:
         return self.batch.shards_of(dp_rank, dp_size)
 
     def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
-        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=self.batch.shards)
+        self._units.begin_shard(
+            step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=self.batch.shards
+        )
 
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:

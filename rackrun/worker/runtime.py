@@ -67,7 +67,11 @@ class Runtime:
         return self.boot is not None and self.boot.spare
 
     def _init_groups(self, boot: Boot | None) -> tuple[int, int]:
-        rank, size = (boot.rank, boot.world_size) if boot else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        rank, size = (
+            (boot.rank, boot.world_size)
+            if boot
+            else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        )
         world = self.world
 
         def create(options: object, backend_options: object) -> ElasticGroup:
@@ -82,10 +86,16 @@ class Runtime:
 
     def _join_torchrun(self, rank: int) -> None:
         if rank == 0:
-            print("rackrun: started by torchrun: training runs, but a failure ends it; start it with rackrun to go on.", file=sys.stderr)
+            print(
+                "rackrun: started by torchrun: training runs, but a failure ends it; start it with rackrun to go on.",
+                file=sys.stderr,
+            )
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not served, timeout=timedelta(minutes=10)
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0 and not served,
+            timeout=timedelta(minutes=10),
         )
         self._store = store
         store.set(TCPSTORE_KEY, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")

@@ -74,7 +74,9 @@ class Snapshots:
             memory = torch.frombuffer(image, dtype=torch.uint8)
             for (start, stop), tensor in zip(_extents(len(encoded), sizes), tensors.values(), strict=True):
                 flat = dense_bytes(tensor)
-                memory[start:stop].copy_(flat if flat is not None else tensor.contiguous().reshape(-1).view(torch.uint8))
+                memory[start:stop].copy_(
+                    flat if flat is not None else tensor.contiguous().reshape(-1).view(torch.uint8)
+                )
             mixed = digest(memory[_HEAD.size :])
             del memory
             image[: _HEAD.size] = _HEAD.pack(len(encoded), mixed % 2**64)
@@ -87,11 +89,15 @@ class Snapshots:
 
         Raises `StateLost` when its digest is wrong.
         """
-        image = _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "") if remote else self._own(step)
+        image = (
+            _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "") if remote else self._own(step)
+        )
         length, expected = _HEAD.unpack_from(image)
         memory = torch.frombuffer(image, dtype=torch.uint8)
         if digest(memory[_HEAD.size :]) % 2**64 != expected:
-            raise StateLost(f"the snapshot of step {step} is damaged.", remedy="check this host's memory; the job starts again.")
+            raise StateLost(
+                f"the snapshot of step {step} is damaged.", remedy="check this host's memory; the job starts again."
+            )
         manifest = msgspec.msgpack.decode(bytes(memoryview(image)[_HEAD.size : _HEAD.size + length]), type=Manifest)
         tensors = self._state.allocate(manifest)
         sizes = [tensor.nbytes for tensor in tensors.values()]
@@ -109,7 +115,10 @@ class Snapshots:
     def _own(self, step: int) -> bytearray:
         slot = self._held.get(step)
         if slot is None:
-            raise StateLost(f"this rank has no snapshot of step {step}.", remedy="please report this: the plan named one that is not there.")
+            raise StateLost(
+                f"this rank has no snapshot of step {step}.",
+                remedy="please report this: the plan named one that is not there.",
+            )
         return bytearray(os.pread(self._fds[slot], os.fstat(self._fds[slot]).st_size, 0))
 
 
@@ -141,5 +150,3 @@ def _fetch(remote: str, step: int, token: str) -> bytearray:
         return image
     finally:
         connection.close()
-
-

@@ -111,12 +111,16 @@ class TrackedState:
         self._saved_plain = self._encode_plain()
         self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
         found = (p for p in self._parameters() if p.grad is not None)
-        self._grads_found = [(p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None]
+        self._grads_found = [
+            (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
+        ]
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
         unit could not be repeated, because nobody has kept them."""
-        if grads.cleared() == self._cleared and any(parameter.grad is found() for parameter, found in self._grads_found):
+        if grads.cleared() == self._cleared and any(
+            parameter.grad is found() for parameter, found in self._grads_found
+        ):
             raise StepError(
                 "gradients of the step before were not cleared, so this step adds to them, and could not be repeated.",
                 remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
@@ -230,7 +234,9 @@ class TrackedState:
         digestible = hashlib.blake2b(digest_size=12)
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
-                digestible.update(f"{name}/{path} {tuple(parameter.shape)} {parameter.dtype} {_shard_of(parameter)}\n".encode())
+                digestible.update(
+                    f"{name}/{path} {tuple(parameter.shape)} {parameter.dtype} {_shard_of(parameter)}\n".encode()
+                )
         return digestible.hexdigest()
 
     def content(self) -> int:
@@ -250,7 +256,10 @@ class TrackedState:
         if self._norm_buffers is None:
             norms = [(f"{name}/{at}", sub) for name, root in self.modules.items() for at, sub in root.named_modules()]
             self._norm_buffers = {
-                f"{at}.{name}".replace("/.", "/") for at, sub in norms if isinstance(sub, _NormBase) for name, _ in sub.named_buffers()
+                f"{at}.{name}".replace("/.", "/")
+                for at, sub in norms
+                if isinstance(sub, _NormBase)
+                for name, _ in sub.named_buffers()
             }
         return path in self._norm_buffers
 
@@ -276,7 +285,12 @@ class TrackedState:
         value: torch.Tensor = local
         if info.like_param:
             value = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
         optimizer.state[parameter][key] = value
         return _local(value)
@@ -291,8 +305,15 @@ class TrackedState:
         plain: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             plain[name] = {
-                "groups": [{k: v for k, v in g.items() if k != "params" and not isinstance(v, torch.Tensor)} for g in optimizer.param_groups],
-                "state": {f"{path}/{key}": v for path, _, key, v in _optimizer_state(optimizer) if not isinstance(v, torch.Tensor)},
+                "groups": [
+                    {k: v for k, v in g.items() if k != "params" and not isinstance(v, torch.Tensor)}
+                    for g in optimizer.param_groups
+                ],
+                "state": {
+                    f"{path}/{key}": v
+                    for path, _, key, v in _optimizer_state(optimizer)
+                    if not isinstance(v, torch.Tensor)
+                },
             }
         for name, other in self.others.items():
             plain[name] = _without_tensors(f"{name}/state", other.state_dict())
@@ -328,7 +349,9 @@ class TrackedState:
 
 def _refuse(name: str, thing: Any) -> None:
     """What cannot be given another rank, and so could not be swapped in, is said now."""
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__):  # importing it warns, and is slow
+    if any(
+        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__
+    ):  # importing it warns, and is slow
         raise StepError(
             f"run.track was given {name!r}, a ZeroRedundancyOptimizer: which parameters it holds state for is fixed when it is made.",
             remedy="use fully_shard (FSDP2), which shards optimizer state too, or a plain optimizer.",
@@ -431,7 +454,9 @@ def _flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {prefix: value.detach()}
     found: dict[str, torch.Tensor] = {}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
     for key, item in items:
         found.update(_flatten(f"{prefix}/{key}", item))
     return found

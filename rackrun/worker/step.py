@@ -63,5 +63,8 @@ class Step:
         """The mean loss over the global batch, the same on every rank. Known once the gate has passed: after the first
         ``optimizer.step()`` of the step. Raises `StepError` before."""
         if not self._world.unit_passed:
-            raise StepError("step.loss was read before optimizer.step().", remedy="read it after the first optimizer.step() of the step.")
+            raise StepError(
+                "step.loss was read before optimizer.step().",
+                remedy="read it after the first optimizer.step() of the step.",
+            )
         return self._world.gate_values[0]

@@ -89,7 +89,10 @@ class UnitRunner:
     def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None]) -> None:
         """Stand at run.steps(): ranks go on at once, a spare warms up and waits until a plan names it."""
         if self._begun:
-            raise StepError("run.steps() was called twice.", remedy="use one loop; run.every and run.at_end hold what else needs collectives.")
+            raise StepError(
+                "run.steps() was called twice.",
+                remedy="use one loop; run.every and run.at_end hold what else needs collectives.",
+            )
         self._begun = True
         self._world.scope = Scope.OUTSIDE
         if not self.waiting_spare:
@@ -131,7 +134,9 @@ class UnitRunner:
         else:
             self._send_log(values, self.passed)
 
-    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int) -> None:
+    def begin_shard(
+        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
+    ) -> None:
         """The loader is about to yield a micro-batch."""
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
@@ -205,7 +210,8 @@ class UnitRunner:
             )
         if not any(optimizer is tracked for tracked in self._state.optimizers.values()):
             raise StepError(
-                f"{type(optimizer).__name__}.step() trains state that is not tracked.", remedy="pass the optimizer to run.track(...)."
+                f"{type(optimizer).__name__}.step() trains state that is not tracked.",
+                remedy="pass the optimizer to run.track(...).",
             )
         if not self._world.unit_passed:
             self._state.check_gradients()
@@ -219,7 +225,14 @@ class UnitRunner:
         ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
         self._page.seal_ledger(step.at, ids)
         loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
-        mine = (loss, float(len(ids)), _ids_digest(ids), float(self._world.drain), self._snapshots.cost_s, self._median_s())
+        mine = (
+            loss,
+            float(len(ids)),
+            _ids_digest(ids),
+            float(self._world.drain),
+            self._snapshots.cost_s,
+            self._median_s(),
+        )
         self._world.pass_gate(step.at, mine)
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
@@ -274,7 +287,9 @@ class UnitRunner:
         self._units_in_generation = 0
         if not plan.restores and plan.rollback is None:
             self._patience *= 2  # nobody was lost: what looked like a hang was slowness
-        channel.send(WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation)))
+        channel.send(
+            WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation))
+        )
 
     def _take_place(self, plan: Plan, rank: int) -> None:
         moved = self._world.promote(rank)
@@ -292,7 +307,9 @@ class UnitRunner:
         if communicator is not None:
             manifest = world.attempt(
                 plan,
-                lambda: run_restores(plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device),
+                lambda: run_restores(
+                    plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device
+                ),
             )
             if manifest is not None:
                 self._replicas.adopt(manifest)
@@ -312,7 +329,9 @@ class UnitRunner:
         except Abandoned:
             pass
         except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
-            print(f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr
+            )
         finally:
             self.step_in_hand = None
             self._discard()
@@ -355,7 +374,10 @@ class UnitRunner:
         channel, boot = self._runtime.channel, self._runtime.boot
         if channel is None or boot is None:
             if self._world.rank == 0:
-                shown = "  ".join(f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+                shown = "  ".join(
+                    f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in values.items()
+                )
                 print(f"step {at.step}  {shown}", flush=True)
             return
         channel.send(
@@ -380,5 +402,3 @@ def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
     """A sum that does not depend on order or rank, exact in a float: 32 mixed bits of each id, up to 2**20 ids a rank."""
     mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     return float(int(mixed.sum(dtype=np.uint64)) % 2**52)
-
-

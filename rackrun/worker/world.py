@@ -61,7 +61,9 @@ class Scope(Enum):
 
 
 class World:
-    def __init__(self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str) -> None:
+    def __init__(
+        self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str
+    ) -> None:
         self.page = page
         self.device = device
         self.scope = Scope.SETUP
@@ -102,7 +104,9 @@ class World:
     def new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
         """Called by every rank for every group, in the same order (torch's own rule)."""
         if self.scope is not Scope.SETUP:
-            raise StepError("a process group was made after run.steps() began.", remedy="make all groups and meshes before.")
+            raise StepError(
+                "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
+            )
         self.families.append((tuple(ranks), desc))
         if self.rank not in ranks:
             return None
@@ -142,7 +146,9 @@ class World:
         if not self._broken:
             return self.generation or None
         if self.scope is Scope.SETUP and self.generation:
-            raise CollectiveBroken("a peer was lost before the first step.", remedy="none needed: the world starts again.")
+            raise CollectiveBroken(
+                "a peer was lost before the first step.", remedy="none needed: the world starts again."
+            )
         if self.unit_passed:
             self.torn = True
         return None
@@ -402,7 +408,11 @@ class World:
         return self._announced != generation
 
     def _plan_has_come(self) -> bool:
-        return self._plan is not None and self._plan.generation == self._announced and self._plan.generation > self.generation
+        return (
+            self._plan is not None
+            and self._plan.generation == self._announced
+            and self._plan.generation > self.generation
+        )
 
     def _start_build(self, plan: Plan) -> None:
         if self._builder is not None:
@@ -421,7 +431,11 @@ class World:
             if self._announced != plan.generation:
                 raise Superseded
         if builder.error is not None:
-            print(f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}", file=sys.stderr, flush=True)
+            print(
+                f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}",
+                file=sys.stderr,
+                flush=True,
+            )
             # A peer did not come. Its agent, or the resume timeout, finds out which; the next generation leaves it out.
             with self._changed:
                 self._changed.wait_for(lambda: self._announced != plan.generation)

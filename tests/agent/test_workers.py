@@ -315,7 +315,7 @@ async def test_each_generation_of_a_plain_script_meets_at_a_fresh_store(rig):
     assert [count for _, count, _ in lines] == ["1", "1", "1"]
     ports = [port for _, _, port in lines]
     assert len({*ports, joined.store.rpartition(":")[2]}) == 4
-    exchange = await asyncio.to_thread(Exchange, joined.store, TOKEN, "master/2", 10.0)
+    exchange = await asyncio.to_thread(Exchange, joined.store, "a-token", "master/2", 10.0)
     told = (await asyncio.to_thread(exchange.get, "address", 10.0)).decode()
     exchange.close()
     assert told == f"127.0.0.1:{ports[1]}"

@@ -21,13 +21,17 @@ def missing() -> list[str]:
     needed = ("_build_params_for_reducer",)
     reducer = ("_push_all_rebuilt_params", "_rebuild_buckets", "_reset_state")
     found = [f"DistributedDataParallel.{name} is gone" for name in needed if not hasattr(DistributedDataParallel, name)]
-    return found + [f"Reducer.{name} is gone" for name in reducer if not hasattr(torch._C._distributed_c10d.Reducer, name)]
+    return found + [
+        f"Reducer.{name} is gone" for name in reducer if not hasattr(torch._C._distributed_c10d.Reducer, name)
+    ]
 
 
 def install() -> None:
     if getattr(DistributedDataParallel, "_rackrun_frozen_buckets", False):
         return
-    build: Callable[[DistributedDataParallel], tuple[list[Any], list[Any]]] = DistributedDataParallel._build_params_for_reducer
+    build: Callable[[DistributedDataParallel], tuple[list[Any], list[Any]]] = (
+        DistributedDataParallel._build_params_for_reducer
+    )
     init = DistributedDataParallel.__init__
 
     def build_reversed(self: DistributedDataParallel) -> tuple[list[Any], list[Any]]:

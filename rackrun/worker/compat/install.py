@@ -18,7 +18,9 @@ def check() -> None:
     missing = [] if version >= _TORCH_MIN else [f"torch {torch.__version__} is older than 2.10"]
     missing += c10d.missing() + ddp.missing()
     if missing:
-        raise UsageError(f"this torch cannot run elastic groups: {'; '.join(missing)}.", remedy="install torch 2.10 to 2.13.")
+        raise UsageError(
+            f"this torch cannot run elastic groups: {'; '.join(missing)}.", remedy="install torch 2.10 to 2.13."
+        )
 
 
 def install() -> None:
