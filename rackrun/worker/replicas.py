@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.ids import BEGIN, Position
-from rackrun.worker.state import Manifest, TrackedState, digest
+from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.tensor_bytes import digest
 from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
 
 if TYPE_CHECKING:

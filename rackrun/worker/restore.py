@@ -19,7 +19,8 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
-from rackrun.worker.state import Manifest, TrackedState, copy_bytes, dense_bytes, digest, pack
+from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
 
 __all__ = ["run_restores"]
 

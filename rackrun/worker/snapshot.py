@@ -23,7 +23,8 @@ import torch
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost
 from rackrun.worker.runtime import Runtime
-from rackrun.worker.state import Manifest, TrackedState, dense_bytes, digest
+from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.tensor_bytes import dense_bytes, digest
 
 __all__ = ["Snapshots"]
 

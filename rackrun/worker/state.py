@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
+from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
+from rackrun.worker.tensor_bytes import digest
 
-__all__ = ["Manifest", "TensorInfo", "TrackedState", "copy_bytes", "dense_bytes", "digest", "pack"]
-
+__all__ = ["Manifest", "TensorInfo", "TrackedState"]
 
 _SMALL_BUFFER_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
@@ -181,7 +182,7 @@ class TrackedState:
                     if isinstance(value, torch.Tensor):
                         found[f"{name}/group/{index}/{key}"] = value
         for name, other in self.others.items():
-            found.update(_flatten(f"{name}/state", other.state_dict()))
+            found.update(flatten(f"{name}/state", other.state_dict()))
         return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -316,7 +317,7 @@ class TrackedState:
                 },
             }
         for name, other in self.others.items():
-            plain[name] = _without_tensors(f"{name}/state", other.state_dict())
+            plain[name] = without_tensors(f"{name}/state", other.state_dict())
         for name, module in self.modules.items():
             extra = {path: sub.get_extra_state() for path, sub in module.named_modules() if _has_extra_state(sub)}
             if extra:
@@ -334,14 +335,14 @@ class TrackedState:
         for name, optimizer in self.optimizers.items():
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
                 for key, value in values.items():
-                    group[key] = _like(group.get(key), value)
+                    group[key] = like(group.get(key), value)
             for path, value in plain[name]["state"].items():
                 _, group_index, index, key = path.split("/", 3)
                 optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]][key] = value
         for name, other in self.others.items():
             current = other.state_dict()
-            filled = _with_tensors(plain[name], tensors or _flatten(f"{name}/state", current))
-            other.load_state_dict(_like(current, filled))
+            filled = with_tensors(plain[name], tensors or flatten(f"{name}/state", current))
+            other.load_state_dict(like(current, filled))
         for name, module in self.modules.items():
             for path, value in plain.get(name, {}).items():
                 module.get_submodule(path).set_extra_state(value)
@@ -361,70 +362,6 @@ def _refuse(name: str, thing: Any) -> None:
             f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
             remedy="use fully_shard (FSDP2).",
         )
-
-
-def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's memory as a flat uint8 tensor, in storage order; None when it is not one dense block."""
-    if tensor.is_contiguous():
-        return tensor.detach().reshape(-1).view(torch.uint8)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if reach == tensor.numel():  # a permutation of a contiguous one (channels_last)
-        return torch.as_strided(tensor.detach(), (reach,), (1,)).view(torch.uint8)
-    return None
-
-
-def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits, as a signed 64-bit word; about twice the time of reading them.
-
-    A plain sum of words would not see two of them change places.
-    """
-    flat = dense_bytes(tensor)
-    if flat is None:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    mixed = int(flat[whole:].to(torch.int64).sum().item()) * 257 if whole < flat.numel() else 0
-    if whole:
-        mixed += _digest_words(flat[:whole].view(torch.int64))
-    return (mixed + 2**63) % 2**64 - 2**63
-
-
-_DIGEST_COLUMNS = 1021
-"""A prime: no power of two, which is what extents are, divides it."""
-
-
-def _digest_words(words: torch.Tensor) -> int:
-    """Two sums: of the columns when the words are laid out in rows of a prime length, each with its own odd factor; and of
-    the rows, each with its own."""
-    rows = words.numel() // _DIGEST_COLUMNS
-    body = words[: rows * _DIGEST_COLUMNS].view(rows, _DIGEST_COLUMNS)
-    rest = words[rows * _DIGEST_COLUMNS :]
-    total = int((rest * _factors(len(rest), words.device)).sum().item()) if len(rest) else 0
-    if rows:
-        total += int((body.sum(0) * _factors(_DIGEST_COLUMNS, words.device)).sum().item())
-        total += int((body.sum(1) * _factors(rows, words.device)).sum().item()) * 31
-    return total
-
-
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern. 64-bit arithmetic wraps, on every device."""
-    places = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    return (places * -7046029254386353131) ^ (places * 4292484099903637661 >> 17) | 1
-
-
-def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The bytes of all, one after another, as a new uint8 tensor."""
-    parts = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def copy_bytes(packed: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """What `pack` has packed, into ``tensors``."""
-    at = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            part = packed[at : at + tensor.nbytes].clone()  # its own storage: views need alignment
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-            at += tensor.nbytes
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -448,50 +385,3 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {prefix: value.detach()}
-    found: dict[str, torch.Tensor] = {}
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for key, item in items:
-        found.update(_flatten(f"{prefix}/{key}", item))
-    return found
-
-
-_TENSOR = "__rackrun_tensor__"
-
-
-def _without_tensors(prefix: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {_TENSOR: prefix}
-    if isinstance(value, Mapping):
-        return {key: _without_tensors(f"{prefix}/{key}", item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_tensors(f"{prefix}/{key}", item) for key, item in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    return value
-
-
-def _like(model: Any, value: Any) -> Any:
-    """``value`` in the containers that ``model`` uses: msgpack knows lists and dicts only."""
-    if isinstance(model, tuple) and isinstance(value, list):
-        return tuple(_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value))
-    if isinstance(model, list) and isinstance(value, list):
-        return [_like(model[i] if i < len(model) else None, item) for i, item in enumerate(value)]
-    if isinstance(model, Mapping) and isinstance(value, dict):
-        filled = {key: _like(model.get(key), item) for key, item in value.items()}
-        return filled if type(model) is dict else cast("Callable[[Any], Any]", type(model))(filled)
-    return value

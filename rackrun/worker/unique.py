@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rackrun.worker.state import TrackedState, copy_bytes, pack
+from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_bytes import copy_bytes, pack
 
 if TYPE_CHECKING:
     from rackrun.worker.world import World

@@ -111,6 +111,8 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
     for step, phase, seconds, gate in journal.execute(
         "SELECT step, phase, seconds, gate FROM units ORDER BY generation"
     ):
+        if not gate:  # a rank's last words, about a unit before the last one
+            continue
         agreed = struct.unpack("<3d", gate[:24])
         again(f"gate of {(step, phase)}", trained.gates.setdefault((step, phase), agreed), agreed)
         durations.append(seconds)

@@ -13,7 +13,8 @@ from torch import nn
 
 from rackrun.errors import StepError
 from rackrun.worker.restore import CHUNK_BYTES, _Layout
-from rackrun.worker.state import Manifest, TensorInfo, TrackedState, digest
+from rackrun.worker.state import Manifest, TensorInfo, TrackedState
+from rackrun.worker.tensor_bytes import digest
 
 
 def model(seed: int = 0) -> nn.Sequential:
