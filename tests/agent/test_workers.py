@@ -196,7 +196,6 @@ async def test_messages_come_in_order_and_before_the_end(rig):
         from rackrun.core.events import WorkerReady
         from rackrun.core.ids import Position
         from rackrun.core.wire import Logged, UnitCommitted
-from rackrun.link.exchange import Exchange
         from rackrun.link import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
