@@ -27,6 +27,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a benchmark that is ended ends its jobs
+
+
 class JobFailed(RuntimeError):
     """A job under measurement did not do what was awaited; its output is in the message."""
 

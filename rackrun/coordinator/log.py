@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rackrun.core.ids import BEGIN, Incarnation
+from rackrun.core.ids import BEGIN, Generation, Incarnation
 from rackrun.core.wire import Logged
 
 __all__ = ["StepLog", "step_line"]
@@ -16,14 +16,15 @@ class StepLog:
 
     Of several that arrive together the lowest rank is taken. A position older than the newest one printed is dropped:
     that is what a step sounds like when it is computed again after a rollback. Two different calls within one step are
-    told apart by the names of their values, and equal ones by how often this worker has made them.
+    told apart by the names of their values, and equal ones by how often this worker has made them in one generation: in the
+    next one it may compute the newest position again.
     """
 
     def __init__(self, emit: Callable[[str, Logged], None]) -> None:
         self._emit = emit
         self._newest = BEGIN
         self._printed: Counter[tuple[str, ...]] = Counter()
-        self._heard: Counter[tuple[Incarnation, tuple[str, ...]]] = Counter()
+        self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
 
     def take(self, logged: Iterable[Logged]) -> None:
         """Lines that arrived together, in the order of each sender."""
@@ -35,8 +36,9 @@ class StepLog:
                 self._printed.clear()
                 self._heard.clear()
             call = tuple(line.values)
-            self._heard[line.incarnation, call] += 1
-            if self._heard[line.incarnation, call] > self._printed[call]:
+            told = line.incarnation, line.generation, call
+            self._heard[told] += 1
+            if self._heard[told] > self._printed[call]:
                 self._printed[call] += 1
                 self._emit(step_line(line), line)
 

@@ -152,11 +152,13 @@ def unit(
     )
 
 
-def logged(step: int, rank: int, incarnation: int | None = None, **values: float | int | str) -> Logged:
+def logged(
+    step: int, rank: int, incarnation: int | None = None, generation: int = 1, **values: float | int | str
+) -> Logged:
     return Logged(
         slot=SlotId(f"tray-00/{rank}"),
         incarnation=Incarnation(rank + 1 if incarnation is None else incarnation),
-        generation=Generation(1),
+        generation=Generation(generation),
         rank=Rank(rank),
         at=Position(step),
         values=values or {"loss": 1.0 / (step + 1)},

@@ -51,6 +51,12 @@ def test_steps_computed_again_after_a_rollback_are_printed_once(log: Printed) ->
     assert steps(log) == [f"step {step}" for step in range(5)]
 
 
+def test_the_newest_step_is_printed_once_when_the_same_worker_computes_it_again(log: Printed) -> None:
+    log.take([logged(3, 0)])
+    log.take([logged(3, 0, generation=2)])
+    assert steps(log) == ["step 3"]
+
+
 def test_two_calls_in_one_step_are_two_lines(log: Printed) -> None:
     for rank in (0, 1):
         log.take([logged(0, rank, loss=1.0)])

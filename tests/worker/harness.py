@@ -224,6 +224,7 @@ class TinyCluster:
         for child in list(self._children.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
             child.close()
         for child in self._dead.values():
@@ -348,6 +349,8 @@ class TinyCluster:
         self._read(child)
         if child.worker not in self._children:
             return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # as an agent does: what a loader has started dies with its rank
         _, status = os.waitpid(child.pid, 0)
         del self._children[child.worker]
         self._dead[child.worker] = child
@@ -447,6 +450,7 @@ class TinyCluster:
         dies_at = self._kill.get(command.rank) if first else None
         pid = os.fork()
         if pid == 0:
+            os.setsid()
             ours.close()
             os.close(self._exchange_pipe)
             self._service.close()
