@@ -104,7 +104,6 @@ IN_A_UNIT: dict[str, dict[str, Plot]] = {
 
 _AT_ANY_START: dict[str, Plot] = {
     "in the first forward": lost("forward"),
-    "before the first gate": lost("before the gate"),
     "after the first update": lost("after the update"),
     "between the first two steps": lost("between steps"),
 }
@@ -167,7 +166,7 @@ def chapters(plots: Mapping[str, Plot], steps: Sequence[int | None]) -> dict[str
     for first in range(0, len(names), len(steps)):
         story = {}
         for number, (name, step) in enumerate(zip(names[first:], steps, strict=False), start=1):
-            story[name] = plots[name](Chapter(number, step, (first + 2 * number) % RANKS))
+            story[name] = plots[name](Chapter(number, step, (first + number) % RANKS))
         found["; ".join(story)] = story
     return found
 

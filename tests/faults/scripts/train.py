@@ -53,7 +53,7 @@ class Block(nn.Module):
 @rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=2)
 def main(run: rackrun.Run) -> None:
     strike = Striker(run)
-    blocks = nn.Sequential(*(Block() for _ in range(4)))
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
 
     def middle_of_backward(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         if output.requires_grad:
