@@ -110,6 +110,9 @@ class Snapshots:
                 del self._held[other]
                 self._runtime.page.seal_snapshot(slot, -1)
         if remote:
+            self._runtime.world.replica_class = (
+                manifest.replica_class
+            )  # it goes into the copy, and says that snapshots are needed
             self.take(step)  # or this rank would be the one without, at the next failure
         return manifest
 

@@ -56,6 +56,12 @@ def lost_waiting(place: str, peer_place: str) -> Plot:
     )
 
 
+def lost_before_another_finishes(at: Chapter) -> tuple[Fault, ...]:
+    """The other finishes well after its loss is known: when all have finished it is too late to replace a rank."""
+    late = at.fault("held back", "after the loop", other=1, then="wait", until=at.struck("lost"), delay_ms=500)
+    return at.fault("lost", "before world.World.wait_released"), late
+
+
 def gate_unseen_by(place: str, others: Sequence[int]) -> Plot:
     """These have the gate's result, but the world breaks before they have noticed."""
     return lambda at: (
@@ -116,7 +122,7 @@ _AT_ANY_END: dict[str, Plot] = {
     "after the loop": lost("after the loop"),
     "after the last update": lambda at: (at.fault("lost", "after the update", step=13),),
     "at the end of the phase at the end": lost("exported"),
-    "waiting for another to finish": lost_waiting("before world.World.wait_released", "after the loop"),
+    "waiting for another to finish": lost_before_another_finishes,
 }
 
 AT_THE_END = {"ddp": _AT_ANY_END, "fsdp": _AT_ANY_END}

@@ -68,7 +68,7 @@ class Fault:
     delay_ms: float = 0.0
     then: str = "KILL"
     """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
-    has struck; ``mark``: nothing, for others to come after."""
+    has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after."""
     until: str = ""
 
 
@@ -139,6 +139,7 @@ class Striker:
                 time.sleep(fault.delay_ms / 1e3)
             case "wait":
                 _wait_for(lambda: self._has_struck(fault.until))
+                time.sleep(fault.delay_ms / 1e3)
             case "mark":
                 pass
             case other:
