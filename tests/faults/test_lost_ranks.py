@@ -95,6 +95,19 @@ def check_random_story(mode: str, seed: int, train: Train, reference: Reference)
     assert "restart" not in [recovery["kind"] for recovery in trained.recoveries], trained
 
 
+def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Reference) -> None:
+    """Twice in a row a newcomer starts from the same snapshot, the second time from the first newcomer's; a later loss then
+    finds a later snapshot."""
+    faults = [
+        Fault(name="first", place="forward", rank=1, step=5),
+        Fault(name="second", place="backward", rank=1, step=5, after="first"),
+        Fault(name="third", place="forward", rank=3, step=9, after="second"),
+    ]
+    trained = train("fsdp", faults, spares=3)
+    trained.assert_same_training(reference("fsdp"), faults)
+    assert [recovery["rollback"] for recovery in trained.recoveries] == [4, 4, 8], trained
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
     """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
