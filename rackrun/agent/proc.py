@@ -50,6 +50,8 @@ class ProcessStat(NamedTuple):
     """The kernel is tearing it down: it will never run again, though its memory may take long to go."""
     status: int
     """As `os.waitpid` would give it; 0 until it is known."""
+    stopped: bool
+    """By a signal (SIGSTOP and its like), which is nobody's slowness. A debugger's stop does not count."""
 
 
 def read_stat(fd: int) -> ProcessStat | None:
@@ -59,7 +61,8 @@ def read_stat(fd: int) -> ProcessStat | None:
     except ProcessLookupError:
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the command's name may hold anything
-    return ProcessStat(bool(int(fields[6]) & _PF_EXITING) or fields[0] in (b"Z", b"X"), int(fields[49]))
+    exiting = bool(int(fields[6]) & _PF_EXITING) or fields[0] in (b"Z", b"X")
+    return ProcessStat(exiting, int(fields[49]), fields[0] == b"T")
 
 
 def exit_code_and_signal(status: int) -> tuple[int | None, int | None]:

@@ -24,6 +24,8 @@ _PERIOD_S = 0.1
 _POLL_S = 0.01
 """While some worker has no lifeline. Ten times the processor time."""
 _LATE_NS = 200_000_000
+_SILENCE_NS = 60_000_000_000
+"""Of a worker of which nothing is known yet: it may hold the GIL for long, loading or compiling."""
 
 
 class Watch:
@@ -61,18 +63,22 @@ class Watch:
 
     def _check_progress(self, worker: Worker, now_ns: int) -> None:
         page = worker.page
-        deadline_ms = page.deadline_ms
-        if deadline_ms <= 0:
-            return
-        deadline_ns = max(deadline_ms, self._floor_ms) * 1_000_000
-        since_ns = page.since_ns
-        quiet_ns = now_ns - since_ns
-        if now_ns - max(since_ns, worker.stalled_since_ns, self._not_before_ns) <= deadline_ns:
-            return
-        silent = now_ns - page.tick_ns > deadline_ns
-        if not silent and page.activity is Activity.RECOVERING:
-            return  # it waits for others; how long a recovery may take is the coordinator's to say
+        if not page.tick_ns:
+            return  # no rackrun in it (yet)
+        floor_ns = self._floor_ms * 1_000_000
+        silent_ns = now_ns - max(page.tick_ns, worker.stalled_since_ns, self._not_before_ns)
+        deadline_ns = max(page.deadline_ms * 1_000_000, floor_ns) if page.deadline_ms > 0 else 0
+        if silent_ns > (deadline_ns or _SILENCE_NS) or (silent_ns > floor_ns and worker.stopped()):
+            self._tell(worker, now_ns, now_ns - page.tick_ns, silent=True)
+        elif deadline_ns and page.activity is not Activity.RECOVERING:
+            # In a recovery it waits for others; how long that may take is the coordinator's to say.
+            since_ns = page.since_ns
+            if now_ns - max(since_ns, worker.stalled_since_ns, self._not_before_ns) > deadline_ns:
+                self._tell(worker, now_ns, now_ns - since_ns, silent=False)
+
+    def _tell(self, worker: Worker, now_ns: int, quiet_ns: int, *, silent: bool) -> None:
         worker.stalled_since_ns = now_ns
+        page = worker.page
         self._uplink.event(
             WorkerStalled(
                 slot=worker.slot,

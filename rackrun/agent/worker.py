@@ -98,6 +98,10 @@ class Worker:
             return None
         return stat.status
 
+    def stopped(self) -> bool:
+        stat = proc.read_stat(self._stat_fd) if self._stat_fd >= 0 else None
+        return stat is not None and stat.stopped
+
     def kill(self) -> None:
         """SIGKILL, to it and nobody else. Its group follows when it is reaped."""
         self.doomed = True

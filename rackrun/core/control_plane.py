@@ -26,6 +26,7 @@ from rackrun.core.events import (
     WorkerParked,
     WorkerReady,
     WorkerResumed,
+    WorkerSevered,
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
@@ -132,6 +133,8 @@ class ControlPlane:
                 self._job.recovery.parked(record, event)
             case WorkerResumed():
                 self._job.recovery.resumed(record, event)
+            case WorkerSevered():
+                self._job.recovery.severed(record, event)
             case WorkerStalled():
                 self._stalled(event, record)
             case WorkerFinished():

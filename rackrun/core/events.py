@@ -28,6 +28,7 @@ __all__ = [
     "WorkerParked",
     "WorkerReady",
     "WorkerResumed",
+    "WorkerSevered",
     "WorkerStalled",
 ]
 
@@ -104,6 +105,14 @@ class WorkerResumed(_WorkerEvent, frozen=True, kw_only=True):
     generation: Generation
 
 
+class WorkerSevered(_WorkerEvent, frozen=True, kw_only=True):
+    """A collective of ``generation`` failed under this worker a while ago, and no BreakGeneration has told it why: a
+    connection broke between ranks that are alive, or a peer is lost that nobody has missed yet."""
+
+    generation: Generation
+    because: str
+
+
 class WorkerStalled(_WorkerEvent, frozen=True, kw_only=True):
     """No progress for longer than the deadline drawn from observed step times."""
 
@@ -149,6 +158,13 @@ class JournalFailed(_Event, frozen=True, kw_only=True):
 
 
 WorkerEvent: TypeAlias = (
-    WorkerElastic | WorkerReady | WorkerParked | WorkerResumed | WorkerStalled | WorkerExited | WorkerFinished
+    WorkerElastic
+    | WorkerReady
+    | WorkerParked
+    | WorkerResumed
+    | WorkerSevered
+    | WorkerStalled
+    | WorkerExited
+    | WorkerFinished
 )
 Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed

@@ -15,7 +15,7 @@ from typing import Protocol
 from rackrun.core import verdict
 from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
-from rackrun.core.events import WorkerExited, WorkerParked, WorkerResumed, WorkerStalled
+from rackrun.core.events import WorkerExited, WorkerParked, WorkerResumed, WorkerSevered, WorkerStalled
 from rackrun.core.ids import BEGIN, Position, Rank, SlotId, Step, TrayId, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.stalls import StallWindow
@@ -279,7 +279,7 @@ class Recovery:
         if self._absorbs > ABSORBS_MAX:
             self.ladder.stop(
                 3,
-                f"the same step was done again {ABSORBS_MAX} times and stalled again: {self._note}",
+                f"the same step was done again {ABSORBS_MAX} times and failed again: {self._note}",
                 remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
             )
             return False
@@ -346,7 +346,7 @@ class Recovery:
             self.ladder.trained(event.at_ms)
             self._judge(event.at_ms)
 
-    # -- stalls ----------------------------------------------------------------------------------------------------
+    # -- nobody is lost --------------------------------------------------------------------------------------------
     def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
         """A member does not move. While others resume, the resume timeout is the judge."""
         assert record.rank is not None
@@ -357,6 +357,19 @@ class Recovery:
                 window = max(self.config.gather_ms, STALL_GATHER_MS)
                 self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window))
             self._judge(event.at_ms)
+
+    def severed(self, record: WorkerRecord, event: WorkerSevered) -> None:
+        """Nobody is known to be lost, but this generation cannot go on. Whoever does not park is found that way."""
+        running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
+        if not running or record.rank is None or event.generation != self.world.generation:
+            return
+        self._absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
+
+    def _absorb(self, because: str, at_ms: int) -> None:
+        """Nobody is to blame: the step is done again in place."""
+        self._absorbing = True
+        self._note = because
+        self._break(because, at_ms)
 
     def _window_closed(self, kind: str, at_ms: int) -> None:
         if not self.stalls.reports:
@@ -373,9 +386,7 @@ class Recovery:
         if blame.ranks:
             self._condemn([self.world.members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
             return
-        self._absorbing = True
-        self._note = f"stalled: {blame.because}"
-        self._break(self._note, at_ms)
+        self._absorb(f"stalled: {blame.because}", at_ms)
 
 
 def _report(record: WorkerRecord) -> verdict.Report:

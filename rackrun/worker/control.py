@@ -51,6 +51,8 @@ class ControlThread(threading.Thread):
             self._page.tick()
             if not poll.poll(TICK_MS):
                 self._world.leave_behind()
+                if (severed := self._world.severed()) is not None:
+                    self._channel.send(severed)
                 continue
             command = self._channel.receive()
             if command is None:

@@ -88,11 +88,14 @@ class _Guarded(dist.Work):
         if self._future is not None:
             self._future.wait()
         while not self._over:
+            ended = (
+                self._work.is_completed()
+            )  # asked first: a look that times out may end just before it is asked after
             try:
                 self._work.wait(_LOOK)
                 self._settle(None)
             except RuntimeError as error:
-                if self._work.is_completed():
+                if ended:
                     self._settle(error)
                 elif self._group.world.left_behind(self._generation):
                     self.leave()

@@ -43,7 +43,9 @@ __all__ = ["UnitRunner"]
 T = TypeVar("T")
 
 _WARM_UNITS = 5
-_STALL_FACTOR, _STALL_FLOOR_S = 3.0, 1.0
+_STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
+_FIRST_UNITS_S = 600.0
+"""Until step times are known; the first may compile."""
 _UNSURE_FLOOR_S = 20.0
 """Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
 
@@ -286,7 +288,9 @@ class UnitRunner:
             break
         self._units_in_generation = 0
         if not plan.restores and plan.rollback is None:
-            self._patience *= 2  # nobody was lost: what looked like a hang was slowness
+            self._patience = min(
+                2 * self._patience, _PATIENCE_MAX
+            )  # nobody was lost: what looked like a hang was slowness
         channel.send(
             WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation))
         )
@@ -339,9 +343,10 @@ class UnitRunner:
     # -- figures and messages
     def _deadline_ms(self) -> int:
         expected, self._expected_s = self._expected_s, 0.0
-        if len(self._seconds) < _WARM_UNITS and not expected:
-            return 0
-        floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
+        if len(self._seconds) < _WARM_UNITS:
+            floor = expected or _FIRST_UNITS_S
+        else:
+            floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
         return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.commands import BreakGeneration, Plan
-from rackrun.core.events import WorkerParked
+from rackrun.core.events import WorkerParked, WorkerSevered
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.worker.builder import Builder
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _GRACE_S = 0.1
 """Breaking wakes a collective in some 10 ms; what has not ended by then has lost its wake-up."""
+_SEVERED_S = 0.2
+"""A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
 
 __all__ = ["Abandoned", "Scope", "Superseded", "World"]
 
@@ -83,6 +85,8 @@ class World:
         self._changed = threading.Condition()
         self._broken = False
         self._broken_at: float | None = None
+        self._failed: tuple[float, str] | None = None
+        """When a collective of this generation failed by itself, and why; until it is told."""
         self._flying: dict[Leavable, None] = {}
         self.some_left_behind = False
         """A collective of the broken generation has not ended: its memory must not be used again."""
@@ -181,12 +185,24 @@ class World:
 
     def collective_failed(self, generation: int, error: Exception) -> None:
         """A collective of ``generation`` ended with an error: nothing of that generation counts any more."""
-        del error  # the reason is with whoever died; a survivor's text only names a socket
         with self._changed:
             if generation == self.generation:
+                if not self._broken:
+                    self._failed = time.monotonic(), str(error).partition("\n")[0]
                 self._broken = True
                 if self.unit_passed:
                     self.torn = True
+
+    def severed(self) -> WorkerSevered | None:
+        """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken."""
+        with self._changed:
+            if self._failed is None or time.monotonic() - self._failed[0] < _SEVERED_S:
+                return None
+            because, self._failed = self._failed[1], None
+            if self._announced > self.generation:
+                return None
+            generation = Generation(self.generation)
+        return WorkerSevered(slot=self._slot, incarnation=self._incarnation, generation=generation, because=because)
 
     @property
     def broken(self) -> bool:
@@ -339,7 +355,7 @@ class World:
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
             self._broken = False
-            self._broken_at = None
+            self._broken_at = self._failed = None
             self._flying.clear()
             self.page.new_generation(plan.generation)
         threading.Thread(target=dropped.clear, name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each

@@ -38,6 +38,7 @@ from rackrun.core.events import (
     WorkerParked,
     WorkerReady,
     WorkerResumed,
+    WorkerSevered,
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
@@ -241,6 +242,8 @@ class Cluster:
                 out.append("see")
             elif self._stuck(process.generation) and not process.reported:
                 out.append("report")
+                if process.generation in self.jammed:
+                    out.append("sever")
         elif process.passed + 1 < self.units:
             out.append("enter")
         elif not process.finished:
@@ -272,6 +275,9 @@ class Cluster:
                     silent=process.hung == "silent",
                     for_ms=100,
                 )
+            case "sever":
+                process.reported = True
+                self._say(process, WorkerSevered, generation=process.generation, because="connection reset")
             case "start":
                 self._say(process, WorkerElastic)
                 self._say(process, WorkerReady, replica_class=self._class(process.rank))

@@ -20,6 +20,7 @@ from rackrun.core.events import (
     WorkerParked,
     WorkerReady,
     WorkerResumed,
+    WorkerSevered,
     WorkerStalled,
 )
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
@@ -106,6 +107,10 @@ class Told:
         return self.tell(
             WorkerStalled(**self._who(slot), step=Step(5), collective=collective, silent=silent, for_ms=700)
         )
+
+    def is_severed(self, slot: str, generation: int | None = None) -> Sequence[Command]:
+        of = Generation(generation or self.view.generation)
+        return self.tell(WorkerSevered(**self._who(slot), generation=of, because="connection reset"))
 
     def finishes(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerFinished(**self._who(slot)))

@@ -336,6 +336,32 @@ def test_three_absorbs_without_progress_are_enough(training: Told) -> None:
     assert "done again 3 times" in stop.because
 
 
+# -- broken connections ------------------------------------------------------------------------------------------------
+def test_a_broken_connection_between_living_ranks_repeats_the_step_in_place(training: Told) -> None:
+    announced = only(BreakGeneration, training.is_severed("b/0"))
+    assert announced.because == "a collective broke on rank 2 (connection reset)"
+    assert len(announced.workers) == 4
+    assert not training.is_severed("b/1", generation=1), "the same break, seen from its other end"
+    plan = plan_in(training.park_all(passed=4))
+    assert not plan.restores
+    assert not any(member.fresh for member in plan.members)
+
+
+def test_a_connection_that_breaks_while_others_resume_breaks_again(training: Told) -> None:
+    training.is_severed("b/0")
+    training.park_all(passed=4)
+    training.resumes("a/0")
+    assert only(BreakGeneration, training.is_severed("a/0")).generation == 3
+
+
+def test_whoever_does_not_park_after_a_broken_connection_was_lost(training: Told) -> None:
+    training.is_severed("b/0")
+    training.timer("gather")
+    for slot in ("a/0", "a/1", "b/0"):
+        training.parks(slot)
+    assert only(FenceWorker, training.timer("park")).slot == "b/1"
+
+
 def test_a_stalled_spare_is_fenced_and_started_again(training: Told) -> None:
     assert only(FenceWorker, training.stalls("a/2")).slot == "a/2"
     assert only(StartWorker, training.exits("a/2")).slot == "a/2"

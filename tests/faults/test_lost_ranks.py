@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.scripts.strike import CLOCK, Fault
+from tests.faults.scripts.strike import CLOCK, IN_GATE, Fault
 from tests.faults.stories import (
     AT_THE_END,
     AT_THE_START,
@@ -109,6 +109,22 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_connections_break_though_nobody_is_lost(mode: str, train: Train, reference: Reference) -> None:
+    """The step is done again in place, by the same ranks."""
+    faults = [
+        Fault(name="first step", place="backward", rank=2, step=0, then="CUT"),
+        Fault(name="forward", place="forward", rank=0, step=5, then="CUT"),
+        Fault(name="gate", place=IN_GATE, rank=1, step=8, then="CUT"),
+        Fault(name="held back", place="gate entered", rank=3, step=8, then="wait", until="gate"),
+        Fault(name="at rest", place="between steps", rank=1, step=11, then="CUT"),
+    ]
+    trained = train(mode, faults, spares=1)
+    trained.assert_same_training(reference(mode), faults)
+    assert [recovery["lost"] for recovery in trained.recoveries] == [[], [], [], []], trained
+    assert [recovery["rollback"] for recovery in trained.recoveries] == [None] * 4, trained
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
     """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
     first = Fault(name="0", place="backward", rank=0, step=7)
@@ -124,5 +140,17 @@ def test_a_stopped_rank_is_noticed_in_time_and_replaced(train: Train, reference:
     trained.assert_same_training(reference("ddp"), [fault])
     (recovery,) = trained.recoveries
     assert [lost["rank"] for lost in recovery["lost"]] == [2], trained
+    noticed_s = trained.breaks[-1] - trained.struck["stopped"]["wall"]
+    assert noticed_s <= max(3 * trained.slowest_s, 1.0) + 0.3, f"noticed after {noticed_s:.2f} s\n{trained}"
+
+
+def test_a_rank_stopped_right_after_a_recovery_is_noticed_as_soon(train: Train, reference: Reference) -> None:
+    """The first steps of a new world may be slow, but who is stopped is not slow."""
+    faults = [
+        Fault(name="lost", place="forward", rank=1, step=7),
+        Fault(name="stopped", place="backward", rank=2, step=7, after="lost", then="STOP"),
+    ]
+    trained = train("ddp", faults, spares=2)
+    trained.assert_same_training(reference("ddp"), faults)
     noticed_s = trained.breaks[-1] - trained.struck["stopped"]["wall"]
     assert noticed_s <= max(3 * trained.slowest_s, 1.0) + 0.3, f"noticed after {noticed_s:.2f} s\n{trained}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import harness
 import pytest
@@ -14,7 +15,7 @@ from scripts import adam, ddp
 
 from rackrun.core.ids import Incarnation, SlotId
 from rackrun.link.page import HeartbeatPage
-from rackrun.worker.group import ElasticGroup
+from rackrun.worker.group import ElasticGroup, _Guarded
 from rackrun.worker.run import Run
 from rackrun.worker.world import World
 
@@ -119,6 +120,35 @@ def test_its_futures_are_done(group: ElasticGroup) -> None:
     work = group.allreduce(tensors)
     assert work.is_completed()
     assert work.get_future().value() is tensors
+
+
+class EndsWhileItIsLookedAfter(dist.Work):
+    """Its first wait times out; the next thing anybody asks, it has ended."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.looks = 0
+        self.error = error
+
+    def is_completed(self) -> bool:
+        return self.looks > 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+
+@pytest.mark.parametrize("error", ["", "Connection reset by peer"])
+def test_a_look_that_times_out_is_no_verdict(world: World, group: ElasticGroup, error: str) -> None:
+    tensor = ones(4)
+    work = EndsWhileItIsLookedAfter(error)
+    _Guarded(group, world.generation, work, [tensor], lambda: None).wait()
+    assert work.looks == 2
+    assert world.broken == bool(error)
 
 
 def test_groups_of_a_promoted_spare_are_those_of_the_rank_that_it_replaces(world: World) -> None:

@@ -67,7 +67,7 @@ class Fault:
     """Not before the fault of this name has struck."""
     delay_ms: float = 0.0
     then: str = "KILL"
-    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
+    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
     has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after."""
     until: str = ""
 
@@ -135,6 +135,10 @@ class Striker:
             case "AGENT" | "LAUNCHER":
                 agent = _parent(os.getppid())  # a worker's parent is its agent's fork server
                 os.kill(agent if fault.then == "AGENT" else _parent(agent), signal.SIGKILL)
+            case "CUT":
+                for group in self._world.groups:
+                    if group.communicator is not None:
+                        group.communicator.break_()
             case "sleep":
                 time.sleep(fault.delay_ms / 1e3)
             case "wait":
