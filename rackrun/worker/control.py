@@ -50,7 +50,7 @@ class ControlThread(threading.Thread):
         while True:
             self._page.tick()
             if not poll.poll(TICK_MS):
-                self._world.leave_behind()
+                self._world.flights.leave_overdue()
                 if (severed := self._world.severed()) is not None:
                     self._channel.send(severed)
                 continue

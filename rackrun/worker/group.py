@@ -10,7 +10,6 @@ uninitialised memory. What a broken collective returns never counts: the step th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from rackrun.errors import CollectiveBroken
+from rackrun.worker.works import AllOf, Done, Guarded
 
 if TYPE_CHECKING:
     from rackrun.worker.communicator import Communicator
@@ -29,126 +28,10 @@ __all__ = ["BACKEND", "ElasticGroup"]
 
 BACKEND = "rackrun"
 
-_LOOK = timedelta(milliseconds=250)
-
 Tensors = Sequence[torch.Tensor]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _not_compiled = cast("Callable[[_F], _F]", torch._dynamo.disable)
-
-
-class _Done(dist.Work):
-    """A collective that is over before it began."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(result)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self._future.value()
-
-
-class _Guarded(dist.Work):
-    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place.
-
-    gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
-    gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
-    """
-
-    def __init__(
-        self, group: ElasticGroup, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]
-    ) -> None:
-        super().__init__()
-        self._group, self._generation, self._work, self._result, self._loopback = (
-            group,
-            generation,
-            work,
-            result,
-            loopback,
-        )
-        self._future: torch.futures.Future[Any] | None = None
-        self._settling = threading.Lock()
-        self._over = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        del timeout
-        if self._future is not None:
-            self._future.wait()
-        while not self._over:
-            ended = (
-                self._work.is_completed()
-            )  # asked first: a look that times out may end just before it is asked after
-            try:
-                self._work.wait(_LOOK)
-                self._settle(None)
-            except RuntimeError as error:
-                if ended:
-                    self._settle(error)
-                elif self._group.world.left_behind(self._generation):
-                    self.leave()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        if self._future is None:
-            try:
-                inner = self._work.get_future()
-            except RuntimeError:  # gloo's point-to-point works have none
-                self.wait()
-                return _Done(self._result).get_future()
-            self._future = torch.futures.Future()
-            self._group.world.in_flight(self)
-            inner.add_done_callback(self._inner_done)
-        return self._future
-
-    def leave(self) -> None:
-        """Go on without it. Whatever it may still do, it does to memory that nobody reads any more."""
-        self._settle(CollectiveBroken("left behind"))
-
-    def _inner_done(self, inner: torch.futures.Future[Any]) -> None:
-        try:
-            inner.value()
-        except RuntimeError as error:
-            self._settle(error)
-        else:
-            self._settle(None)
-
-    def _settle(self, error: Exception | None) -> None:
-        with self._settling:
-            if self._over:
-                return
-            self._over = True
-        world = self._group.world
-        if error is not None:
-            world.collective_failed(self._generation, error)
-            if not isinstance(error, CollectiveBroken):
-                self._loopback()
-        world.page.collective_completed()
-        if self._future is not None:
-            world.landed(self)
-            self._future.set_result(self._result)
-
-    def is_completed(self) -> bool:
-        return self._over or self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> Any:
-        self.wait()
-        return self._result
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -226,20 +109,20 @@ class ElasticGroup(dist.ProcessGroup):
     # -- collectives
     @_not_compiled
     def _run(self, name: str, result: Any, loopback: Callable[[], None], *args: Any) -> dist.Work:
-        generation = self.world.enter_collective()
+        generation = self.world.enter_collective(result)
         communicator = self.communicator
         if communicator is None or generation is None:
             loopback()
-            return _Done(result)
+            return Done(result)
         try:
             work = getattr(communicator.inner, name)(*args)
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
-            self.world.collective_failed(generation, error)
+            self.world.collective_failed(generation, error, result)
             loopback()
-            return _Done(result)
-        return _Guarded(self, generation, work, result, loopback)
+            return Done(result)
+        return Guarded(self.world, generation, work, result, loopback)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
@@ -255,7 +138,7 @@ class ElasticGroup(dist.ProcessGroup):
             )
         for tensor in tensors:
             self.allreduce([tensor], plain).wait()
-        return _Done(tensors)
+        return Done(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._run("broadcast", tensors, _nothing, tensors, opts or dist.BroadcastOptions())
@@ -290,7 +173,7 @@ class ElasticGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return _AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
@@ -316,7 +199,7 @@ class ElasticGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return _AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -374,26 +257,6 @@ class ElasticGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
-
-
-class _AllOf(dist.Work):
-    """Several collectives as one."""
-
-    def __init__(self, works: list[dist.Work], result: Any) -> None:
-        super().__init__()
-        self._works, self._result = works, result
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
-        for work in self._works:
-            work.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        self.wait()
-        return _Done(self._result).get_future()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def _is_misuse(error: RuntimeError) -> bool:

@@ -99,9 +99,8 @@ class TrackedState:
     # -- discard
     def begin_unit(self) -> None:
         """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
-        for module in self.modules.values():
-            if isinstance(module, DistributedDataParallel):
-                ddp.begin(module)
+        for wrapper in self._ddps():
+            ddp.begin(wrapper)
         for path, buffer in self._buffers():
             saved = self._saved_buffers.get(path)
             if saved is None or saved[0].shape != buffer.shape:
@@ -136,8 +135,8 @@ class TrackedState:
         with torch.no_grad():
             for module in self.modules.values():
                 fsdp.reset(module)
-                if backward_open and isinstance(module, DistributedDataParallel):
-                    ddp.reset(module)
+            for wrapper in self._ddps() if backward_open else ():
+                ddp.reset(wrapper)
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     if self._grads_present.get(id(parameter)):
@@ -157,9 +156,9 @@ class TrackedState:
 
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
+        for wrapper in self._ddps():
+            wrapper.require_backward_grad_sync = last
         for module in self.modules.values():
-            if isinstance(module, DistributedDataParallel):
-                module.require_backward_grad_sync = last
             fsdp.synchronise_gradients(module, last)
 
     # -- tensors
@@ -240,11 +239,15 @@ class TrackedState:
                 )
         return digestible.hexdigest()
 
-    def content(self) -> int:
-        """A digest of all but the buffers: equal, bit for bit, on true replicas. 63 bits."""
+    @property
+    def sharded(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self._parameters())
+
+    def content(self, *, buffers: bool = False) -> int:
+        """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
         mixed = hashlib.blake2b(self._encode_plain(), digest_size=8)
         for path, tensor in sorted(self.tensors().items()):
-            if "/buffer/" not in path:
+            if buffers or "/buffer/" not in path:
                 mixed.update(f"{path}:{digest(tensor)}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
@@ -267,6 +270,13 @@ class TrackedState:
     def _parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
             yield from module.parameters()
+
+    def _ddps(self) -> Iterator[DistributedDataParallel]:
+        """Also inside what torch.compile returns."""
+        for module in self.modules.values():
+            inner = getattr(module, "_orig_mod", module)
+            if isinstance(inner, DistributedDataParallel):
+                yield inner
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self.modules.items():

@@ -7,13 +7,10 @@ calls, here, inside whatever call the loop is in: the user's loop never goes bac
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +26,8 @@ from rackrun.errors import StepError
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
+from rackrun.worker.late import LateBreaks
+from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.restore import run_restores
 from rackrun.worker.rng import reseed
@@ -41,13 +40,6 @@ from rackrun.worker.world import Abandoned, Scope, Superseded
 __all__ = ["UnitRunner"]
 
 T = TypeVar("T")
-
-_WARM_UNITS = 5
-_STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
-_FIRST_UNITS_S = 600.0
-"""Until step times are known; the first may compile."""
-_UNSURE_FLOOR_S = 20.0
-"""Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
 
 
 @dataclass
@@ -62,6 +54,8 @@ class UnitRunner:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
         self._replicas = ReplicaCheck(state, self._world)
+        self._late = LateBreaks(state)
+        self._world.broke_late = self._late.broke
         self._snapshots = Snapshots(runtime, state, snapshot_every)
         self.step_in_hand: Step | None = None
         self.waiting_spare = runtime.spare
@@ -69,10 +63,7 @@ class UnitRunner:
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
-        self._seconds: deque[float] = deque(maxlen=100)
-        self._units_in_generation = 0
-        self._expected_s = 0.0
-        self._patience = 1.0
+        self._pace = Pace()
         self._begun = False
         self._reached_gate = False
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -127,7 +118,7 @@ class UnitRunner:
         self._world.close()
 
     def expect(self, seconds: float) -> None:
-        self._expected_s = seconds
+        self._pace.expect(seconds)
         self._page.enter(self._page.activity, self._page.at)
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
@@ -185,8 +176,8 @@ class UnitRunner:
             # loopback values led the script astray: nothing of this attempt counts
         finally:
             self.step_in_hand = None
-        if self._world.torn:
-            self._fence_myself(at)
+        if self._late.any:
+            self._judge_late_breaks(at)
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began)
@@ -199,8 +190,9 @@ class UnitRunner:
         self._reached_gate = False
         self.step_in_hand = step
         self._state.begin_unit()
+        self._late.begin_unit()
         self._world.begin_unit()
-        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._deadline_ms())
+        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._pace.deadline_ms())
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -233,18 +225,18 @@ class UnitRunner:
             _ids_digest(ids),
             float(self._world.drain),
             self._snapshots.cost_s,
-            self._median_s(),
+            self._pace.median_s,
         )
         self._world.pass_gate(step.at, mine)
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
-        self._units_in_generation += 1
+        self._pace.committed()
         if not self._replicas.unique.committed():
             self._replicas.nobody_is_a_replica()
             self._send_ready(self._world.replica_class)
         if attempt == 0 and not at.phase:
-            self._seconds.append(seconds)
+            self._pace.took(seconds)
         self._report_commit(at, attempt, seconds)
         for values in self._logs:
             self._send_log(values, at)
@@ -252,14 +244,24 @@ class UnitRunner:
             self._snapshots.take_if_due(at, self._world.gate_values)
 
     def _discard(self) -> None:
-        self._state.discard_unit(backward_open=not self._reached_gate or self._world.some_left_behind)
+        self._state.discard_unit(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
 
-    def _fence_myself(self, at: Position) -> None:
+    def _judge_late_breaks(self, at: Position) -> None:
+        """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
+        story = (
+            f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke"
+        )
+        if not self._late.torn():
+            print(
+                f"{story}. No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
         print(
-            f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn; "
-            "it leaves, and the world goes back to the last snapshot. Remedy: keep collectives before optimizer.step(), or in phases.",
+            f"{story}: its state is torn, and it leaves. Remedy: keep collectives before optimizer.step(), or in phases.",
             file=sys.stderr,
             flush=True,
         )
@@ -273,7 +275,7 @@ class UnitRunner:
         assert boot is not None, "only an agent brings plans"
         while True:
             plan = world.wait_plan()
-            self._page.enter(Activity.RECOVERING, self.passed, self._recovery_deadline_ms())
+            self._page.enter(Activity.RECOVERING, self.passed, self._pace.recovery_deadline_ms())
             mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
             try:
                 if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
@@ -286,11 +288,7 @@ class UnitRunner:
                 world.collective_failed(world.generation, error)
                 continue
             break
-        self._units_in_generation = 0
-        if not plan.restores and plan.rollback is None:
-            self._patience = min(
-                2 * self._patience, _PATIENCE_MAX
-            )  # nobody was lost: what looked like a hang was slowness
+        self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
         channel.send(
             WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation))
         )
@@ -340,22 +338,7 @@ class UnitRunner:
             self.step_in_hand = None
             self._discard()
 
-    # -- figures and messages
-    def _deadline_ms(self) -> int:
-        expected, self._expected_s = self._expected_s, 0.0
-        if len(self._seconds) < _WARM_UNITS:
-            floor = expected or _FIRST_UNITS_S
-        else:
-            floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
-        slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
-        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
-
-    def _recovery_deadline_ms(self) -> int:
-        return math.ceil(1000 * max(5 * self._median_s(), 5.0))
-
-    def _median_s(self) -> float:
-        return statistics.median(self._seconds) if self._seconds else 0.0
-
+    # -- messages
     def _report_commit(self, at: Position, attempt: int, seconds: float) -> None:
         channel, boot = self._runtime.channel, self._runtime.boot
         if channel is None or boot is None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from rackrun.core.events import WorkerParked, WorkerSevered
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.worker.builder import Builder
+from rackrun.worker.families import Families
+from rackrun.worker.flights import Flights
 from rackrun.worker.group import ElasticGroup
 
 if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
     from rackrun.worker.communicator import Communicator
 
-_GRACE_S = 0.1
-"""Breaking wakes a collective in some 10 ms; what has not ended by then has lost its wake-up."""
 _SEVERED_S = 0.2
 """A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
 
@@ -38,12 +38,6 @@ __all__ = ["Abandoned", "Scope", "Superseded", "World"]
 
 
 T = TypeVar("T")
-
-
-class Leavable(Protocol):
-    """A collective in flight."""
-
-    def leave(self) -> None: ...
 
 
 class Abandoned(BaseException):
@@ -70,26 +64,22 @@ class World:
         self.device = device
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
-        self.families: list[tuple[tuple[int, ...], str]] = []
-        """Every group the script ever asked for, in order, member or not: a promoted spare finds its new place in it."""
+        self.families = Families()
         self.generation = 0
         """The one that this worker's communicators belong to; 0 before the first."""
         self.replica_class = ""
         self.unit_passed = False
         """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
-        self.torn = False
-        """A collective broke after that."""
+        self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
+        """Told of every collective, by its result, that breaks after that."""
         self.drain = False
+        self.flights = Flights()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
         self._broken = False
-        self._broken_at: float | None = None
         self._failed: tuple[float, str] | None = None
         """When a collective of this generation failed by itself, and why; until it is told."""
-        self._flying: dict[Leavable, None] = {}
-        self.some_left_behind = False
-        """A collective of the broken generation has not ended: its memory must not be used again."""
         self._announced = 0
         self._plan: Plan | None = None
         self._builder: Builder | None = None
@@ -111,11 +101,10 @@ class World:
             raise StepError(
                 "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
             )
-        self.families.append((tuple(ranks), desc))
+        key = self.families.add(ranks, desc)
         if self.rank not in ranks:
             return None
-        turn = self.families.count((tuple(ranks), desc))
-        group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, self._key(ranks, desc, turn))
+        group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, key)
         self.groups.append(group)
         if self._fixed is not None and len(ranks) > 1:
             group.communicator = self._fixed(group.key, group.rank(), group.size())
@@ -126,10 +115,6 @@ class World:
             group.communicator = builder.communicators.get(group)
         return group
 
-    def _key(self, ranks: Sequence[int], desc: str, turn: int) -> str:
-        """The same on every member, and on a spare that takes a member's place: not torch's name, which counts per process."""
-        return f"{desc}/{'-'.join(map(str, ranks))}/{turn}"
-
     @property
     def rank(self) -> int:
         return self.groups[0].rank()
@@ -139,8 +124,8 @@ class World:
         return self.groups[0].size()
 
     # -- collectives
-    def enter_collective(self) -> int | None:
-        """The generation to run in; None for a loopback."""
+    def enter_collective(self, result: Any) -> int | None:
+        """The generation to run in; None for a loopback into ``result``."""
         if self.scope is Scope.OUTSIDE and self.size > 1:
             raise StepError(
                 "a collective was called outside steps and phases, where a lost peer could not be replaced.",
@@ -154,44 +139,25 @@ class World:
                 "a peer was lost before the first step.", remedy="none needed: the world starts again."
             )
         if self.unit_passed:
-            self.torn = True
+            self.broke_late(result)
         return None
 
-    def in_flight(self, work: Leavable) -> None:
-        """Somebody waits for this collective's future: it will be completed, if need be by `leave_behind`."""
-        with self._changed:
-            self._flying[work] = None
+    def leave_behind(self, generation: int) -> bool:
+        """Whether to go on without a collective of ``generation`` that has not ended yet."""
+        leave = generation != self.generation or self.flights.overdue()
+        self.flights.some_left_behind |= leave
+        return leave
 
-    def landed(self, work: Leavable) -> None:
-        with self._changed:
-            self._flying.pop(work, None)
-
-    def left_behind(self, generation: int) -> bool:
-        """Whether collectives of ``generation`` that have not ended by now never will."""
-        with self._changed:
-            over = self._broken_at if generation == self.generation else 0.0
-            if over is None or time.monotonic() - over < _GRACE_S:
-                return False
-            self.some_left_behind = True
-            return True
-
-    def leave_behind(self) -> None:
-        """Called by the control thread, now and then: complete the futures of collectives that have lost their wake-up."""
-        with self._changed:
-            flying = list(self._flying) if self._broken_at is not None else []
-        if flying and self.left_behind(self.generation):
-            for work in flying:
-                work.leave()
-
-    def collective_failed(self, generation: int, error: Exception) -> None:
+    def collective_failed(self, generation: int, error: Exception, result: Any = ()) -> None:
         """A collective of ``generation`` ended with an error: nothing of that generation counts any more."""
         with self._changed:
             if generation == self.generation:
                 if not self._broken:
                     self._failed = time.monotonic(), str(error).partition("\n")[0]
                 self._broken = True
-                if self.unit_passed:
-                    self.torn = True
+            late = self.unit_passed and generation == self.generation
+        if late:
+            self.broke_late(result)
 
     def severed(self) -> WorkerSevered | None:
         """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken."""
@@ -250,9 +216,9 @@ class World:
         raise Abandoned
 
     def begin_unit(self) -> None:
-        self.some_left_behind = False
+        self.flights.some_left_behind = False
         self.scope = Scope.UNIT
-        self.unit_passed = self.torn = False
+        self.unit_passed = False
 
     def stand_at(self, position: Position, gate: tuple[float, ...]) -> None:
         """A newcomer, and everyone after a rollback: what is committed is what the plan says."""
@@ -271,7 +237,7 @@ class World:
                 return None
             self._announced = command.generation
             self._broken = True
-            self._broken_at = time.monotonic()
+            self.flights.broke()
             report = WorkerParked(
                 slot=self._slot,
                 incarnation=self._incarnation,
@@ -355,8 +321,8 @@ class World:
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
             self._broken = False
-            self._broken_at = self._failed = None
-            self._flying.clear()
+            self._failed = None
+            self.flights.new_generation()
             self.page.new_generation(plan.generation)
         threading.Thread(target=dropped.clear, name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each
         del dropped
@@ -375,30 +341,8 @@ class World:
             group.communicator = None
 
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
-        """A spare takes the place of ``rank`` in every group: in a family of disjoint groups, the one that holds it."""
-        moved: list[tuple[ElasticGroup, tuple[int, ...]]] = []
-        for group in self.groups:
-            if group.key == "world":
-                group.become(group.ranks, rank)
-                continue
-            kin = self._kin(group, rank)
-            if kin is None:
-                raise StepError(
-                    f"rank {rank} is in no group like {group.group_desc!r} {list(group.ranks)}, so a spare cannot take its place.",
-                    remedy="make groups that cover all ranks (a DeviceMesh does).",
-                )
-            group.become(kin, kin.index(rank))
-            group.key = self._key(kin, group.group_desc, int(group.key.rpartition("/")[2]))
-            moved.append((group, kin))
-        return moved
-
-    def _kin(self, group: ElasticGroup, rank: int) -> tuple[int, ...] | None:
-        """The ranks of the group that is to ``rank`` what ``group`` is to this worker: one of the same disjoint family."""
-        for ranks, desc in self.families:
-            like = desc == group.group_desc and len(ranks) == len(group.ranks)
-            if like and rank in ranks and (ranks == group.ranks or not set(ranks) & set(group.ranks)):
-                return ranks
-        return None
+        """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
+        return self.families.promote(self.groups, rank)
 
     def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
         """Run ``transfer`` in a helper thread, and leave it there if a newer generation is announced: raises `Superseded`."""

@@ -39,6 +39,11 @@ def static_graph(run: Run) -> None:
     fit(run, model, adam(model))
 
 
+def compiled(run: Run) -> None:
+    model = ddp(run)
+    fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
+
+
 class SometimesUnused(nn.Module):
     """Which half is used depends on the data."""
 
@@ -272,6 +277,7 @@ def phases(run: Run) -> None:
 EXACT: list[Script] = [
     accumulation,
     bucket_views,
+    compiled,
     unused_parameters,
     batch_norm,
     batch_norm_of_each_rank,

@@ -15,8 +15,9 @@ from scripts import adam, ddp
 
 from rackrun.core.ids import Incarnation, SlotId
 from rackrun.link.page import HeartbeatPage
-from rackrun.worker.group import ElasticGroup, _Guarded
+from rackrun.worker.group import ElasticGroup
 from rackrun.worker.run import Run
+from rackrun.worker.works import Guarded
 from rackrun.worker.world import World
 
 SIZE, RANK = 3, 1
@@ -143,10 +144,10 @@ class EndsWhileItIsLookedAfter(dist.Work):
 
 
 @pytest.mark.parametrize("error", ["", "Connection reset by peer"])
-def test_a_look_that_times_out_is_no_verdict(world: World, group: ElasticGroup, error: str) -> None:
+def test_a_look_that_times_out_is_no_verdict(world: World, error: str) -> None:
     tensor = ones(4)
     work = EndsWhileItIsLookedAfter(error)
-    _Guarded(group, world.generation, work, [tensor], lambda: None).wait()
+    Guarded(world, world.generation, work, [tensor], lambda: None).wait()
     assert work.looks == 2
     assert world.broken == bool(error)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, moments, say
-from scripts import Samples, adam, ddp, fit, loss_of, net
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -130,6 +130,50 @@ def test_death_right_after_the_first_step_is_exact_though_replicas_are_not_check
         for later in (0, 1, 2):
             ended = train(main, kill={0: moment + later})
             assert not ended.differences(reference), f"{lived[moment + later]}\n{ended}"
+
+
+def ends_with_a_collective(averages_weights: bool) -> Callable[[Run], None]:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if averages_weights:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data, op=dist.ReduceOp.MAX)
+            else:
+                shown = torch.ones(1)
+                dist.all_reduce(shown)
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    return main
+
+
+def after_a_gate(reference: Ended, rank: int) -> int:
+    """The moment at which ``rank`` enters a collective between a gate and its commit."""
+    lived = reference.moments[rank]
+    gates = [index for index, said in enumerate(lived) if said.startswith("passed the gate")]
+    return gates[4] + 1
+
+
+@pytest.mark.parametrize("averages_weights", [False, True])
+def test_a_collective_that_breaks_after_the_update(averages_weights: bool, train: Train) -> None:
+    """One whose result is only shown costs nothing; one that writes weights leaves nobody whole."""
+    main = ends_with_a_collective(averages_weights)
+    reference = train(main)
+    moment = after_a_gate(reference, 1)
+    ended = train(main, kill={1: moment})
+    assert not ended.differences(reference), f"{reference.moments[1][moment]}\n{ended}"
+    assert ended.restarted == averages_weights, ended
 
 
 SCRIPT = """

@@ -179,7 +179,7 @@ class Striker:
         setattr(owner, last, patched)
 
     def _patch_collectives(self) -> None:
-        from rackrun.worker import group, world
+        from rackrun.worker import group, works, world
 
         run, pass_gate, all_reduce = group.ElasticGroup._run, world.World.pass_gate, world.dist.all_reduce
 
@@ -187,7 +187,7 @@ class Striker:
             if not self._in_gate:
                 self.here("entering a collective")
             work = run(elastic_group, *args)
-            if isinstance(work, group._Guarded):
+            if isinstance(work, works.Guarded):
                 self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
             return work
 

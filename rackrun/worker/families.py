@@ -1,0 +1,59 @@
+"""Which groups the script made, so that a promoted spare finds its new place in them.
+
+Groups of one size and one description whose members are disjoint are a family: the rows of a mesh, say. A spare that stood
+in one row and takes the place of a rank in another moves over to that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rackrun.errors import StepError
+
+if TYPE_CHECKING:
+    from rackrun.worker.group import ElasticGroup
+
+__all__ = ["Families"]
+
+
+class Families:
+    def __init__(self) -> None:
+        self._made: list[tuple[tuple[int, ...], str]] = []
+        """Every group the script ever asked for, in order, member or not."""
+
+    def add(self, ranks: Sequence[int], desc: str) -> str:
+        """Returns the group's key."""
+        self._made.append((tuple(ranks), desc))
+        return _key(ranks, desc, self._made.count((tuple(ranks), desc)))
+
+    def promote(self, groups: Sequence[ElasticGroup], rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
+        """Give this process the place of ``rank`` in each of its groups."""
+        moved: list[tuple[ElasticGroup, tuple[int, ...]]] = []
+        for group in groups:
+            if group.key == "world":
+                group.become(group.ranks, rank)
+                continue
+            kin = self._kin(group, rank)
+            if kin is None:
+                raise StepError(
+                    f"rank {rank} is in no group like {group.group_desc!r} {list(group.ranks)}, so a spare cannot take its place.",
+                    remedy="make groups that cover all ranks (a DeviceMesh does).",
+                )
+            group.become(kin, kin.index(rank))
+            group.key = _key(kin, group.group_desc, int(group.key.rpartition("/")[2]))
+            moved.append((group, kin))
+        return moved
+
+    def _kin(self, group: ElasticGroup, rank: int) -> tuple[int, ...] | None:
+        """The ranks of the group that is to ``rank`` what ``group`` is to this worker: one of the same disjoint family."""
+        for ranks, desc in self._made:
+            like = desc == group.group_desc and len(ranks) == len(group.ranks)
+            if like and rank in ranks and (ranks == group.ranks or not set(ranks) & set(group.ranks)):
+                return ranks
+        return None
+
+
+def _key(ranks: Sequence[int], desc: str, turn: int) -> str:
+    """The same on every member, and on a spare that takes a member's place: not torch's name, which counts per process."""
+    return f"{desc}/{'-'.join(map(str, ranks))}/{turn}"

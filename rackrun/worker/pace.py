@@ -1,0 +1,59 @@
+"""How long units take, and how long one may take before that is called a hang."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import numpy as np
+
+__all__ = ["Pace"]
+
+_WARM_UNITS = 5
+_STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
+_FIRST_UNITS_S = 600.0
+"""Until step times are known; the first may compile."""
+_UNSURE_FLOOR_S = 20.0
+"""Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=100)
+        self._expected_s = 0.0
+        self._patience = 1.0
+        self._units_in_generation = 0
+
+    def expect(self, seconds: float) -> None:
+        """The next unit may take this long."""
+        self._expected_s = seconds
+
+    def committed(self) -> None:
+        self._units_in_generation += 1
+
+    def took(self, seconds: float) -> None:
+        """An undisturbed step."""
+        self._seconds.append(seconds)
+
+    def new_generation(self, *, nobody_lost: bool) -> None:
+        self._units_in_generation = 0
+        if nobody_lost:  # what looked like a hang was slowness
+            self._patience = min(2 * self._patience, _PATIENCE_MAX)
+
+    def deadline_ms(self) -> int:
+        """Of the unit that begins now: so long without progress is a stall."""
+        expected, self._expected_s = self._expected_s, 0.0
+        if len(self._seconds) < _WARM_UNITS:
+            floor = expected or _FIRST_UNITS_S
+        else:
+            floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
+        slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
+        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
+
+    def recovery_deadline_ms(self) -> int:
+        return math.ceil(1000 * max(5 * self.median_s, 5.0))
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self._seconds) if self._seconds else 0.0

@@ -1,0 +1,147 @@
+"""What a collective of an elastic group returns: one that is over, one in flight, several as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.errors import CollectiveBroken
+
+if TYPE_CHECKING:
+    from rackrun.worker.world import World
+
+__all__ = ["AllOf", "Done", "Guarded"]
+
+_LOOK = timedelta(milliseconds=250)
+
+
+class Done(dist.Work):
+    """A collective that is over before it began."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._future.value()
+
+
+class Guarded(dist.Work):
+    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place.
+
+    gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
+    gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
+    """
+
+    def __init__(
+        self, world: World, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._world, self._generation, self._work = world, generation, work
+        self._result, self._loopback = result, loopback
+        self._future: torch.futures.Future[Any] | None = None
+        self._settling = threading.Lock()
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        if self._future is not None:
+            self._future.wait()
+        while not self._over:
+            ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
+            try:
+                self._work.wait(_LOOK)
+                self._settle(None)
+            except RuntimeError as error:
+                if ended:
+                    self._settle(error)
+                elif self._world.leave_behind(self._generation):
+                    self.leave()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            try:
+                inner = self._work.get_future()
+            except RuntimeError:  # gloo's point-to-point works have none
+                self.wait()
+                return Done(self._result).get_future()
+            self._future = torch.futures.Future()
+            self._world.flights.take_off(self)
+            inner.add_done_callback(self._inner_done)
+        return self._future
+
+    def leave(self) -> None:
+        """Go on without it. Whatever it may still do, it does to memory that nobody reads any more."""
+        self._settle(CollectiveBroken("left behind"))
+
+    def _inner_done(self, inner: torch.futures.Future[Any]) -> None:
+        try:
+            inner.value()
+        except RuntimeError as error:
+            self._settle(error)
+        else:
+            self._settle(None)
+
+    def _settle(self, error: Exception | None) -> None:
+        with self._settling:
+            if self._over:
+                return
+            self._over = True
+        world = self._world
+        if error is not None:
+            world.collective_failed(self._generation, error, self._result)
+            if not isinstance(error, CollectiveBroken):
+                self._loopback()
+        world.page.collective_completed()
+        if self._future is not None:
+            world.flights.land(self)
+            self._future.set_result(self._result)
+
+    def is_completed(self) -> bool:
+        return self._over or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+
+class AllOf(dist.Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: list[dist.Work], result: Any) -> None:
+        super().__init__()
+        self._works, self._result = works, result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        return Done(self._result).get_future()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
