@@ -1,8 +1,9 @@
 """A newcomer gets its state from live replicas, straight into its own tensors.
 
 The sources split the bytes between them, in chunks, round robin; each chunk goes from the source's tensor into the
-newcomer's without a copy between. What is sent by one source is checked against the digest of *another* (a replica is
-checked, not assumed), so a diverged or damaged copy is found before anyone trains on it. Small tensors travel packed.
+newcomer's without a copy between: over the world's communicator, or, where both are on one host's CPUs, read by the
+newcomer itself. What comes from one source is checked against the digest of *another* (a replica is checked, not
+assumed), so a diverged or damaged copy is found before anyone trains on it. Small tensors travel packed.
 
 Everything here runs on the new generation's world communicator, between the step that was broken and its repetition: no
 source changes its state meanwhile, because the next gate needs the newcomer too.
@@ -10,6 +11,9 @@ source changes its state meanwhile, because the next gate needs the newcomer too
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
+from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import Manifest, TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
 
@@ -26,22 +31,32 @@ __all__ = ["run_restores"]
 
 CHUNK_BYTES = 8 * 2**20
 SMALL_BYTES = 64 * 2**10
-_HEADER, _MANIFEST, _SMALL, _DIGESTS, _CHUNKS = 0, 1, 2, 3, 16  # message tags
+_HEADER, _MANIFEST, _SMALL, _DIGESTS, _OFFER, _ANSWER, _CHUNKS = 0, 1, 2, 3, 4, 5, 16  # message tags
+_SEND, _HAVE_READ = 0, 1
+
+_reads: set[Future[None]] = set()
+"""Of this newcomer, perhaps for a generation that was overtaken: they end soon, but not before they have written."""
 
 
 def run_restores(
-    plan: Plan, rank: int, world: Communicator, state: TrackedState, replica_class: str, device: torch.device
+    plan: Plan,
+    rank: int,
+    world: Communicator,
+    state: TrackedState,
+    replica_class: str,
+    device: torch.device,
+    overtaken: Callable[[], bool],
 ) -> Manifest | None:
     """This rank's part in every restore of the plan, as source or as newcomer (which gets the source's manifest back).
 
-    RuntimeError when a peer is lost meanwhile.
+    RuntimeError when a peer is lost meanwhile. ``overtaken``: whether nobody waits for the outcome any more.
     """
     received = None
     for restore in plan.restores:
         if not restore.sources:
             continue  # from a snapshot: rackrun.worker.snapshot
         if rank == restore.rank:
-            received = _receive(restore, world, state, device)
+            received = _receive(restore, world, state, device, overtaken)
         elif rank in restore.sources:
             _send(restore, rank, world, state, replica_class, device)
     return received
@@ -61,8 +76,10 @@ class _Layout:
     def __init__(self, manifest: Manifest, sources: tuple[Any, ...]) -> None:
         self.small: list[str] = []
         self.chunks: list[_Chunk] = []
+        self.lead, self.second = sources[0], sources[1 % len(sources)]
+        """Who sends the small ones, and whose digest of them counts."""
         self.checker: dict[str, int] = {}
-        """Large tensor -> the source whose digest of it counts: not the one that sends its first chunk, if there is another."""
+        """Large tensor -> the source whose digest of it counts: not the one that gives its first chunk, if there is another."""
         turn = 0
         for info in manifest.tensors:
             dtype = getattr(torch, info.dtype)
@@ -79,36 +96,52 @@ class _Layout:
                 )
                 turn += 1
 
+    def digests(self, checker: int, tensors: dict[str, torch.Tensor], small: torch.Tensor) -> dict[str, int]:
+        """What ``checker`` vouches for."""
+        found = {path: digest(tensors[path]) for path, source in self.checker.items() if source == checker}
+        if self.small and checker == self.second:
+            found[", ".join(self.small)] = digest(small)
+        return found
+
 
 def _send(
     restore: Restore, rank: int, world: Communicator, state: TrackedState, replica_class: str, device: torch.device
 ) -> None:
     manifest, tensors = state.manifest(replica_class), state.tensors()
     layout = _Layout(manifest, restore.sources)
+    small = pack([tensors[path] for path in layout.small], device)
     works = []
-    encoded = msgspec.msgpack.encode(manifest)
-    if rank == restore.sources[0]:
+    if rank == layout.lead:
+        encoded = msgspec.msgpack.encode(manifest)
         header = torch.tensor([len(encoded)], dtype=torch.int64)
         works.append(_post(world, "send", header.to(device), restore.rank, _HEADER))
         works.append(_post(world, "send", _bytes_tensor(encoded, device), restore.rank, _MANIFEST))
         if layout.small:
-            works.append(
-                _post(world, "send", pack([tensors[path] for path in layout.small], device), restore.rank, _SMALL)
-            )
-    for index, chunk in enumerate(layout.chunks):
-        if chunk.source == rank:
-            flat = dense_bytes(tensors[chunk.path])
-            if flat is None:
-                flat = tensors[chunk.path].contiguous().reshape(-1).view(torch.uint8)
-            works.append(_post(world, "send", flat[chunk.start : chunk.stop], restore.rank, _CHUNKS + index))
-    digests = [digest(tensors[path]) for path, checker in layout.checker.items() if checker == rank]
-    if digests:
-        works.append(_post(world, "send", torch.tensor(digests, dtype=torch.int64).to(device), restore.rank, _DIGESTS))
+            works.append(_post(world, "send", small, restore.rank, _SMALL))
+    with readable([tensors[path] for path in layout.checker]) as offer:
+        if device.type == "cpu":
+            told = torch.zeros(4 + len(layout.checker), dtype=torch.int64) if offer is None else offer
+            works.append(_post(world, "send", told, restore.rank, _OFFER))
+        digests = torch.tensor(list(layout.digests(rank, tensors, small).values()), dtype=torch.int64)
+        if len(digests):
+            works.append(_post(world, "send", digests.to(device), restore.rank, _DIGESTS))
+        answer = torch.tensor([_SEND])
+        if device.type == "cpu":
+            _post(world, "recv", answer, restore.rank, _ANSWER).wait()
+    if int(answer) == _SEND:
+        works += [
+            _post(world, "send", _flat(tensors[chunk.path])[chunk.start : chunk.stop], restore.rank, _CHUNKS + index)
+            for index, chunk in enumerate(layout.chunks)
+            if chunk.source == rank
+        ]
     for work in works:
         work.wait()
 
 
-def _receive(restore: Restore, world: Communicator, state: TrackedState, device: torch.device) -> Manifest:
+def _receive(
+    restore: Restore, world: Communicator, state: TrackedState, device: torch.device, overtaken: Callable[[], bool]
+) -> Manifest:
+    wait(_reads)
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64, device=device)
     _post(world, "recv", header, lead, _HEADER).wait()
@@ -117,43 +150,93 @@ def _receive(restore: Restore, world: Communicator, state: TrackedState, device:
     manifest = msgspec.msgpack.decode(encoded.cpu().numpy().tobytes(), type=Manifest)
     tensors = state.allocate(manifest)
     layout = _Layout(manifest, restore.sources)
-
-    works, staged = [], []
-    for index, chunk in enumerate(layout.chunks):
-        flat = dense_bytes(tensors[chunk.path])
-        if flat is None:
-            flat = torch.empty(tensors[chunk.path].nbytes, dtype=torch.uint8, device=device)
-            staged.append((chunk.path, flat))
-        works.append(_post(world, "recv", flat[chunk.start : chunk.stop], chunk.source, _CHUNKS + index))
+    small = torch.empty(sum(tensors[path].nbytes for path in layout.small), dtype=torch.uint8, device=device)
     if layout.small:
-        packed = torch.empty(sum(tensors[path].nbytes for path in layout.small), dtype=torch.uint8, device=device)
-        _post(world, "recv", packed, lead, _SMALL).wait()
-        copy_bytes(packed, [tensors[path] for path in layout.small])
+        _post(world, "recv", small, lead, _SMALL).wait()
+
+    dense = {path: dense_bytes(tensors[path]) for path in layout.checker}
+    flat = {
+        path: torch.empty(tensors[path].nbytes, dtype=torch.uint8, device=device) if block is None else block
+        for path, block in dense.items()
+    }
+    neighbours = _neighbours(restore, layout, world) if device.type == "cpu" else {}
+    works = [
+        _post(world, "recv", flat[chunk.path][chunk.start : chunk.stop], chunk.source, _CHUNKS + index)
+        for index, chunk in enumerate(layout.chunks)
+        if chunk.source not in neighbours
+    ]
+    if neighbours:
+        _read(layout, neighbours, flat, overtaken)
+        works += [_post(world, "send", torch.tensor([_HAVE_READ]), source, _ANSWER) for source in neighbours]
     for work in works:
         work.wait()
-    for path, flat in staged:
-        tensors[path].copy_(flat.view(tensors[path].dtype).view(tensors[path].shape))
-    _verify(restore, layout, tensors, world, device)
+    for path, block in dense.items():
+        if block is None:
+            tensors[path].copy_(flat[path].view(tensors[path].dtype).view(tensors[path].shape))
+    _verify(restore, layout, tensors, small, world, device)
+    copy_bytes(small, [tensors[path] for path in layout.small])
     state.load_plain(manifest, tensors)
     return manifest
 
 
+def _neighbours(restore: Restore, layout: _Layout, world: Communicator) -> dict[int, Neighbour]:
+    """The sources whose memory can be read; the others are told to send."""
+    offers = {source: torch.zeros(4 + len(layout.checker), dtype=torch.int64) for source in restore.sources}
+    for source, offer in offers.items():
+        _post(world, "recv", offer, source, _OFFER).wait()
+    told: dict[int, Neighbour] = {source: Neighbour(offer) for source, offer in offers.items()}
+    found = {source: neighbour for source, neighbour in told.items() if neighbour.is_there()}
+    for remote in told.keys() - found.keys():
+        _post(world, "send", torch.tensor([_SEND]), remote, _ANSWER).wait()
+    return found
+
+
+def _read(
+    layout: _Layout, neighbours: dict[int, Neighbour], flat: dict[str, torch.Tensor], overtaken: Callable[[], bool]
+) -> None:
+    """RuntimeError when one of them is gone: it may have been, and its number another's, before the last byte was read."""
+    places = {path: place for place, path in enumerate(layout.checker)}
+
+    def read_from(source: int) -> None:
+        for chunk in layout.chunks:
+            if chunk.source == source and not overtaken():
+                neighbours[source].read(places[chunk.path], chunk.start, flat[chunk.path][chunk.start : chunk.stop])
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "rackrun-read") as pool:
+        reads = {pool.submit(read_from, source) for source in neighbours}
+        _reads.update(reads)
+        wait(reads)
+        _reads.difference_update(reads)
+    lost = next((error for read in reads if (error := read.exception()) is not None), None)
+    if lost is not None or not all(neighbour.is_there() for neighbour in neighbours.values()):
+        raise RuntimeError(f"a source was lost while its memory was read: {lost}")
+
+
 def _verify(
-    restore: Restore, layout: _Layout, tensors: dict[str, torch.Tensor], world: Communicator, device: torch.device
+    restore: Restore,
+    layout: _Layout,
+    tensors: dict[str, torch.Tensor],
+    small: torch.Tensor,
+    world: Communicator,
+    device: torch.device,
 ) -> None:
     for source in restore.sources:
-        checked = [path for path, checker in layout.checker.items() if checker == source]
-        if not checked:
+        mine = layout.digests(source, tensors, small)
+        if not mine:
             continue
-        theirs = torch.zeros(len(checked), dtype=torch.int64, device=device)
+        theirs = torch.zeros(len(mine), dtype=torch.int64, device=device)
         _post(world, "recv", theirs, source, _DIGESTS).wait()
-        mine = [digest(tensors[path]) for path in checked]
-        wrong = [path for path, a, b in zip(checked, mine, theirs.tolist(), strict=True) if a != b]
+        wrong = [path for (path, a), b in zip(mine.items(), theirs.tolist(), strict=True) if a != b]
         if wrong:
             raise StateLost(
                 f"{wrong[0]} differs between the replicas that rank {restore.rank} was restored from (ranks {list(restore.sources)}).",
                 remedy="one of these GPUs computes wrongly, or the script updates replicas differently; check them.",
             )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    dense = dense_bytes(tensor)
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if dense is None else dense
 
 
 def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import crc32c
 import torch
 
 __all__ = ["copy_bytes", "dense_bytes", "digest", "pack"]
@@ -20,13 +21,18 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits, as a signed 64-bit word; about twice the time of reading them.
-
-    A plain sum of words would not see two of them change places.
-    """
+    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host. On a device there is no
+    such kernel, and sums take its place; replicas are on devices of one kind."""
     flat = dense_bytes(tensor)
     if flat is None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        return crc32c.crc32c(flat.numpy().data) | (flat.numel() % 2**31) << 32
+    return _digest_by_sums(flat)
+
+
+def _digest_by_sums(flat: torch.Tensor) -> int:
+    """About twice the time of reading. A plain sum of words would not see two of them change places."""
     whole = flat.numel() // 8 * 8
     mixed = int(flat[whole:].to(torch.int64).sum().item()) * 257 if whole < flat.numel() else 0
     if whole:

@@ -310,7 +310,13 @@ class UnitRunner:
             manifest = world.attempt(
                 plan,
                 lambda: run_restores(
-                    plan, world.rank, communicator, self._state, world.replica_class, self._runtime.device
+                    plan,
+                    world.rank,
+                    communicator,
+                    self._state,
+                    world.replica_class,
+                    self._runtime.device,
+                    lambda: world.superseded(plan.generation),
                 ),
             )
             if manifest is not None:

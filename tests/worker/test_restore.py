@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from harness import Ended, moments
 from scripts import Samples, adam
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from rackrun.worker import neighbour
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 
 Train = Callable[..., Ended]
 
 
-def wide(damage: bool) -> Callable[[Run], None]:
-    """A tensor too large to travel packed. ``damage``: rank 1 changes a bit of its own, in step 4."""
+def wide(damage: str = "") -> Callable[[Run], None]:
+    """A tensor too large to travel packed. ``damage``: rank 1 changes a bit of its own there, in step 4."""
 
     def main(run: Run) -> None:
         model = DDP(nn.Sequential(nn.Linear(10, 4000), nn.Tanh(), nn.Linear(4000, 10)))
@@ -33,7 +36,7 @@ def wide(damage: bool) -> Callable[[Run], None]:
             optimizer.zero_grad()
             if damage and int(step) == 4 and run.rank == 1:
                 with torch.no_grad():
-                    model.module[0].weight[7, 3] += 1e-6
+                    getattr(model.module[0], damage).view(-1)[7] += 1e-6
 
         for number in run.steps(8):
             step(number)
@@ -41,16 +44,31 @@ def wide(damage: bool) -> Callable[[Run], None]:
     return main
 
 
-def test_state_comes_from_two_sources_bit_for_bit(train: Train) -> None:
-    reference = train(wide(damage=False))
-    ended = train(wide(damage=False), kill={2: moments(reference, 2, "wide")[0]})
+@pytest.mark.parametrize("readable", [0, 1, 2])
+def test_state_comes_from_two_sources_bit_for_bit(readable: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory that may be read, and over sockets from those whose memory may not."""
+    answers = iter([True] * readable + [False] * (2 - readable) + [True] * readable)  # asked again after reading
+    monkeypatch.setattr(neighbour.Neighbour, "is_there", lambda _: next(answers))
+    reference = train(wide())
+    ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended
     assert ended.plans[0].restores[0].sources == (0, 1)
 
 
-def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(train: Train) -> None:
-    reference = train(wide(damage=False))
+def test_a_source_that_goes_while_it_is_read_is_no_source(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process number may be another's by now: what was read does not count, and the next plan reads again."""
+    answers = itertools.chain([True, True, False], itertools.repeat(True))
+    monkeypatch.setattr(neighbour.Neighbour, "is_there", lambda _: next(answers))
+    reference = train(wide())
+    ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
+    assert not ended.differences(reference), ended
+    assert len(ended.plans) == 2
+
+
+@pytest.mark.parametrize("damage", ["weight", "bias"])
+def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(damage: str, train: Train) -> None:
+    reference = train(wide())
     late = max(i for i, what in enumerate(reference.moments[2]) if what.startswith("committed")) - 1
-    ended = train(wide(damage=True), kill={2: late}, max_restarts=0)
+    ended = train(wide(damage), kill={2: late}, max_restarts=0)
     assert ended.exit_code == 3, ended
     assert "StateLost" in ended.because

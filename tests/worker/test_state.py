@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from rackrun.errors import StepError
 from rackrun.worker.restore import CHUNK_BYTES, _Layout
 from rackrun.worker.state import Manifest, TensorInfo, TrackedState
-from rackrun.worker.tensor_bytes import digest
+from rackrun.worker.tensor_bytes import _digest_by_sums, digest
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -156,8 +157,13 @@ def test_a_discarded_step_leaves_no_trace() -> None:
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "digest", [digest, lambda tensor: _digest_by_sums(tensor.view(torch.uint8))], ids=["CRC", "sums"]
+)
 @pytest.mark.parametrize("count", [2, 7, 1021, 5000, 300_000])
-def test_a_digest_sees_a_flipped_bit_and_two_words_that_changed_places(count: int) -> None:
+def test_a_digest_sees_a_flipped_bit_and_two_words_that_changed_places(
+    count: int, digest: Callable[[torch.Tensor], int]
+) -> None:
     tensor = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
     original = digest(tensor)
     for place in (0, count // 2, count - 1):
