@@ -7,6 +7,7 @@ calls, here, inside whatever call the loop is in: the user's loop never goes bac
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -328,14 +329,15 @@ class UnitRunner:
             world.stand_at(plan.committed, plan.gate)
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
-        """A spare runs the step function once on loopback groups, as far as the gate: allocations, kernels, compilation."""
+        """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:
+        allocations, kernels, compilation. What it computes is overwritten when it takes a place."""
         if function is None:
             return
         try:
             self._start(Step(Position(0), 0, self._world))
-            function(self.step_in_hand)  # type: ignore[arg-type]
-        except Abandoned:
-            pass
+            with contextlib.suppress(Abandoned):
+                function(self.step_in_hand)  # type: ignore[arg-type]
+            self._warm_optimizers()
         except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
             print(
                 f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr
@@ -343,6 +345,15 @@ class UnitRunner:
         finally:
             self.step_in_hand = None
             self._discard()
+
+    def _warm_optimizers(self) -> None:
+        """Their state is as large as the model, or twice that: memory that a newcomer would have to be given, page by page."""
+        self._hook.remove()
+        try:
+            for optimizer in self._state.optimizers.values():
+                optimizer.step()
+        finally:
+            self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     # -- messages
     def _report_commit(self, at: Position, attempt: int, seconds: float) -> None:
