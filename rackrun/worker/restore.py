@@ -78,8 +78,10 @@ class _Layout:
         self.chunks: list[_Chunk] = []
         self.lead, self.second = sources[0], sources[1 % len(sources)]
         """Who sends the small ones, and whose digest of them counts."""
+        self.large: list[str] = []
         self.checker: dict[str, int] = {}
-        """Large tensor -> the source whose digest of it counts: not the one that gives its first chunk, if there is another."""
+        """Large tensor -> the source whose digest of it counts: not the one that gives its first chunk, if there is another.
+        Buffers are each rank's own (see `rackrun.worker.unique`): there is nothing to compare them with."""
         turn = 0
         for info in manifest.tensors:
             dtype = getattr(torch, info.dtype)
@@ -89,18 +91,21 @@ class _Layout:
             if size <= SMALL_BYTES:
                 self.small.append(info.path)
                 continue
-            self.checker[info.path] = sources[(turn + 1) % len(sources)]
+            self.large.append(info.path)
+            if not _is_buffer(info.path):
+                self.checker[info.path] = sources[(turn + 1) % len(sources)]
             for start in range(0, size, CHUNK_BYTES):
                 self.chunks.append(
                     _Chunk(info.path, start, min(start + CHUNK_BYTES, size), sources[turn % len(sources)])
                 )
                 turn += 1
 
-    def digests(self, checker: int, tensors: dict[str, torch.Tensor], small: torch.Tensor) -> dict[str, int]:
+    def digests(self, checker: int, tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, int]:
         """What ``checker`` vouches for."""
         found = {path: digest(tensors[path]) for path, source in self.checker.items() if source == checker}
-        if self.small and checker == self.second:
-            found[", ".join(self.small)] = digest(small)
+        small = [path for path in self.small if not _is_buffer(path)]
+        if small and checker == self.second:
+            found[", ".join(small)] = digest(pack([tensors[path] for path in small], device))
         return found
 
 
@@ -109,7 +114,6 @@ def _send(
 ) -> None:
     manifest, tensors = state.manifest(replica_class), state.tensors()
     layout = _Layout(manifest, restore.sources)
-    small = pack([tensors[path] for path in layout.small], device)
     works = []
     if rank == layout.lead:
         encoded = msgspec.msgpack.encode(manifest)
@@ -117,12 +121,13 @@ def _send(
         works.append(_post(world, "send", header.to(device), restore.rank, _HEADER))
         works.append(_post(world, "send", _bytes_tensor(encoded, device), restore.rank, _MANIFEST))
         if layout.small:
+            small = pack([tensors[path] for path in layout.small], device)
             works.append(_post(world, "send", small, restore.rank, _SMALL))
-    with readable([tensors[path] for path in layout.checker]) as offer:
+    with readable([tensors[path] for path in layout.large]) as offer:
         if device.type == "cpu":
-            told = torch.zeros(4 + len(layout.checker), dtype=torch.int64) if offer is None else offer
+            told = torch.zeros(4 + len(layout.large), dtype=torch.int64) if offer is None else offer
             works.append(_post(world, "send", told, restore.rank, _OFFER))
-        digests = torch.tensor(list(layout.digests(rank, tensors, small).values()), dtype=torch.int64)
+        digests = torch.tensor(list(layout.digests(rank, tensors, device).values()), dtype=torch.int64)
         if len(digests):
             works.append(_post(world, "send", digests.to(device), restore.rank, _DIGESTS))
         answer = torch.tensor([_SEND])
@@ -154,7 +159,7 @@ def _receive(
     if layout.small:
         _post(world, "recv", small, lead, _SMALL).wait()
 
-    dense = {path: dense_bytes(tensors[path]) for path in layout.checker}
+    dense = {path: dense_bytes(tensors[path]) for path in layout.large}
     flat = {
         path: torch.empty(tensors[path].nbytes, dtype=torch.uint8, device=device) if block is None else block
         for path, block in dense.items()
@@ -173,15 +178,15 @@ def _receive(
     for path, block in dense.items():
         if block is None:
             tensors[path].copy_(flat[path].view(tensors[path].dtype).view(tensors[path].shape))
-    _verify(restore, layout, tensors, small, world, device)
     copy_bytes(small, [tensors[path] for path in layout.small])
+    _verify(restore, layout, tensors, world, device)
     state.load_plain(manifest, tensors)
     return manifest
 
 
 def _neighbours(restore: Restore, layout: _Layout, world: Communicator) -> dict[int, Neighbour]:
     """The sources whose memory can be read; the others are told to send."""
-    offers = {source: torch.zeros(4 + len(layout.checker), dtype=torch.int64) for source in restore.sources}
+    offers = {source: torch.zeros(4 + len(layout.large), dtype=torch.int64) for source in restore.sources}
     for source, offer in offers.items():
         _post(world, "recv", offer, source, _OFFER).wait()
     told: dict[int, Neighbour] = {source: Neighbour(offer) for source, offer in offers.items()}
@@ -195,7 +200,7 @@ def _read(
     layout: _Layout, neighbours: dict[int, Neighbour], flat: dict[str, torch.Tensor], overtaken: Callable[[], bool]
 ) -> None:
     """RuntimeError when one of them is gone: it may have been, and its number another's, before the last byte was read."""
-    places = {path: place for place, path in enumerate(layout.checker)}
+    places = {path: place for place, path in enumerate(layout.large)}
 
     def read_from(source: int) -> None:
         for chunk in layout.chunks:
@@ -216,12 +221,11 @@ def _verify(
     restore: Restore,
     layout: _Layout,
     tensors: dict[str, torch.Tensor],
-    small: torch.Tensor,
     world: Communicator,
     device: torch.device,
 ) -> None:
     for source in restore.sources:
-        mine = layout.digests(source, tensors, small)
+        mine = layout.digests(source, tensors, device)
         if not mine:
             continue
         theirs = torch.zeros(len(mine), dtype=torch.int64, device=device)
@@ -232,6 +236,10 @@ def _verify(
                 f"{wrong[0]} differs between the replicas that rank {restore.rank} was restored from (ranks {list(restore.sources)}).",
                 remedy="one of these GPUs computes wrongly, or the script updates replicas differently; check them.",
             )
+
+
+def _is_buffer(path: str) -> bool:
+    return "/buffer/" in path
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
