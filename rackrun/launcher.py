@@ -83,7 +83,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
         print(f"rackrun: could not import {what}", file=sys.stderr)
     log_dir = options.log_dir or str(place.directory / "logs")
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
-    agents.fork()
+    agents.start()
     try:
         return asyncio.run(
             host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)
@@ -102,7 +102,7 @@ def _follow(options: Options, run_id: str, token: str) -> StopJob:
     preload(options.script.preload)
     log_dir = options.log_dir or (str(options.out_dir / "logs") if options.out_dir else os.devnull)
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
-    agents.fork()
+    agents.start()
     try:
         return asyncio.run(follow(options, url, agents, token))
     finally:

@@ -20,6 +20,7 @@ import msgspec
 
 from rackrun.agent import proc
 from rackrun.agent.config import AgentConfig
+from rackrun.agent.fork_server import unsound_because
 from rackrun.core.ids import TrayId
 
 __all__ = ["LocalAgents"]
@@ -43,9 +44,14 @@ class LocalAgents:
         self._changed = asyncio.Event()
         self.exit_codes: dict[TrayId, int] = {}
 
-    def fork(self) -> None:
-        """From the main thread of a process that has no other, before its event loop runs."""
+    def start(self) -> None:
+        """By a fork, from the main thread, before its event loop runs. Where a preload has left threads, or initialised
+        CUDA, agents are fresh interpreters instead, which takes seconds."""
         proc.adopt_orphans()
+        if unsound_because():
+            for tray, config in self._configs.items():
+                self._pids[tray] = _spawn_agent(config)
+            return
         gc.collect()
         gc.freeze()  # a collection would copy the pages that agents share with us
         for tray, config in self._configs.items():

@@ -117,6 +117,19 @@ def test_a_killed_agent_is_replaced_under_its_own_name(
     assert "rank 1 lost on tray-01/0 (tray lost:" in ran.stderr
 
 
+def test_a_preload_that_leaves_a_thread_behind_is_not_forked(
+    run_rackrun: Callable[..., Any], tmp_path: Path, script: str
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    here = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    arguments = ["--standalone", "--nproc-per-node", "2", "--preload", "threaded", script]
+    ran = run_rackrun(arguments, env={"PYTHONPATH": here})
+    assert ran.exit_code == 0, ran
+    assert "rank 1 of 2 restart 0" in ran.stdout
+
+
 def test_two_launchers_meet_and_end_alike(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
     from tests.launcher.test_bad_input import _free_port
 
