@@ -25,6 +25,8 @@ HARDWARE_FAILURES = (
     "torch.distributed.DistNetworkError",
 )
 """Exceptions that tell of a lost peer or device: several ranks raise them at once, without any bug in the script."""
+MISUSES = ("rackrun.errors.StepError", "rackrun.errors.UsageError")
+"""What rackrun itself refuses: no hardware could help."""
 SEEN_MAX = 256
 
 
@@ -65,6 +67,8 @@ class Culprit:
         mark = fingerprint(event)
         if not mark:
             return ""
+        if event.failure is not None and event.failure.type in MISUSES:
+            return f"{mark} on rank {rank}: a rule of rackrun is broken"
         new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms)
         because = next((why for old in self._seen if (why := self._same(old, new))), "")
         self._seen.append(new)

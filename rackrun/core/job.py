@@ -19,7 +19,7 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.culprit import Culprit, is_crash, is_scripts
+from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
 from rackrun.core.events import Failure, StopRequested, WorkerExited
 from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.layout import split
@@ -239,7 +239,7 @@ class JobMachine:
         phase = self.world.phase
         if phase is Phase.SETUP and not self.world.elastic and all(_ended_well(loss) for loss in losses):
             self._plain_ended(losses)
-        elif phase is Phase.SETUP and not (self.world.elastic and any(self._convicted(loss) for loss in losses)):
+        elif phase is Phase.SETUP and not any(self._convicted(loss) for loss in losses if self._may_convict(loss)):
             told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
             self.restart(
                 f"{told} lost ({_because(losses[0])}) before the first step"
@@ -252,6 +252,11 @@ class JobMachine:
             self._ended(losses)
         elif phase in IN_PLACE and not any(self._convicted(loss) for loss in losses):
             self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
+
+    def _may_convict(self, loss: Loss) -> bool:
+        """A plain script's errors are answered as torchrun does: by starting again."""
+        failure = loss.exit.failure if loss.exit else None
+        return self.world.elastic or (failure is not None and failure.type in MISUSES)
 
     def _convicted(self, loss: Loss) -> bool:
         """Trying again would only fail again: stop, and say whose error it is."""

@@ -179,6 +179,9 @@ class Recovery:
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
         late = [record for _, record in sorted(self.world.members.items()) if record.state is state]
+        newcomers = [record for record in late if not record.stateful]
+        if state is WorkerState.RESUMING and newcomers:
+            late = newcomers  # the others wait for them, with what may be the only copies
         if late:
             self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
 
@@ -233,8 +236,9 @@ class Recovery:
     def _start_over(self, committed: Position, at_ms: int) -> None:
         first = next((loss for _, loss in sorted(self._losses.items())), None)
         told = self._told() or "a rollback was broken off"
-        at = "before the first step" if committed == BEGIN else f"at step {committed.step}"
-        self.ladder.restart(f"{told} {at}, and no copy of its state is left", first, at_ms)
+        if self.world.stateful():
+            told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
+        self.ladder.restart(f"{told}, and no copy of its state is left", first, at_ms)
 
     def _staff(self) -> dict[Rank, WorkerRecord] | None:
         """A ready spare for each lost rank; None if they are still to be waited for (or if there is no hope)."""
@@ -304,6 +308,7 @@ class Recovery:
             record.finished = record.finished and rank not in state.fresh and state.rollback is None
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
+            gate = ()  # that of a step which is to be done again: nobody may act on it
         world.plan = Plan(
             generation=world.generation,
             world_size=world.size,
@@ -381,6 +386,15 @@ class Recovery:
 
     def _judge(self, at_ms: int) -> None:
         if self.world.phase is not Phase.TRAINING or not self.stalls.may_judge(self.world.members):
+            return
+        finished = sorted(rank for rank, record in self.world.members.items() if record.finished)
+        if finished:
+            waiting = sorted(rank for rank, record in self.world.members.items() if not record.finished)
+            self.ladder.stop(
+                1,
+                f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
+                remedy="let all ranks leave the loop after the same step.",
+            )
             return
         blame = self.stalls.judge(self.world.size)
         if blame.ranks:

@@ -196,13 +196,15 @@ class _Workers:
         ids: np.ndarray[Any, Any],
         upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
     ) -> Any:
-        if self._stream is None or not self._expected:
+        if self._expected and key < self._expected[0]:
+            return self._fetch(key[0], ids)  # a repeated step
+        if key not in self._expected:  # a promoted spare, which has tried step 0
             self._start(key, ids, upcoming)
-        if self._expected[0] != key:
-            return self._fetch(key[0], ids)  # out of order: a repeated step
-        self._expected.pop(0)
         assert self._stream is not None
-        return next(self._stream)
+        while True:  # what a step has left unread is passed over
+            batch = next(self._stream)
+            if self._expected.pop(0) == key:
+                return batch
 
     def _start(
         self,
@@ -210,6 +212,8 @@ class _Workers:
         ids: np.ndarray[Any, Any],
         upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
     ) -> None:
+        self._expected = []
+
         def requests() -> Iterator[list[tuple[int, np.ndarray[Any, Any]]]]:
             self._expected.append(key)
             yield [(key[0], ids)]

@@ -33,8 +33,8 @@ class LateBreaks:
     def broke(self, result: Any) -> None:
         """``result``: the tensors that the collective was to write, nested in lists. Any thread."""
         with self._lock:
-            if self._state.sharded or self._are_tracked(_tensors(result)):
-                self._written = True  # of shards it cannot be told: looking would disturb a forward that is under way
+            if self._state.gathered or self._are_tracked(_tensors(result)):
+                self._written = True  # of shards it cannot be told while a forward is under way
             elif self._content is None:
                 self._content = self._state.content(buffers=True)
 

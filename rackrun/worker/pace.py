@@ -13,7 +13,8 @@ __all__ = ["Pace"]
 _WARM_UNITS = 5
 _STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
 _FIRST_UNITS_S = 600.0
-"""Until step times are known; the first may compile."""
+"""Of the first; it may compile."""
+_COLD_FLOOR_S = 30.0
 _UNSURE_FLOOR_S = 20.0
 """Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
 
@@ -24,6 +25,7 @@ class Pace:
         self._expected_s = 0.0
         self._patience = 1.0
         self._units_in_generation = 0
+        self.first_step_of_generation = False
 
     def expect(self, seconds: float) -> None:
         """The next unit may take this long."""
@@ -32,12 +34,16 @@ class Pace:
     def committed(self) -> None:
         self._units_in_generation += 1
 
+    def step_done(self) -> None:
+        self.first_step_of_generation = False
+
     def took(self, seconds: float) -> None:
         """An undisturbed step."""
         self._seconds.append(seconds)
 
     def new_generation(self, *, nobody_lost: bool) -> None:
         self._units_in_generation = 0
+        self.first_step_of_generation = True
         if nobody_lost:  # what looked like a hang was slowness
             self._patience = min(2 * self._patience, _PATIENCE_MAX)
 
@@ -45,7 +51,8 @@ class Pace:
         """Of the unit that begins now: so long without progress is a stall."""
         expected, self._expected_s = self._expected_s, 0.0
         if len(self._seconds) < _WARM_UNITS:
-            floor = expected or _FIRST_UNITS_S
+            slowest = max(self._seconds, default=0.0)
+            floor = expected or (max(10 * slowest, _COLD_FLOOR_S) if slowest else _FIRST_UNITS_S)
         else:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0

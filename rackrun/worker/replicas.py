@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rackrun.core.ids import BEGIN, Position
+from rackrun.core.ids import Position
 from rackrun.worker.state import Manifest, TrackedState
 from rackrun.worker.tensor_bytes import digest
 from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
@@ -42,8 +42,6 @@ class ReplicaCheck:
 
     def due(self, at: Position) -> bool:
         """Compare in the second unit of the run: the same one for everybody, whoever joined when."""
-        if self._world.passed == BEGIN or self._world.size == 1:
-            return False
         return self._world.passed == Position(0) and at > Position(0)
 
     def compare(self) -> bool:

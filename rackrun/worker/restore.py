@@ -12,6 +12,7 @@ source changes its state meanwhile, because the next gate needs the newcomer too
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import Manifest, TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
 
-__all__ = ["run_restores"]
+__all__ = ["run_restores", "settle_restores"]
 
 CHUNK_BYTES = 8 * 2**20
 SMALL_BYTES = 64 * 2**10
@@ -35,7 +36,15 @@ _HEADER, _MANIFEST, _SMALL, _DIGESTS, _OFFER, _ANSWER, _CHUNKS = 0, 1, 2, 3, 4, 
 _SEND, _HAVE_READ = 0, 1
 
 _reads: set[Future[None]] = set()
+_filling = threading.Lock()
 """Of this newcomer, perhaps for a generation that was overtaken: they end soon, but not before they have written."""
+
+
+def settle_restores() -> None:
+    """Nothing of a restore that was overtaken will write to this worker's state from here on."""
+    wait(tuple(_reads))
+    with _filling:
+        pass
 
 
 def run_restores(
@@ -82,12 +91,10 @@ class _Layout:
         self.checker: dict[str, int] = {}
         """Large tensor -> the source whose digest of it counts: not the one that gives its first chunk, if there is another.
         Buffers are each rank's own (see `rackrun.worker.unique`): there is nothing to compare them with."""
+        self.infos = {info.path: info for info in manifest.tensors}
         turn = 0
         for info in manifest.tensors:
-            dtype = getattr(torch, info.dtype)
-            size = dtype.itemsize
-            for extent in info.shape:
-                size *= extent
+            size = info.nbytes
             if size <= SMALL_BYTES:
                 self.small.append(info.path)
                 continue
@@ -146,7 +153,6 @@ def _send(
 def _receive(
     restore: Restore, world: Communicator, state: TrackedState, device: torch.device, overtaken: Callable[[], bool]
 ) -> Manifest:
-    wait(_reads)
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64, device=device)
     _post(world, "recv", header, lead, _HEADER).wait()
@@ -159,7 +165,12 @@ def _receive(
     if layout.small:
         _post(world, "recv", small, lead, _SMALL).wait()
 
-    dense = {path: dense_bytes(tensors[path]) for path in layout.large}
+    dense = {
+        path: dense_bytes(tensors[path])
+        if tensors[path].stride() == layout.infos[path].strides and tensors[path].device.type == device.type
+        else None
+        for path in layout.large
+    }
     flat = {
         path: torch.empty(tensors[path].nbytes, dtype=torch.uint8, device=device) if block is None else block
         for path, block in dense.items()
@@ -175,12 +186,18 @@ def _receive(
         works += [_post(world, "send", torch.tensor([_HAVE_READ]), source, _ANSWER) for source in neighbours]
     for work in works:
         work.wait()
-    for path, block in dense.items():
-        if block is None:
-            tensors[path].copy_(flat[path].view(tensors[path].dtype).view(tensors[path].shape))
-    copy_bytes(small, [tensors[path] for path in layout.small])
+    with _filling:
+        if overtaken():
+            raise RuntimeError("a newer generation was announced")
+        for path, block in dense.items():
+            if block is None:
+                tensors[path].copy_(layout.infos[path].view(flat[path]))
+        copy_bytes(small, [tensors[path] for path in layout.small])
     _verify(restore, layout, tensors, world, device)
-    state.load_plain(manifest, tensors)
+    with _filling:
+        if overtaken():
+            raise RuntimeError("a newer generation was announced")
+        state.load_plain(manifest, tensors)
     return manifest
 
 

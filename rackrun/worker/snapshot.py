@@ -45,9 +45,13 @@ class Snapshots:
     def oldest_kept(self) -> Position | None:
         return Position(min(self._held)) if self._held else None
 
-    def take_if_due(self, at: Position, gate: tuple[float, ...]) -> None:
-        """``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer."""
+    def take_if_due(self, at: Position, gate: tuple[float, ...], *, now: bool) -> None:
+        """``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
+        after a recovery, because a newcomer cannot go back to what is older than itself."""
         if self._fds[0] < 0:
+            return
+        if now:
+            self.take(at.step)
             return
         every = self._every
         if every is None:
@@ -85,14 +89,20 @@ class Snapshots:
         self._runtime.page.seal_snapshot(slot, step)
         self.cost_s = time.monotonic() - began
 
-    def load(self, step: int, remote: str) -> Manifest:
-        """Put the state of ``step`` in place, from this rank's own snapshot, or over the network from the lost rank's agent.
+    def fetch(self, step: int, remote: str) -> bytearray:
+        """The lost rank's snapshot, from its agent: ``host:port/tray/index/incarnation``. RuntimeError when that does not give
+        it: the tray may be lost too."""
+        try:
+            return _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "")
+        except (OSError, http.client.HTTPException) as error:
+            raise RuntimeError(f"{remote} did not give its snapshot of step {step}: {error!r}") from error
+
+    def load(self, step: int, fetched: bytearray | None) -> Manifest:
+        """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
 
         Raises `StateLost` when its digest is wrong.
         """
-        image = (
-            _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "") if remote else self._own(step)
-        )
+        image = self._own(step) if fetched is None else fetched
         length, expected = _HEAD.unpack_from(image)
         memory = torch.frombuffer(image, dtype=torch.uint8)
         if digest(memory[_HEAD.size :]) % 2**64 != expected:
@@ -101,29 +111,29 @@ class Snapshots:
             )
         manifest = msgspec.msgpack.decode(bytes(memoryview(image)[_HEAD.size : _HEAD.size + length]), type=Manifest)
         tensors = self._state.allocate(manifest)
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        for (start, stop), tensor in zip(_extents(length, sizes), tensors.values(), strict=True):
-            tensor.copy_(memory[start:stop].clone().view(tensor.dtype).view(tensor.shape))
+        sizes = [info.nbytes for info in manifest.tensors]
+        for (start, stop), info in zip(_extents(length, sizes), manifest.tensors, strict=True):
+            tensors[info.path].copy_(info.view(memory[start:stop].clone()))
         self._state.load_plain(manifest, tensors)
         for other, slot in list(self._held.items()):
             if other != step:
                 del self._held[other]
                 self._runtime.page.seal_snapshot(slot, -1)
-        if remote:
+        if fetched is not None:
             self._runtime.world.replica_class = (
                 manifest.replica_class
             )  # it goes into the copy, and says that snapshots are needed
             self.take(step)  # or this rank would be the one without, at the next failure
         return manifest
 
-    def _own(self, step: int) -> bytearray:
+    def _own(self, step: int) -> mmap.mmap:
         slot = self._held.get(step)
         if slot is None:
             raise StateLost(
                 f"this rank has no snapshot of step {step}.",
                 remedy="please report this: the plan named one that is not there.",
             )
-        return bytearray(os.pread(self._fds[slot], os.fstat(self._fds[slot]).st_size, 0))
+        return mmap.mmap(self._fds[slot], 0)
 
 
 def _extents(manifest_bytes: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
@@ -143,13 +153,13 @@ def _fetch(remote: str, step: int, token: str) -> bytearray:
         connection.request("GET", f"/snapshot/{path}/{step}", headers={"Authorization": f"Bearer {token}"})
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
-            raise StateLost(f"{remote} does not give its snapshot of step {step}: {response.status} {response.reason}.")
+            raise http.client.HTTPException(f"{response.status} {response.reason}")
         image = bytearray(int(response.headers["Content-Length"]))
         view, at = memoryview(image), 0
         while at < len(image):
             got = response.readinto(view[at:])
             if not got:
-                raise StateLost(f"{remote} ended after {at} of {len(image)} bytes.")
+                raise http.client.IncompleteRead(b"", len(image) - at)
             at += got
         return image
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
-from rackrun.worker.tensor_bytes import digest
+from rackrun.worker.tensor_bytes import dense_bytes, digest
 
 __all__ = ["Manifest", "TensorInfo", "TrackedState"]
 
@@ -43,6 +44,27 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """On the CPU although the model is not (an optimizer's step counter)."""
     like_param: bool
     """An optimizer's tensor that is sharded as its parameter is."""
+    strides: tuple[int, ...] = ()
+    """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        if self.strides:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.torch_dtype, device=device)
+        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's bytes as this tensor."""
+        typed = flat.view(self.torch_dtype)
+        return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -59,9 +81,11 @@ class TrackedState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
-        self._saved_buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._saved: dict[str, _Saved] = {}
+        """Buffers, and tensors of other tracked objects and of parameter groups, as they were when the unit began."""
         self._norm_buffers: set[str] | None = None
         self._saved_plain = b""
+        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
@@ -101,19 +125,27 @@ class TrackedState:
         """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
         for wrapper in self._ddps():
             ddp.begin(wrapper)
-        for path, buffer in self._buffers():
-            saved = self._saved_buffers.get(path)
-            if saved is None or saved[0].shape != buffer.shape:
-                self._saved_buffers[path] = (buffer.clone(), buffer._version)
-            elif saved[1] != buffer._version or self._changes_unseen(path, buffer):
-                saved[0].copy_(buffer)
-                self._saved_buffers[path] = (saved[0], buffer._version)
+        for path, tensor in self._unstable():
+            saved = self._saved.get(path)
+            if saved is None or not saved.stands(tensor) or self._changes_unseen(path, tensor):
+                self._saved[path] = _Saved(tensor)
+        self._versions = [(weakref.ref(p), p._version) for p in self._parameters() if not isinstance(p, DTensor)]
         self._saved_plain = self._encode_plain()
         self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
         found = (p for p in self._parameters() if p.grad is not None)
         self._grads_found = [
             (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
         ]
+
+    def check_unchanged(self) -> None:
+        """Before the first optimizer step of a unit: raises `StepError` when parameters are not those it began with."""
+        for ref, version in self._versions:
+            parameter = ref()
+            if parameter is not None and parameter._version != version:
+                raise StepError(
+                    f"a parameter (shape {tuple(parameter.shape)}) was changed in a step before optimizer.step(), where it could not be put back.",
+                    remedy="change parameters after optimizer.step().",
+                )
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
@@ -143,16 +175,20 @@ class TrackedState:
                         parameter.grad.zero_()
                     else:
                         parameter.grad = None
-            for path, buffer in self._buffers():
-                saved = self._saved_buffers.get(path)
-                if saved is not None and (saved[1] != buffer._version or self._changes_unseen(path, buffer)):
-                    buffer.copy_(saved[0])
-                    self._saved_buffers[path] = (saved[0], buffer._version)
+            changed = False
+            for path, tensor in self._unstable():
+                saved = self._saved.get(path)
+                if saved is None or (saved.stands(tensor) and not self._changes_unseen(path, tensor)):
+                    continue
+                changed = True
+                if saved.value.shape == tensor.shape:
+                    tensor.copy_(saved.value)
+                    self._saved[path] = _Saved(tensor, saved.value)
         for other in self.others.values():
             if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
                 other._per_optimizer_states.clear()
-        if self._encode_plain() != self._saved_plain:
-            self._load_plain(self._saved_plain, {})
+        if changed or self._encode_plain() != self._saved_plain:
+            self._load_plain(self._saved_plain, {path: saved.value.clone() for path, saved in self._saved.items()})
 
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
@@ -196,7 +232,14 @@ class TrackedState:
             if isinstance(value, DTensor) and isinstance(parameter, DTensor)
         }
         tensors = [
-            TensorInfo(path, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu", path in like)
+            TensorInfo(
+                path,
+                str(t.dtype).removeprefix("torch."),
+                tuple(t.shape),
+                t.device.type == "cpu",
+                path in like,
+                () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
+            )
             for path, t in self.tensors().items()
         ]
         return Manifest(tensors, self._encode_plain(), replica_class)
@@ -228,6 +271,7 @@ class TrackedState:
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
         self._load_plain(manifest.plain, tensors)
+        self._saved.clear()  # what was written from outside has counted no version up
 
     def layout(self) -> str:
         """A hash that is equal on ranks whose parameters are the same shards of the same model."""
@@ -240,8 +284,9 @@ class TrackedState:
         return digestible.hexdigest()
 
     @property
-    def sharded(self) -> bool:
-        return any(isinstance(parameter, DTensor) for parameter in self._parameters())
+    def gathered(self) -> bool:
+        """FSDP holds whole parameters just now."""
+        return any(fsdp.is_gathered(module) for module in self.modules.values())
 
     def content(self, *, buffers: bool = False) -> int:
         """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
@@ -257,6 +302,7 @@ class TrackedState:
         Only large buffers (masks, tables) are believed to be what their version says."""
         if buffer.nbytes <= _SMALL_BUFFER_BYTES:
             return True
+        path = path.removeprefix("buffer:")
         if self._norm_buffers is None:
             norms = [(f"{name}/{at}", sub) for name, root in self.modules.items() for at, sub in root.named_modules()]
             self._norm_buffers = {
@@ -283,16 +329,28 @@ class TrackedState:
             for path, buffer in module.named_buffers():
                 yield f"{name}/{path}", _local(buffer)
 
+    def _unstable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What may change before the gate, other than parameters and gradients."""
+        for path, buffer in self._buffers():
+            yield f"buffer:{path}", buffer
+        for name, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{name}/group/{index}/{key}", value
+        for name, other in self.others.items():
+            if not name.startswith("rackrun."):
+                yield from flatten(f"{name}/state", other.state_dict()).items()
+
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
         name, _, rest = info.path.partition("/")
-        dtype = getattr(torch, info.dtype)
         optimizer = self.optimizers.get(name)
         if optimizer is None:
-            return torch.empty(info.shape, dtype=dtype)  # handed to load_state_dict
+            return info.empty()  # handed to load_state_dict
         _, group_index, index, key = rest.split("/", 3)
         parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
         device = torch.device("cpu") if info.on_host else parameter.device
-        local = torch.empty(info.shape, dtype=dtype, device=device)
+        local = info.empty(device)
         value: torch.Tensor = local
         if info.like_param:
             value = DTensor.from_local(
@@ -346,16 +404,35 @@ class TrackedState:
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
                 for key, value in values.items():
                     group[key] = like(group.get(key), value)
+            for path, parameter, key, old in list(_optimizer_state(optimizer)):
+                if not isinstance(old, torch.Tensor) and f"{path}/{key}" not in plain[name]["state"]:
+                    del optimizer.state[parameter][key]
+            for parameter in [parameter for parameter, held in optimizer.state.items() if not held]:
+                del optimizer.state[parameter]
             for path, value in plain[name]["state"].items():
                 _, group_index, index, key = path.split("/", 3)
                 optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]][key] = value
         for name, other in self.others.items():
             current = other.state_dict()
-            filled = with_tensors(plain[name], tensors or flatten(f"{name}/state", current))
+            filled = with_tensors(plain[name], {**flatten(f"{name}/state", current), **tensors})
             other.load_state_dict(like(current, filled))
         for name, module in self.modules.items():
             for path, value in plain.get(name, {}).items():
                 module.get_submodule(path).set_extra_state(value)
+
+
+class _Saved:
+    """A tensor, and what it was."""
+
+    def __init__(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
+        self._tensor, self._version = tensor, tensor._version
+        self.value = tensor.clone() if value is None else value
+
+    def stands(self, tensor: torch.Tensor) -> bool:
+        """As far as its version tells."""
+        mine = self._tensor
+        same = tensor.data_ptr() == mine.data_ptr() and tensor.shape == mine.shape and tensor.stride() == mine.stride()
+        return same and tensor._version == self._version
 
 
 def _refuse(name: str, thing: Any) -> None:

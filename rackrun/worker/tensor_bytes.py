@@ -14,10 +14,14 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's memory as a flat uint8 tensor, in storage order; None when it is not one dense block."""
     if tensor.is_contiguous():
         return tensor.detach().reshape(-1).view(torch.uint8)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if reach == tensor.numel():  # a permutation of a contiguous one (channels_last)
-        return torch.as_strided(tensor.detach(), (reach,), (1,)).view(torch.uint8)
-    return None
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return None
+        expected *= size
+    return torch.as_strided(tensor.detach(), (expected,), (1,)).view(torch.uint8)  # a permutation (channels_last)
 
 
 def digest(tensor: torch.Tensor) -> int:

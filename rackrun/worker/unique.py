@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, pack
@@ -50,7 +49,7 @@ class UniqueBuffers:
         packed = pack(self._buffers(), self._world.device)
         row[: len(packed)] = packed
         rows = torch.empty(self._world.size * self._row_bytes, dtype=torch.uint8, device=self._world.device)
-        dist.all_gather_into_tensor(rows, row)
+        self._world.groups[0].all_gather_single(rows, row).wait()
         self._coming, self._row = rows.view(self._world.size, -1), packed
 
     def committed(self) -> bool:

@@ -21,16 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rackrun.core.commands import Plan
 from rackrun.core.events import WorkerFinished, WorkerReady, WorkerResumed
-from rackrun.core.ids import Generation, Position
+from rackrun.core.ids import BEGIN, Generation, Position
 from rackrun.core.wire import Logged, UnitCommitted
-from rackrun.errors import StepError
+from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
-from rackrun.worker.restore import run_restores
+from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
@@ -66,7 +66,10 @@ class UnitRunner:
         self._delivered: list[np.ndarray[Any, Any]] = []
         self._pace = Pace()
         self._begun = False
+        self._came_in = BEGIN
+        """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
+        self._content = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     # -- the run
@@ -90,12 +93,17 @@ class UnitRunner:
         self._begun = True
         self._world.scope = Scope.OUTSIDE
         if not self.waiting_spare:
+            if self._world.broken:
+                raise CollectiveBroken(
+                    "a peer was lost before the first step.", remedy="none needed: the world starts again."
+                )
             self._send_ready(self._replicas.at_start())
             return
         self._try_once(warm_up())
         self._page.enter(Activity.WAITING)
         self._send_ready("")
         self._recover()
+        self._came_in = self.passed
         self.waiting_spare = False
 
     def run(self, at: Position, body: Callable[[Step], T]) -> T:
@@ -177,13 +185,14 @@ class UnitRunner:
             # loopback values led the script astray: nothing of this attempt counts
         finally:
             self.step_in_hand = None
+            self._world.in_phase = False
         if self._late.any:
             self._judge_late_breaks(at)
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began)
         else:
-            self._discard()
+            self._discard(step)
 
     def _start(self, step: Step) -> None:
         self._logs.clear()
@@ -191,8 +200,9 @@ class UnitRunner:
         self._reached_gate = False
         self.step_in_hand = step
         self._state.begin_unit()
+        self._content = self._state.content() if step.at.phase else 0
         self._late.begin_unit()
-        self._world.begin_unit()
+        self._world.begin_unit(phase=bool(step.at.phase))
         self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._pace.deadline_ms())
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
@@ -209,6 +219,7 @@ class UnitRunner:
                 remedy="pass the optimizer to run.track(...).",
             )
         if not self._world.unit_passed:
+            self._state.check_unchanged()
             self._state.check_gradients()
             self._pass_gate()
 
@@ -242,30 +253,35 @@ class UnitRunner:
         for values in self._logs:
             self._send_log(values, at)
         if not at.phase and self._replicas.some_are_unique:
-            self._snapshots.take_if_due(at, self._world.gate_values)
+            self._snapshots.take_if_due(at, self._world.gate_values, now=self._pace.first_step_of_generation)
+        if not at.phase:
+            self._pace.step_done()
 
-    def _discard(self) -> None:
+    def _discard(self, step: Step | None = None) -> None:
         self._state.discard_unit(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
+        if step is not None and step.at.phase and self._state.content() != self._content:
+            self._leave("changed parameters in a phase that broke, and cannot put them back.")
 
     def _judge_late_breaks(self, at: Position) -> None:
         """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
-        story = (
-            f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke"
-        )
         if not self._late.torn():
             print(
-                f"{story}. No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",
+                f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke. "
+                "No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",
                 file=sys.stderr,
                 flush=True,
             )
             return
-        print(
-            f"{story}: its state is torn, and it leaves. Remedy: keep collectives before optimizer.step(), or in phases.",
-            file=sys.stderr,
-            flush=True,
+        self._leave(
+            f"used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn. "
+            "Remedy: keep collectives before optimizer.step(), or in phases."
         )
+
+    def _leave(self, because: str) -> None:
+        """What this process has is of no use to the world: end it, so that the world goes on from another copy."""
+        print(f"rackrun: rank {self._world.rank} {because}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     # -- recovery
@@ -282,6 +298,10 @@ class UnitRunner:
                 if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
                     self._take_place(plan, mine.rank)
                 world.join(plan)
+                if plan.rollback is not None and Position(plan.rollback) < self._came_in:
+                    self._leave(
+                        f"took over after step {self._came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place."
+                    )
                 self._restore(plan, fresh=mine.fresh)
             except Superseded:
                 continue
@@ -303,10 +323,15 @@ class UnitRunner:
     def _restore(self, plan: Plan, *, fresh: bool) -> None:
         world = self._world
         communicator = world.groups[0].communicator
+        settle_restores()
         if plan.rollback is not None:
             restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
-            if restore is None or restore.snapshot:
-                self._replicas.adopt(self._snapshots.load(plan.rollback, restore.snapshot if restore else ""))
+            if restore is None:
+                self._replicas.adopt(self._snapshots.load(plan.rollback, None))
+            elif restore.snapshot:
+                step, where = plan.rollback, restore.snapshot
+                fetched = world.attempt(plan, lambda: self._snapshots.fetch(step, where))
+                self._replicas.adopt(self._snapshots.load(step, fetched))
         if communicator is not None:
             manifest = world.attempt(
                 plan,

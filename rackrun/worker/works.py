@@ -75,6 +75,7 @@ class Guarded(dist.Work):
                     self._settle(error)
                 elif self._world.leave_behind(self._generation):
                     self.leave()
+        self._world.leave_phase()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -109,8 +110,7 @@ class Guarded(dist.Work):
         world = self._world
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
-            if not isinstance(error, CollectiveBroken):
-                self._loopback()
+            self._loopback()
         world.page.collective_completed()
         if self._future is not None:
             world.flights.land(self)

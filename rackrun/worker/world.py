@@ -85,6 +85,8 @@ class World:
         self._builder: Builder | None = None
         self._passed = BEGIN
         self._entered = BEGIN
+        self._in_gate = False
+        self.in_phase = False
         self._gate: tuple[float, ...] = ()
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
@@ -140,7 +142,14 @@ class World:
             )
         if self.unit_passed:
             self.broke_late(result)
+        self.leave_phase()
         return None
+
+    def leave_phase(self) -> None:
+        """What a phase is told is used for good: it is left, rather than given a loopback's values. Never from inside autograd."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self.in_phase and self._broken and not self._in_gate and not in_backward:
+            raise Abandoned
 
     def leave_behind(self, generation: int) -> bool:
         """Whether to go on without a collective of ``generation`` that has not ended yet."""
@@ -196,15 +205,24 @@ class World:
             if self._broken or not self.generation:
                 raise Abandoned
             self._entered = at
-        values = torch.tensor([1.0, *mine], dtype=torch.float64)
+        values = torch.tensor([1.0, at.step, at.phase, *mine], dtype=torch.float64)
         if self.size > 1:
             on_device = values.to(self.device)
-            dist.all_reduce(on_device)
+            self._in_gate = True
+            try:
+                dist.all_reduce(on_device)
+            finally:
+                self._in_gate = False
             values = on_device.cpu()
-        result = tuple(values.tolist())
+        ranks, step, phase, *result = values.tolist()
         with self._changed:
-            if not self._broken and result[0] == self.size:
-                self._passed, self._gate, self.unit_passed = at, result[1:], True
+            if not self._broken and ranks == self.size:
+                if (step, phase) != (self.size * at.step, self.size * at.phase):
+                    raise StepError(
+                        f"rank {self.rank} is at the gate of {at}, and other ranks at that of another step.",
+                        remedy="call the step function on every rank in every turn of the loop; if you do, please report this.",
+                    )
+                self._passed, self._gate, self.unit_passed = at, tuple(result), True
                 return
         self.wait_plan()  # which carries the verdict
         if self._passed < at:
@@ -215,7 +233,8 @@ class World:
         """Leave the unit in hand."""
         raise Abandoned
 
-    def begin_unit(self) -> None:
+    def begin_unit(self, *, phase: bool) -> None:
+        self.in_phase = phase
         self.flights.some_left_behind = False
         self.scope = Scope.UNIT
         self.unit_passed = False

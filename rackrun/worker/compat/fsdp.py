@@ -10,10 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = ["install", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
+__all__ = ["install", "is_gathered", "missing", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
+
+
+def missing() -> list[str]:
+    needed = ("_compute_coordinate_on_dim",)
+    return [f"DeviceMesh.{name} is gone" for name in needed if not hasattr(DeviceMesh, name)]
 
 
 def install() -> None:
@@ -44,6 +50,10 @@ def reshard(module: nn.Module) -> None:
     """Between units every parameter is its local shard (a forward without a backward leaves the root unsharded)."""
     for sub in _fsdp_modules(module):
         sub.reshard()
+
+
+def is_gathered(module: nn.Module) -> bool:
+    return any(param.sharded_state != ShardedState.SHARDED for param in _fsdp_params(module))
 
 
 def synchronise_gradients(module: nn.Module, last: bool) -> None:
