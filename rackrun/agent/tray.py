@@ -29,8 +29,9 @@ from rackrun.link.channel import frame
 
 __all__ = ["Tray"]
 
-_KEPT_WORKERS = 3
-"""A slot keeps page and snapshots of this many workers, the present one included."""
+_LEFT_IN_SLOT_MAX = 2
+"""A slot keeps page and snapshots of this many workers that are gone, of those that have left a snapshot. The core counts
+alike (`rackrun.core.recovery.LEFT_IN_SLOT_MAX`)."""
 _FAILED_GRACE_S = 1.0
 _KILL_S = 10.0
 
@@ -182,8 +183,14 @@ class Tray:
         worker.buried()
 
     def _forget_old(self, slot: deque[Worker]) -> None:
-        while len(slot) > _KEPT_WORKERS:
-            slot.popleft().forget()
+        """``slot[-1]`` is the present one."""
+        before = [worker for worker in list(slot)[:-1] if worker.gone.is_set()]
+        left = [worker for worker in before if worker.page.snapshots()]
+        kept = left[-_LEFT_IN_SLOT_MAX:]
+        for worker in before:
+            if worker not in kept:
+                slot.remove(worker)
+                worker.forget()
 
     # -- what the fork server and the kernel tell
     def _server_spoke(self) -> None:

@@ -30,6 +30,8 @@ ABSORBS_MAX = 3
 STALL_GATHER_MS = 50
 STALL_PATIENCE_MS = 500
 """How long those that have not reported a stall are waited for, after the first window."""
+LEFT_IN_SLOT_MAX = 2
+"""Workers that are gone, whose snapshots an agent keeps in one slot."""
 KEPT_MAX = 3
 """Former owners of a rank whose snapshots are remembered."""
 
@@ -90,8 +92,19 @@ class Recovery:
         snapshots = self.rack.trays[tray_of(event.slot)].snapshots
         where = f"{snapshots}/{event.slot}/{event.incarnation}"
         holders = self.kept.setdefault(record.rank, [])
-        holders.insert(0, Kept(slot=event.slot, where=where, steps=steps))
+        holders.insert(0, Kept(slot=event.slot, incarnation=event.incarnation, where=where, steps=steps))
         del holders[KEPT_MAX:]
+        self._forget_as_the_agent_does(event.slot)
+
+    def _forget_as_the_agent_does(self, slot: SlotId) -> None:
+        """It keeps what the last workers of a slot have left, the present one included."""
+        left = sorted(
+            (holder.incarnation for holders in self.kept.values() for holder in holders if holder.slot == slot),
+            reverse=True,
+        )
+        gone = left[LEFT_IN_SLOT_MAX:]
+        for rank, holders in self.kept.items():
+            self.kept[rank] = [holder for holder in holders if holder.slot != slot or holder.incarnation not in gone]
 
     def forget_tray(self, tray: TrayId) -> None:
         for rank, holders in self.kept.items():

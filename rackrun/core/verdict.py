@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rackrun.core.commands import Restore
-from rackrun.core.ids import BEGIN, Position, Rank, SlotId, Step
+from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step
 
 __all__ = ["Kept", "Report", "StatePlan", "committed", "state_plan"]
 
@@ -35,6 +35,7 @@ class Kept:
     """Snapshots of a worker that is gone, on a tray that lives."""
 
     slot: SlotId
+    incarnation: Incarnation
     where: str
     """``host:port/slot/incarnation``."""
     steps: tuple[Step, ...]

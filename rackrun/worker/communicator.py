@@ -39,6 +39,9 @@ class Communicator(Protocol):
     def break_(self) -> None:
         """End what is in flight. Any thread, any number of times; never blocks for long."""
 
+    def drop(self) -> None:
+        """Before the last reference goes: wait until breaking is over. May block."""
+
 
 def build_communicator(
     device: torch.device, store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta
@@ -75,6 +78,9 @@ class GlooCommunicator:
         for fd, inode in _sockets().items():
             with contextlib.suppress(OSError):
                 self._shutdown_if_mine(fd, inode)
+
+    def drop(self) -> None:
+        """Nothing to wait for."""
 
     def _shutdown_if_mine(self, fd: int, inode: int) -> None:
         duplicate = os.dup(fd)
@@ -114,10 +120,20 @@ class NcclCommunicator:
     """Not reachable without a GPU; the same rules (`docs/architecture.md`, section 5)."""
 
     def __init__(self, device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ[name] = "0"  # or torch's watchdog ends survivors when a peer is lost
         options = dist.ProcessGroupNCCL.Options()
         options.config.blocking = 0  # an abort must find no thread inside a blocking call
         self.inner: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self.inner.eager_connect_single_device(device)
 
+        self._abort = threading.Thread(target=self.inner.abort, name="rackrun-nccl-abort", daemon=True)
+        self._once = threading.Lock()
+
     def break_(self) -> None:
-        threading.Thread(target=self.inner.abort, name="rackrun-nccl-abort", daemon=True).start()
+        if self._once.acquire(blocking=False):
+            self._abort.start()
+
+    def drop(self) -> None:
+        if not self._once.acquire(blocking=False):
+            self._abort.join()

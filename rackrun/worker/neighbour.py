@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +41,28 @@ def readable(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor | None]:
         return
     word = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     addresses = [block.data_ptr() for block in blocks if block is not None]
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
-    try:
+    with _allowed():
         yield torch.tensor([_host(), os.getpid(), word.data_ptr(), int(word), *addresses], dtype=torch.int64)
+
+
+_openings = 0
+_openings_lock = threading.Lock()
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    """Counted, because a restore that was overtaken may close late."""
+    global _openings  # noqa: PLW0603 - the permission is the process's
+    with _openings_lock:
+        _openings += 1
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
+    try:
+        yield
     finally:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_NOBODY), 0, 0, 0)
+        with _openings_lock:
+            _openings -= 1
+            if not _openings:
+                _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_NOBODY), 0, 0, 0)
 
 
 class Neighbour:

@@ -33,6 +33,9 @@ class ReplicaCheck:
         self._state, self._world = state, world
         self.unique = UniqueBuffers(state, world)
         state.track("rackrun.unique", self.unique)
+        self.changed_late = False
+        """A buffer of this rank has changed after the gate; the others are told with the next one."""
+        self._told = False
         self.some_are_unique = False
         """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
 
@@ -68,13 +71,29 @@ class ReplicaCheck:
             self.nobody_is_a_replica()
         return True
 
+    def committed(self, changed_late: float) -> bool:
+        """After every gate, with what it summed up of `changed_late`. Whether this rank's class is another now: first that of
+        a rank whose buffers have changed after the gate; in the next unit, when all have been told, everybody's."""
+        fresh = self.unique.committed()
+        if changed_late and not self._told:
+            self._told = True
+            self.changed_late = False
+            self.nobody_is_a_replica()
+            return True
+        if not fresh and not self.changed_late and not self._told:
+            self.changed_late = True
+            self._world.replica_class = self._own_class()
+            return True
+        return False
+
+    def _own_class(self) -> str:
+        return f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+
     def nobody_is_a_replica(self) -> None:
         """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
         self.unique.choose((), 0)
         self.some_are_unique = True
-        self._world.replica_class = (
-            f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
-        )
+        self._world.replica_class = self._own_class()
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""

@@ -135,17 +135,23 @@ def _send(
             told = torch.zeros(4 + len(layout.large), dtype=torch.int64) if offer is None else offer
             works.append(_post(world, "send", told, restore.rank, _OFFER))
         digests = torch.tensor(list(layout.digests(rank, tensors, device).values()), dtype=torch.int64)
-        if len(digests):
-            works.append(_post(world, "send", digests.to(device), restore.rank, _DIGESTS))
         answer = torch.tensor([_SEND])
         if device.type == "cpu":
             _post(world, "recv", answer, restore.rank, _ANSWER).wait()
     if int(answer) == _SEND:
         works += [
-            _post(world, "send", _flat(tensors[chunk.path])[chunk.start : chunk.stop], restore.rank, _CHUNKS + index)
+            _post(
+                world,
+                "send",
+                _flat(tensors[chunk.path], device)[chunk.start : chunk.stop],
+                restore.rank,
+                _CHUNKS + index,
+            )
             for index, chunk in enumerate(layout.chunks)
             if chunk.source == rank
         ]
+    if len(digests):  # in the order in which the newcomer receives: NCCL knows no tags
+        works.append(_post(world, "send", digests.to(device), restore.rank, _DIGESTS))
     for work in works:
         work.wait()
 
@@ -259,9 +265,10 @@ def _is_buffer(path: str) -> bool:
     return "/buffer/" in path
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     dense = dense_bytes(tensor)
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if dense is None else dense
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8) if dense is None else dense
+    return flat.to(device)
 
 
 def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:

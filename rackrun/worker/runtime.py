@@ -125,6 +125,9 @@ def _device(boot: Boot | None) -> torch.device:
         return torch.device("cpu")
     local = boot.local_rank if boot else int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
-        return torch.device("cpu")
+        raise UsageError(
+            f"local rank {local} has no GPU: this host has {torch.cuda.device_count()}.",
+            remedy="start no more workers a tray than it has GPUs (--nproc-per-node), or hide them all (CUDA_VISIBLE_DEVICES=).",
+        )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

@@ -238,14 +238,14 @@ class UnitRunner:
             float(self._world.drain),
             self._snapshots.cost_s,
             self._pace.median_s,
+            float(self._replicas.changed_late),
         )
         self._world.pass_gate(step.at, mine)
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
         self._pace.committed()
-        if not self._replicas.unique.committed():
-            self._replicas.nobody_is_a_replica()
+        if self._replicas.committed(self._world.gate_values[6]):
             self._send_ready(self._world.replica_class)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)

@@ -25,7 +25,7 @@ class Done(dist.Work):
 
     def __init__(self, result: Any) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(result))
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
@@ -65,6 +65,8 @@ class Guarded(dist.Work):
         del timeout
         if self._future is not None:
             self._future.wait()
+        elif self._world.device.type == "cuda":
+            self._wait_on_device()
         while not self._over:
             ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
             try:
@@ -78,6 +80,15 @@ class Guarded(dist.Work):
         self._world.leave_phase()
         return True
 
+    def _wait_on_device(self) -> None:
+        """NCCL's wait makes the stream wait, not the host; given a time limit it would block, and abort its communicator.
+        After an abort nothing waits any more."""
+        try:
+            self._work.wait()
+            self._settle(None)
+        except RuntimeError as error:
+            self._settle(error)
+
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             try:
@@ -85,7 +96,7 @@ class Guarded(dist.Work):
             except RuntimeError:  # gloo's point-to-point works have none
                 self.wait()
                 return Done(self._result).get_future()
-            self._future = torch.futures.Future()
+            self._future = torch.futures.Future(devices=_devices(self._result))
             self._world.flights.take_off(self)
             inner.add_done_callback(self._inner_done)
         return self._future
@@ -145,3 +156,10 @@ class AllOf(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _devices(result: Any) -> list[int | str | torch.device]:
+    """A future of tensors on a GPU must be told so when it is made."""
+    while isinstance(result, (list, tuple)) and result:
+        result = result[0]
+    return [result.device] if isinstance(result, torch.Tensor) and result.device.type == "cuda" else []
