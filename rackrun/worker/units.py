@@ -79,9 +79,10 @@ class UnitRunner:
 
     @property
     def draining(self) -> bool:
-        """The world agreed, in its last gate, to end at a step boundary."""
+        """The world agreed, in its last gate, to end at a step boundary: somebody was told to, and nobody has begun a later
+        step already, which after a rollback may be."""
         gate = self._world.gate_values
-        return bool(gate) and gate[3] > 0
+        return bool(gate) and gate[3] > 0 and not gate[7]
 
     def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None]) -> None:
         """Stand at run.steps(): ranks go on at once, a spare warms up and waits until a plan names it."""
@@ -239,6 +240,7 @@ class UnitRunner:
             self._snapshots.cost_s,
             self._pace.median_s,
             float(self._replicas.changed_late),
+            float(any(unit.at > step.at for unit in self._recorded)),
         )
         self._world.pass_gate(step.at, mine)
 

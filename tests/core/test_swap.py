@@ -15,8 +15,8 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import WorkerExited, WorkerParked, WorkerResumed
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.core.events import Failure, WorkerExited, WorkerParked, WorkerResumed
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 
 
 def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:
@@ -322,6 +322,22 @@ def test_if_all_stand_at_one_collective_the_step_is_done_again_in_place(training
     assert not any(member.fresh for member in plan.members)
 
 
+def test_a_rank_that_returned_early_is_named_when_the_others_stall(training: Told) -> None:
+    training.finishes("a/1")
+    for slot in ("a/0", "b/0", "b/1"):
+        training.stalls(slot, 11)
+    training.timer("stalled")
+    stop = only(StopJob, training.timer("judge"))
+    assert stop.exit_code == 1
+    assert stop.because == "rank 1 returned from main, while ranks 0, 2, 3 wait in a step for all ranks"
+
+
+def test_late_newcomers_are_fenced_and_not_those_that_give_them_their_state(training: Told) -> None:
+    training.exits("b/0")
+    training.park_all(passed=4)
+    assert [fenced.slot for fenced in every(FenceWorker, training.timer("resume"))] == ["b/2"]
+
+
 def test_three_absorbs_without_progress_are_enough(training: Told) -> None:
     answers: list[object] = []
     for _ in range(4):
@@ -366,6 +382,14 @@ def test_a_stalled_spare_is_fenced_and_started_again(training: Told) -> None:
     assert only(FenceWorker, training.stalls("a/2")).slot == "a/2"
     assert only(StartWorker, training.exits("a/2")).slot == "a/2"
     assert training.view.generation == 1
+
+
+def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> None:
+    failure = Failure(type="rackrun.errors.StepError", message="no", traceback="", where="train.py:1")
+    event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
+    stop = only(StopJob, training.tell(event))
+    assert stop.exit_code == 1
+    assert "a rule of rackrun is broken" in stop.because
 
 
 # -- whose error -------------------------------------------------------------------------------------------------------

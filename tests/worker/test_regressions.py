@@ -1,0 +1,316 @@
+"""Runs that once went wrong, each by its own way: found by reviewers, kept so that they stay right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, say
+from scripts import STEPS, Samples, adam, ddp, loss_of, net
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rackrun.worker.data import _Workers
+from rackrun.worker.run import Run
+from rackrun.worker.state import TrackedState
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def train_with(run: Run, model: nn.Module, after: Callable[[int], None] = lambda _: None, **tracked: Any) -> None:
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer, **tracked)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(int(step))
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def moment(ended: Ended, rank: int, said: str, nth: int = 0) -> int:
+    """The n-th moment of ``rank``'s life that says this."""
+    return [index for index, what in enumerate(ended.moments[rank]) if what.startswith(said)][nth]
+
+
+# -- going back ----------------------------------------------------------------------------------------------------------
+def one_of_its_own(run: Run) -> None:
+    """Ranks 0 and 1 are replicas, rank 2 trains other weights."""
+    torch.manual_seed(run.rank // 2)
+    train_with(run, net())
+
+
+def test_a_newcomer_is_not_asked_for_steps_from_before_its_time(train: Train) -> None:
+    """It took a replica's state without a rollback; the next loss takes everybody back behind that."""
+    reference = train(one_of_its_own, snapshot_every=4)
+    first = moment(reference, 1, "committed Position(step=5")
+    second = moment(reference, 2, "committed Position(step=6") - 1
+    ended = train(one_of_its_own, snapshot_every=4, spares=3, kill={1: first, 2: second})
+    assert not ended.differences(reference), ended
+    assert ended.rolled_back
+
+
+def test_a_stop_that_is_rolled_back_with_its_step_stops_everybody_after_the_same_one(train: Train) -> None:
+    """The gate that told of the stop is to be passed again: no newcomer may act on it before."""
+
+    def main(run: Run) -> None:
+        def ask(step: int) -> None:
+            run._world.drain = run._world.drain or step == 5
+
+        torch.manual_seed(run.rank)
+        train_with(run, net(), ask)
+        say(left_after=run._units.passed.step)
+
+    reference = train(main, snapshot_every=4)
+    ended = train(main, snapshot_every=4, kill={2: moment(reference, 2, "committed Position(step=6")})
+    assert ended.exit_code == 0, ended
+    assert ended.rolled_back
+    assert len({said["left_after"] for said in ended.said.values()}) == 1, ended.said
+
+
+def test_a_world_of_one_goes_back_to_its_snapshot(train: Train) -> None:
+    def main(run: Run) -> None:
+        train_with(run, net())
+
+    reference = train(main, ranks=1)
+    ended = train(main, ranks=1, kill={0: moment(reference, 0, "committed Position(step=6")})
+    assert not ended.differences(reference), ended
+    assert ended.rolled_back
+    assert not ended.restarted
+
+
+# -- tensors in another order ------------------------------------------------------------------------------------------------
+def channels_last(run: Run) -> nn.Module:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Linear(10, 64), nn.Unflatten(1, (64, 1, 1)), convolution, nn.Flatten(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["from a replica", "from a snapshot"])
+def test_tensors_that_are_not_row_major_are_restored_as_they_were(own: bool, train: Train) -> None:
+    def main(run: Run) -> None:
+        model = channels_last(run)
+        if own:
+            with torch.no_grad():
+                model[0].bias.add_(run.rank)
+        train_with(run, model)
+
+    reference = train(main)
+    ended = train(main, kill={2: moment(reference, 2, "committed Position(step=5")})
+    assert not ended.differences(reference), ended
+    assert ended.rolled_back == own
+
+
+def test_a_newcomers_tensor_has_its_sources_strides() -> None:
+    def tracked(steps: int) -> TrackedState:
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 4, 5, 5)).sum().backward()
+            optimizer.step()
+        state = TrackedState()
+        state.track("model", model)
+        state.track("optimizer", optimizer)
+        return state
+
+    source, newcomer = tracked(2), tracked(0)
+    filled = newcomer.allocate(source.manifest(""))
+    for path, tensor in source.tensors().items():
+        assert filled[path].stride() == tensor.stride(), path
+
+
+# -- what a discarded step leaves ----------------------------------------------------------------------------------------------
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count = torch.zeros(1), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.count = state["total"], state["count"]
+
+
+def test_tensors_of_other_tracked_objects_are_put_back() -> None:
+    state, meter = TrackedState(), Meter()
+    state.track("meter", meter)
+    for change in (lambda: meter.total.add_(1), lambda: setattr(meter, "total", torch.ones(1) * 9)):
+        state.begin_unit()
+        change()
+        meter.count += 1
+        state.discard_unit(backward_open=True)
+        assert (meter.total.item(), meter.count) == (0.0, 0)
+
+
+def test_a_large_buffer_that_was_restored_is_not_put_back_to_what_it_was_before() -> None:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(400_000))
+            self.queue: torch.Tensor
+
+    state, module = TrackedState(), Queue()
+    state.track("model", module)
+    state.begin_unit()
+    manifest = state.manifest("")
+    module.queue.numpy()[:] = 5  # as a copy from outside does it: no version is counted up
+    state.load_plain(manifest, state.tensors())
+    state.begin_unit()
+    module.queue.add_(1)
+    state.discard_unit(backward_open=True)
+    assert module.queue[0] == 5
+
+
+def test_a_parameter_changed_before_the_update_is_refused(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            with torch.no_grad():
+                next(model.parameters()).clamp_(-1, 1)
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    ended = train(main)
+    assert ended.exit_code == 1, ended
+    assert ended.failure is not None
+    assert "changed in a step before optimizer.step()" in ended.failure.message
+
+
+# -- collectives --------------------------------------------------------------------------------------------------------------
+def test_a_set_up_that_broke_is_no_set_up(train: Train) -> None:
+    """The last collective before the first step fails between living ranks; its result was not everybody's."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        communicator = run._world.groups[0].communicator
+        if run.rank == 1 and run.generation == 1 and communicator is not None:
+            communicator.break_()
+        start = torch.full((1,), float(run.rank))
+        dist.broadcast(start, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(start)
+        train_with(run, model)
+
+    ended = train(main)
+    assert ended.exit_code == 0, ended
+    assert ended.restarted
+    assert len({rank_state["model/param/module.0.weight"] for rank_state in ended.state.values()}) == 1
+
+
+def test_a_phase_is_never_told_what_was_not(train: Train) -> None:
+    """A loopback's sum would be remembered by whoever keeps the best of them."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        best = [1e9]
+
+        def keep_the_best() -> None:
+            loss = torch.full((1,), 10.0 + run.rank - run._units.passed.step / 100)
+            dist.all_reduce(loss)
+            best[0] = min(best[0], loss.item())
+
+        run.every(1, keep_the_best)
+        train_with(run, model)
+        say(best=best[0])
+
+    reference = train(main)
+    lived = reference.moments[2]
+    after = moment(reference, 2, "committed Position(step=4, phase=0")
+    dies = next(index for index in range(after, len(lived)) if lived[index].startswith("enters a collective"))
+    ended = train(main, kill={2: dies})
+    assert not ended.differences(reference), ended
+    assert ended.said[0] == reference.said[0]
+
+
+def test_a_buffer_that_one_rank_changes_after_the_gate_keeps_collectives_in_step(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run, nn.BatchNorm1d(14), broadcast_buffers=False)
+
+        def look(step: int) -> None:
+            if run.is_main and step == 3:
+                model.module(torch.ones(4, 10) * 3)
+
+        train_with(run, model, look)
+
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    assert not reference.plans, "no fault, and yet a recovery"
+    for step in (3, 4, 6):
+        ended = train(main, kill={0: moment(reference, 0, f"committed Position(step={step}")})
+        assert not ended.differences(reference), ended
+
+
+def test_a_loss_that_is_reduced_to_be_shown_costs_a_sharded_world_nothing(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = net()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(torch.ones(1))
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    reference = train(main, ranks=4)
+    ended = train(main, ranks=4, kill={1: moment(reference, 1, "passed the gate of Position(step=5") + 1})
+    assert not ended.differences(reference), ended
+    assert not ended.restarted
+
+
+# -- data -----------------------------------------------------------------------------------------------------------------------
+def test_prefetching_goes_on_after_a_jump_and_after_a_step_that_left_batches_unread() -> None:
+    class Fetch:
+        def __call__(self, step: int, ids: Any) -> tuple[int, int]:
+            return step, int(ids)
+
+    workers = _Workers(Fetch(), 1, 2)  # type: ignore[arg-type]
+
+    def upcoming(step: int, shard: int) -> Any:
+        at = ((s, i) for s in itertools.count(step) for i in range(2))
+        return ((key, key[1]) for key in at if key > (step, shard))
+
+    def take(step: int, shard: int) -> Any:
+        return workers.take((step, shard), shard, upcoming(step, shard))  # type: ignore[arg-type]
+
+    assert [take(0, 0), take(0, 1)] == [(0, 0), (0, 1)]
+    assert take(7, 0) == (7, 0), "a promoted spare"
+    stream = workers._stream
+    assert take(8, 0) == (8, 0), "(7, 1) was left unread"
+    assert take(8, 0) == (8, 0), "done again"
+    assert take(8, 1) == (8, 1)
+    assert workers._stream is stream
