@@ -1,0 +1,199 @@
+"""One slot of an arena: what it holds, and its payload in the hands of who writes or reads it.
+
+The writer's ``payload`` is the mapped memory itself: views of it that are kept after `SlotWriter.seal` can still be stored
+into, which a reader notices by its checksums. So can the reader's: what was verified stays so only under `Arena.lease`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rackrun.checkpoint.arena_file import change_points
+from rackrun.checkpoint.arena_format import Kind, SlotHeader, SlotState, manifest_digest, table_bytes
+from rackrun.checkpoint.crashpoints import crash_point, register
+from rackrun.checkpoint.digest import chunk_crcs, crc
+from rackrun.checkpoint.errors import CheckpointError, DuplicateOwner, IntegrityError, StaleEpoch
+
+if TYPE_CHECKING:
+    from rackrun.checkpoint.arena import Arena
+
+__all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
+
+register("arena.seal.digested", "arena.seal.tabled")
+change_points("arena.seal")
+
+
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    state: SlotState
+    generation: int
+    step: int
+    epoch: int
+    kind: Kind
+    owner: int
+    """Whose image it is: the arena's own rank, another's (a mirror), or a parity set."""
+    payload_bytes: int
+    layout_hash: str
+    manifest_digest: str
+    """blake2b, hex, of the chunk table and what the image is: equal for all copies of one image."""
+    reason: str
+
+    @classmethod
+    def of(cls, header: SlotHeader) -> SlotInfo:
+        return cls(
+            index=header.slot,
+            state=header.state,
+            generation=header.generation,
+            step=header.step,
+            epoch=header.epoch,
+            kind=header.kind,
+            owner=header.owner,
+            payload_bytes=header.payload_bytes,
+            layout_hash=header.layout_hash,
+            manifest_digest=header.digest.hex() if header.whole else "",
+            reason=header.reason,
+        )
+
+
+class SlotWriter:
+    """Fill `payload`, then `seal`. As a context manager it abandons what was not sealed."""
+
+    def __init__(self, arena: Arena, header: SlotHeader) -> None:
+        self._arena, self._header = arena, header
+        geometry = arena._superblock.geometry
+        self.payload = arena._file.view(geometry.payload_at(header.slot), geometry.payload_bytes)
+        """The whole room of the slot, writable. Only what `seal` is told of belongs to the image."""
+
+        self._crcs: list[int] = []
+
+    @property
+    def index(self) -> int:
+        return self._header.slot
+
+    def filled(self, upto: int) -> None:
+        """The bytes before ``upto`` are final: digest their whole chunks now, while the copy goes on, so that `seal` has
+        less to do. One thread at a time; a byte that changes afterwards shows as damage."""
+        self._check_open()
+        size = self._arena.chunk_bytes
+        stop = min(upto, len(self.payload)) // size * size
+        self._arena._file.check()
+        self._crcs += chunk_crcs(
+            self.payload[len(self._crcs) * size : max(stop, len(self._crcs) * size)], size
+        ).tolist()
+
+    def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
+        """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
+
+        Raises `StaleEpoch` or `DuplicateOwner` when another writer has taken over since `Arena.begin`.
+        """
+        arena, at = self._arena, self._arena._superblock.geometry
+        self._check_open()
+        if not 0 <= payload_bytes <= at.payload_bytes:
+            raise CheckpointError(
+                f"an image of {payload_bytes} bytes is not within the slot's {at.payload_bytes}.",
+                remedy="create the arena with larger slots.",
+            )
+        arena._file.check()
+        ready = self._crcs[: payload_bytes // at.chunk_bytes]
+        rest = chunk_crcs(self.payload[len(ready) * at.chunk_bytes : payload_bytes], at.chunk_bytes, threads)
+        table = table_bytes(np.concatenate([np.array(ready, dtype=np.uint32), rest]))
+        crash_point("arena.seal.digested")
+        sealed = self._header._replace(state=SlotState.SEALED, payload_bytes=payload_bytes, layout_hash=layout_hash)
+        sealed = sealed._replace(digest=manifest_digest(sealed, at.chunk_bytes, table))
+        with arena._changing():
+            self._check_ours()
+            arena._file.write(at.table_at(self.index), table)
+            crash_point("arena.seal.tabled")
+            arena._store(sealed, "arena.seal")
+        self._end()
+
+    def abandon(self) -> None:
+        """Give the slot back. After `seal`, or when another writer has taken over, there is nothing to give back."""
+        if self not in self._arena._writers:
+            return
+        with contextlib.suppress(StaleEpoch, DuplicateOwner, IntegrityError), self._arena._changing():
+            self._check_ours()
+            self._arena._store(SlotHeader(self._header.arena_id, self.index), "arena.abandon")
+        self._end()
+
+    def __enter__(self) -> SlotWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    def _check_open(self) -> None:
+        if self not in self._arena._writers:
+            raise CheckpointError(
+                f"slot {self.index} was sealed or abandoned already.", remedy="begin the next generation."
+            )
+
+    def _check_ours(self) -> None:
+        now = self._arena._header(self.index)
+        if now._replace(seq=0) != self._header._replace(seq=0):
+            raise IntegrityError(
+                f"the header of slot {self.index} was changed or damaged while generation {self._header.generation} was written.",
+                remedy="save again.",
+            )
+
+    def _end(self) -> None:
+        self._arena._writers.remove(self)
+        with contextlib.suppress(BufferError):  # the caller has views of it
+            self.payload.release()
+
+
+class SlotReader:
+    """A sealed image. Its chunk table was checked; its bytes are, chunk by chunk, when they are asked for."""
+
+    def __init__(self, arena: Arena, header: SlotHeader) -> None:
+        self._arena, self._header = arena, header
+        geometry = arena._superblock.geometry
+        count = geometry.chunks(header.payload_bytes)
+        table = os.pread(arena._file.fd, 4 * count, geometry.table_at(header.slot))
+        if manifest_digest(header, geometry.chunk_bytes, table) != header.digest:
+            raise IntegrityError(
+                f"{self} has a damaged chunk table.", remedy="mark it as bad, and take it from another holder."
+            )
+        self.crcs: np.ndarray[Any, Any] = np.frombuffer(table, dtype="<u4")
+        self._payload = arena._file.view(geometry.payload_at(header.slot), header.payload_bytes).toreadonly()
+
+    @property
+    def payload(self) -> memoryview:
+        """All of it, not verified."""
+        self._arena._file.check()
+        return self._payload
+
+    @property
+    def layout_hash(self) -> str:
+        return self._header.layout_hash
+
+    @property
+    def manifest_digest(self) -> str:
+        return self._header.digest.hex()
+
+    def chunk(self, index: int) -> memoryview:
+        """Verified. Raises `IntegrityError` when it is not what was sealed."""
+        if not 0 <= index < len(self.crcs):
+            raise IndexError(f"{self} has {len(self.crcs)} chunks, not {index + 1}.")
+        size = self._arena.chunk_bytes
+        data = self.payload[index * size : (index + 1) * size]
+        if crc(data) != self.crcs[index]:
+            raise IntegrityError(
+                f"chunk {index} of {self} is not what was sealed.",
+                remedy="take it from another holder, and mark it as bad.",
+            )
+        return data
+
+    def verify(self) -> None:
+        """Every chunk. Raises `IntegrityError` at the first that is not what was sealed."""
+        for index in range(len(self.crcs)):
+            self.chunk(index)
+
+    def __str__(self) -> str:
+        header = self._header
+        return f"generation {header.generation} ({header.kind} of rank {header.owner}) in slot {header.slot}"

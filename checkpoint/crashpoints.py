@@ -1,0 +1,37 @@
+"""Crash points: named edges at which a test stops the process. A no-op unless a handler is enabled.
+
+The handler raises, exits or sends SIGKILL, at the n-th point or at a named one. Modules register their names at import,
+so a test can visit each of `CRASH_POINTS` and show that none was missed.
+
+Read `CRASH_POINTS` through the module: it is replaced, not changed, when a module registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["CRASH_POINTS", "crash_point", "enable", "register"]
+
+CRASH_POINTS: tuple[str, ...] = ()
+
+_handler: Callable[[str], None] | None = None
+
+
+def register(*names: str) -> None:
+    """Make ``names`` known. A name belongs to one place in the code: a second registration is an error."""
+    global CRASH_POINTS  # noqa: PLW0603 - a registry filled at import
+    twice = set(names) & set(CRASH_POINTS)
+    assert not twice, f"registered twice: {sorted(twice)}"
+    CRASH_POINTS += names
+
+
+def enable(handler: Callable[[str], None] | None) -> None:
+    """Call ``handler`` with the name of every crash point that is passed; None turns it off."""
+    global _handler  # noqa: PLW0603 - one per process, for tests
+    _handler = handler
+
+
+def crash_point(name: str) -> None:
+    if _handler is not None:
+        assert name in CRASH_POINTS, f"{name} is not registered"
+        _handler(name)

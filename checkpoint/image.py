@@ -1,0 +1,143 @@
+"""One rank's tensors in memory as a byte-exact safetensors image (`rackrun.checkpoint.layout`): written, and read as views.
+
+The traps: bits are copied, never values (a NaN keeps its payload, fp8 is not dequantised), except that a lazy conjugate or
+negative is resolved; tensors that share storage are stored each on its own; a read tensor is a view of the payload, and
+writing into one that lies in read-only memory ends the process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rackrun.checkpoint.errors import FormatVersionError, IntegrityError, LayoutMismatch
+from rackrun.checkpoint.layout import PLAIN, Buffer, ImageLayout, TensorEntry, header_bytes, parse_image, plan_image
+
+__all__ = [
+    "PLAIN",
+    "ImageLayout",
+    "TensorEntry",
+    "bits_of",
+    "check_local",
+    "header_bytes",
+    "memory_of",
+    "parse_image",
+    "plan_image",
+    "read_plain",
+    "read_tensor",
+    "write_image",
+]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write_image(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], plain: bytes, into: memoryview) -> None:
+    """Write the whole image to the start of ``into``. ``tensors`` are local ones, of any strides, by name.
+
+    Raises `LayoutMismatch` when they or the size of ``plain`` are not what was planned: before anything is written.
+    """
+    start, stop = layout.extents.get(PLAIN, (0, 0))
+    into = into.cast("B")
+    if stop - start != len(plain) or len(into) < layout.total_bytes:
+        raise LayoutMismatch(
+            f"planned: {stop - start} plain bytes, {layout.total_bytes} in all; given: {len(plain)}, and {len(into)} of room.",
+            remedy="plan the image again, and give it a slot that is large enough.",
+        )
+    if different := tensors.keys() ^ layout.by_name.keys():
+        name = min(different)
+        raise LayoutMismatch(
+            f"tensor {name!r:.200} is {'not in the layout' if name in tensors else 'missing'}.",
+            remedy="the structure has changed: plan the image again.",
+        )
+    for entry in layout.entries:
+        check_local(entry, tensors[entry.name])
+    into[: len(layout.header)] = layout.header
+    for entry in layout.entries:
+        if entry.box.numel:
+            bits = bits_of(tensors[entry.name])
+            place = torch.frombuffer(into, dtype=bits.dtype, count=bits.numel(), offset=layout.extents[entry.name][0])
+            place.view(bits.shape).copy_(bits)
+    into[start:stop] = plain
+
+
+def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor:
+    """A tensor that is a view of ``payload``, which it keeps alive. Not to be written to when ``payload`` is read-only."""
+    entry = layout.by_name.get(name)
+    if entry is None:
+        raise LayoutMismatch(f"the image holds no tensor {name!r:.200}.", remedy="it was saved by another model.")
+    start, _ = layout.extents[name]
+    _check_length(layout, payload)
+    dtype = getattr(torch, entry.dtype, None)
+    if dtype is None:
+        raise FormatVersionError(
+            f"this torch has no {entry.dtype} for tensor {name!r:.200}.", remedy="use a newer torch."
+        )
+    if dtype is torch.complex32:  # a new one warns that it is experimental; one seen as pairs does not
+        return torch.view_as_complex(_view(payload, torch.float16, (*entry.box.sizes, 2), start))
+    return _view(payload, dtype, entry.box.sizes, start)
+
+
+def read_plain(layout: ImageLayout, payload: Buffer) -> bytes:
+    """The state that is not tensors."""
+    _check_length(layout, payload)
+    start, stop = layout.extents.get(PLAIN, (0, 0))
+    return bytes(memoryview(payload)[start:stop])
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its itemsize; a complex one as pairs. A view, unless it is a lazy conjugate or negative."""
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def check_local(entry: TensorEntry, tensor: torch.Tensor) -> None:
+    """Raises `LayoutMismatch` when ``tensor`` is not the local part that ``entry`` describes, plainly in memory."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    plainly = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not plainly or hasattr(type(tensor), "__tensor_flatten__"):
+        raise LayoutMismatch(
+            f"tensor {entry.name!r:.200} is a {type(tensor).__name__} ({tensor.layout}, {tensor.device}), not plain memory.",
+            remedy="give its local parts (of a DTensor: locals_of), each as a tensor of its own.",
+        )
+    if dtype != entry.dtype or tuple(tensor.shape) != entry.box.sizes:
+        raise LayoutMismatch(
+            f"tensor {entry.name!r:.200} was planned as {entry.dtype}{list(entry.box.sizes)} and is {dtype}{list(tensor.shape)}.",
+            remedy="the structure has changed: plan again.",
+        )
+
+
+def memory_of(buffer: Buffer) -> Any:
+    """What torch.frombuffer takes: it holds on to ``buffer``'s memory, and is not marked read-only, at which torch warns."""
+    return np.asarray(_Borrowed(buffer)) if memoryview(buffer).readonly else np.frombuffer(buffer, dtype=np.uint8)
+
+
+class _Borrowed:
+    def __init__(self, buffer: Buffer) -> None:
+        self._kept = np.frombuffer(buffer, dtype=np.uint8)
+        address = self._kept.__array_interface__["data"][0]
+        shape = self._kept.shape
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": (address, False)}
+
+
+def _view(payload: Buffer, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory_of(payload), dtype=dtype, count=count, offset=start).view(shape)
+
+
+def _check_length(layout: ImageLayout, payload: Buffer) -> None:
+    if len(payload) < layout.total_bytes:
+        raise IntegrityError(
+            f"the image has {layout.total_bytes} bytes; only {len(payload)} are there.", remedy="use another copy."
+        )

@@ -1,0 +1,223 @@
+"""Which durable generations stay, and how the others go.
+
+`choose` decides, a pure function: the newest ``keep_last``, the first of each span of ``keep_every`` steps, the pinned ones,
+and always the newest verified one. When none is verified, nothing goes.
+
+`collect` does it: the decision is written down (``RETENTION.json``), each directory is renamed to ``.trash-...``, the
+renaming is synced, and only then are files deleted, the manifest first. It may be stopped anywhere and run again, by
+anyone, also while another one runs; what cannot be done is reported and tried again next time.
+
+Traps. Nothing is deleted on the strength of a name that is not on disk, so the job's directory is synced first, and again
+between renaming and deleting: else a power loss could bring back the name of a half-deleted generation, or take away the
+one that the others were deleted for. A full disk is what this is for: writing down the decision may fail. Temporary
+directories belong to somebody as long as their epoch lasts, and clocks of hosts differ: they go only when their epoch is
+over and they are older than a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rackrun.checkpoint.crashpoints import crash_point, register
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside, write_new
+from rackrun.checkpoint.manifest import MANIFEST, TemporaryName
+
+__all__ = ["Choice", "Collected", "Retention", "choose", "collect"]
+
+register(
+    "retention.synced",
+    "retention.marking",
+    "retention.marked",
+    "retention.trashed",
+    "retention.trash_synced",
+    "retention.deleting",
+    "retention.deleted",
+)
+
+LOG = "RETENTION.json"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """``keep_every`` is in steps; 0 keeps none for that reason. Raises ValueError for what makes no sense."""
+
+    keep_last: int = 3
+    keep_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1 or self.keep_every < 0:
+            raise ValueError(f"keep_last {self.keep_last} must be at least 1, keep_every {self.keep_every} at least 0")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``keep``: generation -> why. ``drop``: oldest first."""
+
+    keep: Mapping[int, str]
+    drop: tuple[int, ...]
+
+
+@dataclass
+class Collected:
+    """What `collect` did. ``failures``: what it could not do; the next one tries again."""
+
+    kept: Mapping[int, str] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    trash: int = 0
+    """Directories of waste that were deleted."""
+    failures: list[Failure] = field(default_factory=list)
+
+
+def choose(
+    generations: Sequence[GenerationInfo], retention: Retention, *, pins: Collection[int], newest_verified: int | None
+) -> Choice:
+    """Doing what it says and asking again drops nothing more."""
+    keep: dict[int, str] = {}
+    spans: set[int] = set()
+    for info in sorted(generations, key=lambda info: info.generation):
+        span = info.step // retention.keep_every if retention.keep_every else None
+        if span is not None and span not in spans:
+            spans.add(span)
+            keep[info.generation] = f"the first from step {span * retention.keep_every} on"
+    newest = sorted((info.generation for info in generations), reverse=True)
+    keep |= dict.fromkeys(newest[: retention.keep_last], f"one of the newest {retention.keep_last}")
+    keep |= {generation: "pinned" for generation in newest if generation in pins}
+    if newest_verified is None:
+        keep |= {generation: "none is verified" for generation in newest if generation not in keep}
+    else:
+        keep[newest_verified] = "the newest verified"
+    return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
+
+
+def collect(
+    store: DurableStore,
+    retention: Retention,
+    *,
+    epoch: int,
+    now: Callable[[], float],
+    orphan_ttl_s: float,
+    pins: Collection[int] = (),
+) -> Collected:
+    """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, and
+    waste. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+
+    Reads all bytes of the newest generation when none is marked as verified yet.
+    """
+    done = Collected()
+    try:
+        generations = store.generations()
+        if not generations and not _exists(store):
+            return done
+        store.sync()
+        crash_point("retention.synced")
+        newest_verified = _newest_verified(store, generations)
+        choice = choose(generations, retention, pins=pins, newest_verified=newest_verified)
+        done.kept = choice.keep
+        if choice.drop:
+            crash_point("retention.marking")
+            _write_down(store, choice, epoch, done)
+            crash_point("retention.marked")
+        for generation in choice.drop:
+            if _set_aside(store, store.path(generation), done):
+                done.dropped.append(generation)
+        before = now() - orphan_ttl_s
+        _sweep(store, before)
+        for name in _orphans(store, epoch, before):
+            if _set_aside(store, store.directory / name, done):
+                done.orphans.append(name)
+        _delete_trash(store, done)
+    except (OSError, CheckpointError) as error:
+        done.failures.append(failure_of(error))
+    return done
+
+
+def _exists(store: DurableStore) -> bool:
+    try:
+        store.files.stat(store.directory)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo]) -> int | None:
+    """By its mark; when none has one, the newest of which all bytes are right now."""
+    for info in generations:
+        if info.verified:
+            return info.generation
+    for info in generations:
+        with contextlib.suppress(CheckpointError):
+            if store.verify(info.generation).ok:
+                return info.generation
+    return None
+
+
+def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
+    decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
+    temporary = store.directory / f".{LOG}-{secrets.token_hex(4)}.part"
+    try:
+        write_new(store.files, temporary, [memoryview(msgspec.json.encode(decision))])
+        store.files.rename(temporary, store.directory / LOG)
+    except OSError as error:
+        done.failures.append(failure_of(error))
+
+
+def _sweep(store: DurableStore, before: float) -> None:
+    """What died before `_write_down` gave it its name."""
+    for name in store.files.listdir(store.directory):
+        if name.startswith(f".{LOG}-"):
+            with contextlib.suppress(FileNotFoundError):
+                if store.files.stat(store.directory / name).st_mtime < before:
+                    store.files.unlink(store.directory / name)
+
+
+def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
+    try:
+        gone = set_aside(store.files, path) is not None
+    except OSError as error:
+        done.failures.append(failure_of(error))
+        return False
+    crash_point("retention.trashed")
+    return gone
+
+
+def _orphans(store: DurableStore, epoch: int, before: float) -> list[str]:
+    """Temporary directories that nobody will finish."""
+    found = []
+    for name in store.files.listdir(store.directory):
+        temporary = TemporaryName.parse(name)
+        if temporary is not None and temporary.epoch < epoch:
+            with contextlib.suppress(FileNotFoundError):
+                if _last_touched(store, store.directory / name) < before:
+                    found.append(name)
+    return found
+
+
+def _last_touched(store: DurableStore, path: Path) -> float:
+    times = [store.files.stat(path).st_mtime]
+    times += [store.files.stat(path / name).st_mtime for name in store.files.listdir(path)]
+    return max(times)
+
+
+def _delete_trash(store: DurableStore, done: Collected) -> None:
+    trash = [name for name in store.files.listdir(store.directory) if name.startswith(".trash-")]
+    if not trash:
+        return
+    store.sync()
+    crash_point("retention.trash_synced")
+    for name in trash:
+        try:
+            for _ in delete_tree(store.files, store.directory / name, first=MANIFEST):
+                crash_point("retention.deleting")
+            done.trash += 1
+            crash_point("retention.deleted")
+        except OSError as error:
+            done.failures.append(failure_of(error))

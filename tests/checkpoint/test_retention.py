@@ -1,0 +1,341 @@
+"""Retention: what stays is decided by a rule, and whatever happens while the rest goes, the newest verified one stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rackrun.checkpoint import crashpoints
+from rackrun.checkpoint.durable import GenerationInfo
+from rackrun.checkpoint.errors import IntegrityError
+from rackrun.checkpoint.files import FailureKind, Files
+from rackrun.checkpoint.manifest import generation_of, shard_name
+from rackrun.checkpoint.retention import LOG, Collected, Retention, choose, collect
+from tests.checkpoint.storage import (
+    JOB,
+    WORLD,
+    Crash,
+    Crashing,
+    Failing,
+    Hooked,
+    PowerLoss,
+    calls_of,
+    ended,
+    in_child,
+    killed_at,
+    payload_of,
+    save,
+    store_at,
+    whole,
+    write_shard,
+)
+
+POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith("retention.")]
+TTL_S = 100.0
+
+
+def gc(root: Path, retention: Retention | None = None, *, files: Files | None = None, **given: object) -> Collected:
+    arguments = {"epoch": 1, "now": time.time, "orphan_ttl_s": TTL_S} | given
+    return collect(store_at(root, files), retention or Retention(keep_last=1), **arguments)  # type: ignore[arg-type]
+
+
+def saved(root: Path, *generations: int, verified: int | None = None) -> None:
+    for generation in generations:
+        assert save(store_at(root), generation)
+    if verified is not None:
+        assert store_at(root).verify(verified).ok
+
+
+def listed(root: Path) -> list[int]:
+    return [info.generation for info in store_at(root).generations()]
+
+
+def marked(root: Path) -> list[int]:
+    return [info.generation for info in store_at(root).generations() if info.verified]
+
+
+# -- the rule
+def info(generation: int, step: int) -> GenerationInfo:
+    return GenerationInfo(generation, step, 1, 1, 0, "", False, Path())
+
+
+INFOS = st.dictionaries(st.integers(0, 60), st.integers(0, 600)).map(
+    lambda steps: [info(generation, step) for generation, step in sorted(steps.items(), reverse=True)]
+)
+RETENTIONS = st.builds(Retention, keep_last=st.integers(1, 5), keep_every=st.integers(0, 200))
+
+
+@given(INFOS, RETENTIONS, st.sets(st.integers(0, 60)), st.data())
+def test_the_newest_the_pinned_the_first_of_each_span_and_the_newest_verified_stay(
+    infos: list[GenerationInfo], retention: Retention, pins: set[int], data: st.DataObject
+) -> None:
+    numbers = [found.generation for found in infos]
+    verified = data.draw(st.sampled_from(numbers)) if infos else None
+    choice = choose(infos, retention, pins=pins, newest_verified=verified)
+    assert sorted([*choice.keep, *choice.drop]) == sorted(numbers)
+    assert list(choice.drop) == sorted(choice.drop)
+    assert {*numbers[: retention.keep_last], *pins.intersection(numbers)} <= set(choice.keep)
+    assert verified is None or verified in choice.keep
+    if retention.keep_every:
+        kept_spans = {found.step // retention.keep_every for found in infos if found.generation in choice.keep}
+        assert kept_spans == {found.step // retention.keep_every for found in infos}
+    left = [found for found in infos if found.generation in choice.keep]
+    assert choose(left, retention, pins=pins, newest_verified=verified).drop == ()
+
+
+@given(INFOS, RETENTIONS)
+def test_nothing_goes_while_none_is_verified(infos: list[GenerationInfo], retention: Retention) -> None:
+    assert choose(infos, retention, pins=(), newest_verified=None).drop == ()
+
+
+@pytest.mark.parametrize(("keep_last", "keep_every"), [(0, 0), (-1, 5), (1, -1)])
+def test_a_rule_that_keeps_nothing_is_refused(keep_last: int, keep_every: int) -> None:
+    with pytest.raises(ValueError, match="keep_last"):
+        Retention(keep_last, keep_every)
+
+
+# -- what it does
+def test_what_the_rule_drops_is_gone_and_why_the_rest_stays_is_written_down(tmp_path: Path) -> None:
+    saved(tmp_path, *range(1, 10), verified=7)
+    done = gc(tmp_path, Retention(keep_last=2, keep_every=40), pins=[2])
+    assert done.dropped == [3, 5, 6]
+    assert done.failures == []
+    assert whole(tmp_path) == [9, 8, 7, 4, 2, 1]
+    assert LOG in os.listdir(tmp_path / JOB)
+    assert msgspec.json.decode((tmp_path / JOB / LOG).read_bytes()) == {
+        "epoch": 1,
+        "keep": {
+            "1": "the first from step 0 on",
+            "2": "pinned",
+            "4": "the first from step 40 on",
+            "7": "the newest verified",
+            "8": "one of the newest 2",
+            "9": "one of the newest 2",
+        },
+        "drop": [3, 5, 6],
+    }
+
+
+def test_doing_it_again_changes_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, *range(1, 6), verified=5)
+    gc(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    again = gc(tmp_path)
+    assert (again.dropped, again.trash, again.failures) == ([], 0, [])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_job_that_never_saved_has_nothing_to_collect(tmp_path: Path) -> None:
+    assert gc(tmp_path) == Collected()
+    assert os.listdir(tmp_path) == []
+
+
+def test_when_none_is_marked_the_newest_that_verifies_now_is_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    for damaged in (3, 4):
+        path = store_at(tmp_path).path(damaged) / shard_name(0, WORLD)
+        path.write_bytes(bytes(path.stat().st_size))
+    done = gc(tmp_path)
+    assert done.dropped == [1, 3]
+    assert done.kept == {4: "one of the newest 1", 2: "the newest verified"}
+    assert marked(tmp_path) == [2]
+
+
+def test_when_nothing_verifies_nothing_goes(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    for damaged in (1, 2, 3):
+        path = store_at(tmp_path).path(damaged) / shard_name(0, WORLD)
+        path.write_bytes(bytes(path.stat().st_size))
+    assert gc(tmp_path).dropped == []
+    assert listed(tmp_path) == [3, 2, 1]
+
+
+def test_a_directory_that_is_not_whole_is_left_to_people(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, verified=3)
+    (store_at(tmp_path).path(1) / shard_name(0, WORLD)).unlink()
+    assert gc(tmp_path).dropped == [2]
+    assert store_at(tmp_path).path(1).is_dir()
+
+
+def test_a_reader_of_a_generation_that_goes_gets_the_right_bytes_or_an_error(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, verified=2)
+    with store_at(tmp_path).open(1) as reader:
+        mapped = reader.shard(0)
+        assert gc(tmp_path).dropped == [1]
+        assert bytes(mapped) == payload_of(1, 0)  # what is open stays readable
+        assert bytes(reader.read(0, 0, 100)) == payload_of(1, 0)[:100]
+        with pytest.raises(IntegrityError, match="cannot be read"):
+            reader.read(1, 0, 1)
+        mapped.release()
+
+
+# -- orphans
+def _orphan(root: Path, generation: int, epoch: int) -> Path:
+    assert write_shard(store_at(root).writer(generation, 10 * generation, epoch, WORLD), 0)
+    (path,) = (root / JOB).glob(f".tmp-gen-{generation}-{epoch}-*")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("epoch", "age_s", "goes"),
+    [(3, TTL_S + 10, False), (4, TTL_S + 10, False), (2, TTL_S - 10, False), (2, TTL_S + 10, True), (2, -1e6, False)],
+)
+def test_an_unfinished_generation_goes_only_when_its_epoch_is_over_and_it_is_old(
+    tmp_path: Path, epoch: int, age_s: float, goes: bool
+) -> None:
+    path = _orphan(tmp_path, 1, epoch)
+    newest = max(file.stat().st_mtime for file in (path, *path.iterdir()))
+    done = gc(tmp_path, epoch=3, now=lambda: newest + age_s)
+    assert path.is_dir() != goes
+    assert done.orphans == ([path.name] if goes else [])
+
+
+def test_a_late_writer_of_a_collected_generation_fails_without_harm(tmp_path: Path) -> None:
+    writer = store_at(tmp_path).writer(1, 10, 1, WORLD)
+    assert write_shard(writer, 0)
+    assert gc(tmp_path, epoch=2, now=lambda: time.time() + 2 * TTL_S).orphans
+    assert write_shard(writer, 1)
+    assert not writer.finish()
+    assert whole(tmp_path) == []
+
+
+# -- what fails
+@pytest.mark.parametrize("onward", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE], ids=str)
+def test_whichever_call_fails_it_does_not_raise_and_the_newest_verified_stays(
+    tmp_path: Path, how: int, onward: bool
+) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    saved(template, 1, 2, 3, verified=2)
+    shutil.copytree(template, tmp_path / "counted")
+    calls = calls_of(lambda files: gc(tmp_path / "counted", files=files))
+    for at in range(1, len(calls) + 1):
+        root = tmp_path / f"{at}"
+        shutil.copytree(template, root)
+        gc(root, files=Failing(at, how, root / JOB, onward=onward))
+        left = listed(root)
+        assert 3 in left, f"call {at} ({calls[at - 1]})"
+        assert 2 in left or marked(root) == [3], f"call {at} ({calls[at - 1]})"
+        assert gc(root).failures == []
+        newest_verified = marked(root)[0]  # 3, when the mark of 2 could not be read and 3 was verified instead
+        assert listed(root) == sorted({3, newest_verified}, reverse=True)
+        assert list((root / JOB).glob(".trash-*")) == []
+        shutil.rmtree(root)
+
+
+def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, verified=3)
+
+    class Full(Hooked):
+        def around(self, operation, real, *args):  # type: ignore[no-untyped-def]
+            if operation in ("write", "mkdir", "link"):
+                raise OSError(errno.ENOSPC, "full")
+            return real(*args)
+
+    done = gc(tmp_path, files=Full())
+    assert done.dropped == [1, 2]
+    assert [failure.kind for failure in done.failures] == [FailureKind.FULL]  # the decision is not written down
+    assert whole(tmp_path) == [3]
+
+
+def test_without_a_synced_directory_nothing_goes(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, verified=3)
+
+    class Unsynced(Hooked):
+        def around(self, operation, real, *args):  # type: ignore[no-untyped-def]
+            if operation == "fsync":
+                raise OSError(errno.EIO, "lost")
+            return real(*args)
+
+    done = gc(tmp_path, files=Unsynced())
+    assert (done.dropped, [failure.kind for failure in done.failures]) == ([], [FailureKind.UNSYNCED])
+    assert whole(tmp_path) == [3, 2, 1]
+
+
+def test_many_at_once_come_to_the_same_end(tmp_path: Path) -> None:
+    saved(tmp_path, *range(30), verified=28)
+    children = [in_child(lambda: gc(tmp_path)) for _ in range(4)]
+    assert [ended(pid) for pid in children] == [0] * 4
+    assert gc(tmp_path).failures == []
+    assert whole(tmp_path) == [29, 28]
+    assert [path for path in (tmp_path / JOB).iterdir() if path.name.startswith(".trash")] == []
+
+
+# -- crashes
+@pytest.mark.parametrize("name", POINTS)
+def test_killed_at_a_named_point_and_run_again_it_ends_as_if_nothing_had_been(tmp_path: Path, name: str) -> None:
+    passed = 0
+    for nth in range(1, 30):
+        root = tmp_path / f"{nth}"
+        root.mkdir()
+        saved(root, 1, 2, 3, 4, verified=3)
+        killed = killed_at(name, lambda root=root: gc(root), nth)  # type: ignore[misc]
+        assert listed(root)[:2] == [4, 3]
+        assert marked(root) == [3]
+        assert gc(root).failures == []
+        assert listed(root) == [4, 3]
+        assert sorted(p.name for p in (root / JOB).iterdir() if p.name[:4] not in ("gen-", ".RET")) == [LOG]
+        if not killed:
+            break
+        passed += 1
+    assert passed > 0
+
+
+CRASHES = 1000
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+def test_after_any_of_a_thousand_crashes_what_was_promised_is_there(tmp_path: Path, power: bool) -> None:
+    """One history of saves, verifications and collections, cut at random calls. Promised: what a save said True to, or
+    something newer; the newest verified generation, until there is a newer one; and that all that is seen is whole."""
+    rng = random.Random(2026 + power)
+    root, aside = tmp_path / "root", tmp_path / "aside"
+    root.mkdir()
+    aside.mkdir()
+    retention = Retention(keep_last=1)
+    generation, promised, verified = 0, -1, -1
+    for epoch in range(1, CRASHES // 2 + 1):
+        at = rng.randint(1, 220)
+        files = PowerLoss(at, rng, aside) if power else Crashing(at)
+        store = store_at(root, files)
+        try:
+            if rng.random() < 0.5:
+                collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
+            while True:
+                generation += 1
+                writer = store.writer(generation, 10 * generation, epoch, WORLD)
+                assert all(write_shard(writer, rank) for rank in range(WORLD)), writer.failure
+                assert writer.finish(), writer.failure
+                promised = generation
+                assert rng.random() < 0.5 or store.verify(generation).ok
+                done = collect(store, retention, epoch=epoch, now=lambda: 1e12, orphan_ttl_s=TTL_S)
+                assert done.failures == []
+                verified = max(marked(root), default=-1)
+        except Crash:
+            pass
+        files.die()
+        seen = listed(root)
+        assert seen == _named(root)  # not even a name of something half deleted
+        assert max(seen, default=-1) >= promised
+        assert max(seen, default=-1) >= verified
+        for found in seen:
+            with store_at(root).open(found) as reader:
+                assert all(reader.reader(rank).verify() == [] for rank in range(WORLD)), (epoch, found)
+    assert gc(root, epoch=epoch + 1, now=lambda: 1e12).failures == []
+    assert len(whole(root)) <= 2
+    assert [path.name for path in (root / JOB).iterdir() if path.name.startswith(".")] == []
+
+
+def _named(root: Path) -> list[int]:
+    names = os.listdir(root / JOB) if (root / JOB).is_dir() else []
+    return sorted((found for name in names if (found := generation_of(name)) is not None), reverse=True)
