@@ -143,6 +143,8 @@ class Server:
     async def _listen(self, link: _AgentLink) -> str:
         """Until the connection ends; returns why it did."""
         async for message in link.socket:
+            if message.type is WSMsgType.ERROR:
+                break
             if message.type is not WSMsgType.BINARY:
                 raise _Breach(f"a message of type {message.type.name}")
             telemetry: list[Telemetry] = []

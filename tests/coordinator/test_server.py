@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from rackrun.coordinator.journal import Journal
-from rackrun.core.events import JournalFailed, StopRequested, TimerFired, WorkerExited
+from rackrun.core.events import JournalFailed, StopRequested, TimerFired, TrayLost, WorkerExited
 from rackrun.core.ids import Incarnation, SlotId
 from rackrun.core.wire import PROTOCOL, Upward
 from tests.coordinator.fakes import DONE, TOKEN, ScriptedCore, agent, coordinator
@@ -107,3 +107,15 @@ def _session() -> aiohttp.ClientSession:
 
 async def _text(session: aiohttp.ClientSession, url: str) -> str:
     return await (await session.get(url)).text()
+
+
+async def test_an_agent_that_is_silent_is_said_to_be_so(journal: Journal) -> None:
+    """It answers pings only while it listens, and this one does not."""
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c:
+        c.server._heartbeat_s = 0.2
+        async with agent(c.url):
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+    lost = core.heard[-1]
+    assert isinstance(lost, TrayLost)
+    assert "no word from its agent" in lost.because
