@@ -321,7 +321,6 @@ class Recovery:
             record.finished = record.finished and rank not in state.fresh and state.rollback is None
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
-            gate = ()  # that of a step which is to be done again: nobody may act on it
         world.plan = Plan(
             generation=world.generation,
             world_size=world.size,

@@ -85,6 +85,8 @@ class TrackedState:
         """Buffers, and tensors of other tracked objects and of parameter groups, as they were when the unit began."""
         self._norm_buffers: set[str] | None = None
         self._saved_plain = b""
+        self._submodules: list[nn.Module] = []
+        self._modes: list[bool] = []
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
@@ -130,6 +132,9 @@ class TrackedState:
             if saved is None or not saved.stands(tensor) or self._changes_unseen(path, tensor):
                 self._saved[path] = _Saved(tensor)
         self._versions = [(weakref.ref(p), p._version) for p in self._parameters() if not isinstance(p, DTensor)]
+        if not self._submodules:
+            self._submodules = [module for root in self.modules.values() for module in root.modules()]
+        self._modes = [module.training for module in self._submodules]
         self._saved_plain = self._encode_plain()
         self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
         found = (p for p in self._parameters() if p.grad is not None)
@@ -146,6 +151,10 @@ class TrackedState:
                     f"a parameter (shape {tuple(parameter.shape)}) was changed in a step before optimizer.step(), where it could not be put back.",
                     remedy="change parameters after optimizer.step().",
                 )
+
+    def versions(self) -> list[int]:
+        """Of all parameters, this rank's part: equal as long as nothing was written to them."""
+        return [_local(parameter)._version for parameter in self._parameters()]
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
@@ -164,6 +173,8 @@ class TrackedState:
 
         ``backward_open``: it was left before all of its backward passes had ended.
         """
+        for module, training in zip(self._submodules, self._modes, strict=True):
+            module.training = training
         with torch.no_grad():
             for module in self.modules.values():
                 fsdp.reset(module)

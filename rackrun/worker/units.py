@@ -70,6 +70,8 @@ class UnitRunner:
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
         self._content = 0
+        self._versions: list[int] = []
+        self._world.may_leave_phase = lambda: self._state.versions() == self._versions
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     # -- the run
@@ -202,6 +204,7 @@ class UnitRunner:
         self.step_in_hand = step
         self._state.begin_unit()
         self._content = self._state.content() if step.at.phase else 0
+        self._versions = self._state.versions() if step.at.phase else []
         self._late.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
         self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._pace.deadline_ms())
@@ -351,7 +354,7 @@ class UnitRunner:
                 self._replicas.adopt(manifest)
                 self._replicas.unique.take_place(world.rank)
         if plan.rollback is not None:
-            world.stand_at(Position(plan.rollback), plan.gate)
+            world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
 

@@ -87,6 +87,7 @@ class World:
         self._entered = BEGIN
         self._in_gate = False
         self.in_phase = False
+        self.may_leave_phase: Callable[[], bool] = lambda: True
         self._gate: tuple[float, ...] = ()
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
@@ -146,9 +147,11 @@ class World:
         return None
 
     def leave_phase(self) -> None:
-        """What a phase is told is used for good: it is left, rather than given a loopback's values. Never from inside autograd."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self.in_phase and self._broken and not self._in_gate and not in_backward:
+        """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
+        and not while it has other weights in the model (averaged ones, say), which it is then let put back itself."""
+        if not self.in_phase or not self._broken or self._in_gate or torch._C._current_graph_task_id() != -1:
+            return
+        if self.may_leave_phase():
             raise Abandoned
 
     def leave_behind(self, generation: int) -> bool:

@@ -248,6 +248,36 @@ def test_a_phase_is_never_told_what_was_not(train: Train) -> None:
     assert ended.said[0] == reference.said[0]
 
 
+@pytest.mark.parametrize("swaps_weights", [False, True])
+def test_a_phase_that_is_left_leaves_the_model_as_it_was(swaps_weights: bool, train: Train) -> None:
+    """Training is resumed in its mode, and on its own weights, though the phase was broken in the middle."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def evaluate() -> None:
+            model.eval()
+            own = [parameter.clone() for parameter in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters() if swaps_weights else ():
+                    parameter.zero_()
+                dist.all_reduce(torch.ones(1))
+                for parameter, value in zip(model.parameters(), own, strict=True) if swaps_weights else ():
+                    parameter.copy_(value)
+            model.train()
+
+        run.every(1, evaluate)
+        train_with(run, model)
+
+    reference = train(main)
+    lived = reference.moments[2]
+    after = moment(reference, 2, "committed Position(step=4, phase=0")
+    dies = next(index for index in range(after, len(lived)) if lived[index].startswith("enters a collective"))
+    ended = train(main, kill={2: dies})
+    assert not ended.differences(reference), ended
+    assert not ended.restarted
+
+
 def test_a_buffer_that_one_rank_changes_after_the_gate_keeps_collectives_in_step(train: Train) -> None:
     def main(run: Run) -> None:
         model = ddp(run, nn.BatchNorm1d(14), broadcast_buffers=False)
