@@ -109,7 +109,7 @@ class ElasticGroup(dist.ProcessGroup):
     # -- collectives
     @_not_compiled
     def _run(self, name: str, result: Any, loopback: Callable[[], None], *args: Any) -> dist.Work:
-        generation = self.world.enter_collective(result)
+        generation = self.world.enter_collective(self, name, result)
         communicator = self.communicator
         if communicator is None or generation is None:
             loopback()

@@ -24,7 +24,7 @@ from rackrun.link.page import HeartbeatPage
 from rackrun.worker import compat
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
-from rackrun.worker.group import BACKEND, ElasticGroup
+from rackrun.worker.group import BACKEND
 from rackrun.worker.world import World
 
 __all__ = ["Runtime", "start"]
@@ -74,12 +74,8 @@ class Runtime:
         )
         world = self.world
 
-        def create(options: object, backend_options: object) -> ElasticGroup:
-            del options, backend_options
-            return world.create_default(rank, size)
-
         compat.install()
-        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+        compat.register_backend(BACKEND, lambda: world.create_default(rank, size))
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         compat.adopt_default_group()
         return rank, size

@@ -22,6 +22,7 @@ import torch
 
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost
+from rackrun.worker.gate import GateSums
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import Manifest, TrackedState
 from rackrun.worker.tensor_bytes import dense_bytes, digest
@@ -45,7 +46,7 @@ class Snapshots:
     def oldest_kept(self) -> Position | None:
         return Position(min(self._held)) if self._held else None
 
-    def take_if_due(self, at: Position, gate: tuple[float, ...], *, now: bool) -> None:
+    def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> None:
         """``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
         if self._fds[0] < 0:
@@ -55,8 +56,7 @@ class Snapshots:
             return
         every = self._every
         if every is None:
-            cost, step_s = gate[4], gate[5]
-            ratio = cost / (OVERHEAD_MAX * step_s) if step_s > 0 else 1.0
+            ratio = gate.snapshot_cost_s / (OVERHEAD_MAX * gate.step_s) if gate.step_s > 0 else 1.0
             every = min(2 ** math.ceil(math.log2(max(ratio, 1.0))), _EVERY_MAX)
         if at.step % every == 0:
             self.take(at.step)

@@ -127,6 +127,8 @@ class TrackedState:
         """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
         for wrapper in self._ddps():
             ddp.begin(wrapper)
+        for module in self.modules.values():
+            fsdp.begin(module)
         for path, tensor in self._unstable():
             saved = self._saved.get(path)
             if saved is None or not saved.stands(tensor) or self._changes_unseen(path, tensor):

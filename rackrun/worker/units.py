@@ -27,6 +27,7 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
+from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
@@ -83,8 +84,8 @@ class UnitRunner:
     def draining(self) -> bool:
         """The world agreed, in its last gate, to end at a step boundary: somebody was told to, and nobody has begun a later
         step already, which after a rollback may be."""
-        gate = self._world.gate_values
-        return bool(gate) and gate[3] > 0 and not gate[7]
+        gate = self._world.gate
+        return gate is not None and gate.draining > 0 and not gate.ahead
 
     def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None]) -> None:
         """Stand at run.steps(): ranks go on at once, a spare warms up and waits until a plan names it."""
@@ -235,22 +236,24 @@ class UnitRunner:
         ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
         self._page.seal_ledger(step.at, ids)
         loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
-        mine = (
-            loss,
-            float(len(ids)),
-            _ids_digest(ids),
-            float(self._world.drain),
-            self._snapshots.cost_s,
-            self._pace.median_s,
-            float(self._replicas.changed_late),
-            float(any(unit.at > step.at for unit in self._recorded)),
+        mine = GateSums(
+            loss=loss,
+            samples=float(len(ids)),
+            ids_digest=_ids_digest(ids),
+            draining=float(self._world.drain),
+            snapshot_cost_s=self._snapshots.cost_s,
+            step_s=self._pace.median_s,
+            changed_late=float(self._replicas.changed_late),
+            ahead=float(any(unit.at > step.at for unit in self._recorded)),
         )
         self._world.pass_gate(step.at, mine)
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
         self._pace.committed()
-        if self._replicas.committed(self._world.gate_values[6]):
+        gate = self._world.gate
+        assert gate is not None, "a unit is committed by its gate"
+        if self._replicas.committed(gate.changed_late):
             self._send_ready(self._world.replica_class)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
@@ -258,7 +261,7 @@ class UnitRunner:
         for values in self._logs:
             self._send_log(values, at)
         if not at.phase and self._replicas.some_are_unique:
-            self._snapshots.take_if_due(at, self._world.gate_values, now=self._pace.first_step_of_generation)
+            self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
         if not at.phase:
             self._pace.step_done()
 
@@ -400,7 +403,7 @@ class UnitRunner:
                 at=at,
                 attempt=attempt,
                 seconds=seconds,
-                gate=self._world.gate_values,
+                gate=self._world.gate or (),
                 ids=ids.astype("<i8").tobytes(),
             )
         )

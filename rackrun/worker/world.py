@@ -25,6 +25,7 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.worker.builder import Builder
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
+from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
 from rackrun.worker.group import ElasticGroup
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class World:
         """Told of every collective, by its result, that breaks after that."""
         self.drain = False
         self.flights = Flights()
+        self.order = CollectiveOrder()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -127,7 +129,7 @@ class World:
         return self.groups[0].size()
 
     # -- collectives
-    def enter_collective(self, result: Any) -> int | None:
+    def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
         """The generation to run in; None for a loopback into ``result``."""
         if self.scope is Scope.OUTSIDE and self.size > 1:
             raise StepError(
@@ -135,6 +137,8 @@ class World:
                 remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end.",
             )
         self.page.collective_entered()
+        if group.size() == self.size:
+            self.order.called(name, result)
         if not self._broken:
             return self.generation or None
         if self.scope is Scope.SETUP and self.generation:
@@ -193,11 +197,11 @@ class World:
         return self._passed
 
     @property
-    def gate_values(self) -> tuple[float, ...]:
-        """What the gate of ``passed`` reduced to."""
-        return self._gate
+    def gate(self) -> GateSums | None:
+        """What the gate of ``passed`` reduced to. None before the first, and after a rollback."""
+        return GateSums(*self._gate) if self._gate else None
 
-    def pass_gate(self, at: Position, mine: Sequence[float]) -> None:
+    def pass_gate(self, at: Position, mine: GateSums) -> None:
         """Enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not count.
 
         The gate is one small all-reduce over the whole world. If anyone saw it pass then everyone had entered it, so
@@ -208,7 +212,7 @@ class World:
             if self._broken or not self.generation:
                 raise Abandoned
             self._entered = at
-        values = torch.tensor([1.0, at.step, at.phase, *mine], dtype=torch.float64)
+        values = offered(at, self.order, mine)
         if self.size > 1:
             on_device = values.to(self.device)
             self._in_gate = True
@@ -217,15 +221,10 @@ class World:
             finally:
                 self._in_gate = False
             values = on_device.cpu()
-        ranks, step, phase, *result = values.tolist()
         with self._changed:
-            if not self._broken and ranks == self.size:
-                if (step, phase) != (self.size * at.step, self.size * at.phase):
-                    raise StepError(
-                        f"rank {self.rank} is at the gate of {at}, and other ranks at that of another step.",
-                        remedy="call the step function on every rank in every turn of the loop; if you do, please report this.",
-                    )
-                self._passed, self._gate, self.unit_passed = at, tuple(result), True
+            sums = None if self._broken else agreed(values.tolist(), self.size, at)
+            if sums is not None:
+                self._passed, self._gate, self.unit_passed = at, sums, True
                 return
         self.wait_plan()  # which carries the verdict
         if self._passed < at:
@@ -238,6 +237,7 @@ class World:
 
     def begin_unit(self, *, phase: bool) -> None:
         self.in_phase = phase
+        self.order.begin_unit()
         self.flights.some_left_behind = False
         self.scope = Scope.UNIT
         self.unit_passed = False

@@ -546,10 +546,10 @@ def _count_moments(dies_at: int | None) -> list[str]:
             print(f"dies at moment {dies_at}: {what}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def enter_collective(world: World, result: Any, _original: Any = World.enter_collective) -> int | None:
+    def enter_collective(world: World, *args: Any, _original: Any = World.enter_collective) -> int | None:
         if world.scope is Scope.UNIT:
             live(f"enters a collective after {world.passed}")
-        generation: int | None = _original(world, result)
+        generation: int | None = _original(world, *args)
         return generation
 
     def pass_gate(world: World, at: Position, mine: Any, _original: Any = World.pass_gate) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from rackrun.core.ids import BEGIN
 from rackrun.worker.data import _Workers
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
@@ -92,6 +96,91 @@ def test_a_world_of_one_goes_back_to_its_snapshot(train: Train) -> None:
     assert not ended.differences(reference), ended
     assert ended.rolled_back
     assert not ended.restarted
+
+
+class Blocks(nn.Module):
+    """Of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(fully_shard(nn.Linear(10, 10)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def test_an_evaluation_leaves_no_trace_in_the_next_step_of_a_sharded_model(train: Train) -> None:
+    """FSDP prefetches, in backward, for every forward since the last backward, also for those that had none. Survivors that
+    have evaluated and a newcomer that has not would gather different blocks at a time: same sizes, so nothing fails."""
+
+    def main(run: Run) -> None:
+        model = fully_shard(Blocks())
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                model(torch.ones(2, 10))
+
+        run.every(4, evaluate)
+        for number in run.steps(STEPS):
+            lost_now = run.rank == 1 and number == 4 and run._units._came_in == BEGIN
+            if killing and lost_now:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while killing and number == 4 and run._units._came_in == BEGIN and run._world.generation == 1:
+                if run._world.broken:  # so that the survivors are between two units, and discard nothing
+                    break
+                time.sleep(0.001)
+            step(number)
+
+    killing = False
+    reference = train(main, snapshot_every=2)
+    killing = True
+    ended = train(main, snapshot_every=2)
+    assert not ended.differences(reference), ended
+    assert ended.rolled_back
+
+
+# -- collectives that do not match -----------------------------------------------------------------------------------------
+def test_ranks_that_gather_different_blocks_are_told_so(train: Train) -> None:
+    """Nothing fails by itself: the sizes are equal, only the values are wrong."""
+
+    def main(run: Run) -> None:
+        model = fully_shard(Blocks())
+        first, second = model.blocks[0], model.blocks[1]
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                if int(step) == 3:
+                    for block in (first, second) if run.rank else (second, first):
+                        block.unshard()
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    ended = train(main)
+    assert ended.exit_code == 1, ended
+    assert ended.failure is not None
+    assert "did not call the same collectives" in ended.failure.traceback
+    assert max(ended.losses) == 2
 
 
 # -- tensors in another order ------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def main(run):
         step(number)
         run.log(loss=step_loss(run))
 def step_loss(run):
-    return float(run._world.gate_values[0])
+    return float(run._world.gate.loss)
 if __name__ == "__main__":
     main()
 """

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["adopt_default_group", "install", "missing", "promote_groups"]
+__all__ = ["adopt_default_group", "install", "missing", "promote_groups", "register_backend"]
 
 _elastic = False
+_asked_for: list[dist.ProcessGroup] = []
+"""What the default group made, until torch before 2.13 calls the backend for it."""
 
 
 def missing() -> list[str]:
@@ -35,6 +37,32 @@ def install() -> None:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
     warnings.filterwarnings("ignore", message=".*barrier\\(\\): using the device under current context.*")
+
+
+def register_backend(name: str, create_default: Callable[[], dist.ProcessGroup]) -> None:
+    """``create_default`` makes the default group, which makes all others. Torch before 2.13 does not ask it to."""
+
+    def create(options: Any, backend_options: object) -> dist.ProcessGroup:
+        del backend_options
+        return _asked_for.pop() if options.global_ranks_in_group else create_default()
+
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    if "new_group" not in c10d._new_group_with_tag.__code__.co_names:
+        _ask_default_group()
+
+
+def _ask_default_group() -> None:
+    make: Callable[..., Any] = c10d._new_process_group_helper
+
+    def asked(size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, name: str, **more: Any) -> Any:
+        if ranks and _elastic:
+            default: Any = c10d._get_default_group()
+            group = default.new_group(ranks, group_name=name, group_desc=more.get("group_desc"))
+            if group is not None:
+                _asked_for.append(group)
+        return make(size, rank, ranks, backend, store, name, **more)
+
+    c10d._new_process_group_helper = asked  # type: ignore[assignment]
 
 
 def adopt_default_group() -> None:

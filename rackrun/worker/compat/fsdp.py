@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``) and DeviceMesh, torch 2.13: leaving a step in the middle, and giving a built model another rank."""
+"""FSDP2 (``fully_shard``) and DeviceMesh, torch 2.10 to 2.13: leaving a step in the middle, and giving a built model another rank."""
 
 from __future__ import annotations
 
@@ -10,40 +10,56 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = ["install", "is_gathered", "missing", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
+__all__ = ["begin", "install", "is_gathered", "missing", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
 
 
 def missing() -> list[str]:
-    needed = ("_compute_coordinate_on_dim",)
-    return [f"DeviceMesh.{name} is gone" for name in needed if not hasattr(DeviceMesh, name)]
+    known = "_coordinate_on_dim" in DeviceMesh.get_coordinate.__code__.co_names
+    found = [] if known else ["DeviceMesh._coordinate_on_dim is gone"]
+    return found + ([] if hasattr(_fsdp_param_group, "foreach_all_gather") else ["FSDP's foreach_all_gather is gone"])
 
 
 def install() -> None:
-    """Remember every mesh, so that a promoted spare can be given its new place in each."""
-    init = DeviceMesh.__init__
+    """Remember every mesh, so that a promoted spare can be given its new place in each. And tell the gate which parameters are
+    gathered: blocks have equal sizes, so that nothing else would show when ranks gather different ones at a time."""
+    init, gather = DeviceMesh.__init__, _fsdp_param_group.foreach_all_gather
 
     def remembered(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _meshes.append(weakref.ref(self))
 
+    def told(params: list[Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group.size() == group.world.size:
+            group.world.order.add(f"{params[0]._param_fqn}")
+        return gather(params, group, *args, **kwargs)
+
     DeviceMesh.__init__ = remembered  # type: ignore[method-assign]
+    _fsdp_param_group.foreach_all_gather = told  # type: ignore[assignment]
+
+
+def begin(module: nn.Module) -> None:
+    """Before a unit: forget the forward passes that no backward followed (an evaluation's). FSDP would prefetch for them in the
+    next backward, and find its root gathered already: all-gathers that a newcomer, which has not evaluated, does not make."""
+    for sub in _fsdp_modules(module):
+        state = sub._get_fsdp_state()
+        if state._is_root:
+            _forget_iteration(state)
+    reshard(module)
 
 
 def reset(module: nn.Module) -> None:
     """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
-    for sub in _fsdp_modules(module):
-        state = sub._get_fsdp_state()
-        if state._is_root:
-            state._reset_iter_state()
+    begin(module)
     for param in _fsdp_params(module):
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
-    reshard(module)
 
 
 def reshard(module: nn.Module) -> None:
@@ -69,7 +85,8 @@ def promote_sharded(modules: Iterable[nn.Module], rank: int) -> None:
     """
     for mesh in [mesh for ref in _meshes if (mesh := ref()) is not None]:
         mesh._rank = rank
-        mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
+        found = (mesh.mesh == rank).nonzero().tolist()
+        mesh._coordinate_on_dim = tuple(found[0]) if found else None
     for module in modules:
         for group in _fsdp_groups(module):
             for info in {id(i): i for i in (group.mesh_info, group.post_forward_mesh_info) if i is not None}.values():
@@ -79,6 +96,27 @@ def promote_sharded(modules: Iterable[nn.Module], rank: int) -> None:
                     info.replicate_mesh_rank = info.replicate_process_group.rank()
         for param in _fsdp_params(module):
             _reshape_shard(param)
+
+
+def _forget_iteration(root: Any) -> None:
+    if hasattr(root, "_reset_iter_state"):  # torch 2.13
+        root._reset_iter_state()
+        return
+    stream, comm = root._device_handle.current_stream(), root._comm_ctx
+    for in_flight in (comm.all_gather_state, comm.reduce_scatter_state):
+        if in_flight is not None and in_flight.event is not None:
+            stream.wait_event(in_flight.event)
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        for group in _groups_of(state):
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def _reshape_shard(param: Any) -> None:
@@ -104,7 +142,14 @@ def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
 
 def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for sub in _fsdp_modules(module):
-        yield from sub._get_fsdp_state()._fsdp_param_groups
+        yield from _groups_of(sub._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """One until torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:

@@ -1,0 +1,78 @@
+"""The gate's sums: what every rank concludes from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rackrun.core.ids import Position
+from rackrun.errors import StepError
+from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
+
+AT = Position(3, 1)
+NOTHING = GateSums(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def order(*calls: str) -> CollectiveOrder:
+    made = CollectiveOrder()
+    for call in calls:
+        made.add(call)
+    return made
+
+
+def total(orders: list[CollectiveOrder], at: list[Position] | None = None) -> list[float]:
+    positions = at or [AT] * len(orders)
+    parts = [offered(position, made, NOTHING) for position, made in zip(positions, orders, strict=True)]
+    return torch.stack(parts).sum(dim=0).tolist()
+
+
+def test_all_at_the_same_place_agree_on_the_sums() -> None:
+    mine = GateSums(1.5, 4, 7, 0, 0.25, 0.5, 0, 1)
+    summed = offered(AT, order("a"), mine) + offered(AT, order("a"), mine)
+    values = agreed(summed.tolist(), 2, AT)
+    assert values == tuple(2 * value for value in mine)
+
+
+def test_a_rank_that_is_missing_is_no_agreement() -> None:
+    assert agreed(total([order(), order()]), 3, AT) is None
+
+
+def test_ranks_in_other_units_are_refused() -> None:
+    with pytest.raises(StepError, match="another unit"):
+        agreed(total([order(), order()], [AT, Position(4, 1)]), 2, AT)
+
+
+@given(st.integers(2, 8192), st.integers(1, 10), st.text(), st.text())
+def test_one_rank_with_other_collectives_is_seen_among_thousands(
+    size: int, others: int, usual: str, other: str
+) -> None:
+    same, odd = order(usual), order(other)
+    others = min(others, size - 1)
+    summed = [
+        (size - others) * a + others * b
+        for a, b in zip(offered(AT, same, NOTHING).tolist(), offered(AT, odd, NOTHING).tolist(), strict=True)
+    ]
+    if same.fingerprint == odd.fingerprint:
+        assert agreed(summed, size, AT) == NOTHING
+    else:
+        with pytest.raises(StepError, match="same collectives"):
+            agreed(summed, size, AT)
+
+
+def test_the_order_counts_but_not_what_goes_between_two_ranks() -> None:
+    assert order("a", "b").fingerprint != order("b", "a").fingerprint
+    made = order("a")
+    before = made.fingerprint
+    made.called("send", [torch.ones(2)])
+    assert made.fingerprint == before
+    made.called("allreduce", [torch.ones(2)])
+    assert made.fingerprint != before
+
+
+def test_ranks_may_gather_parts_of_different_sizes() -> None:
+    one, other = order(), order()
+    one.called("allgather", [[torch.ones(2), torch.ones(3)]])
+    other.called("allgather", [[torch.ones(3), torch.ones(2)]])
+    assert one.fingerprint == other.fingerprint
