@@ -458,7 +458,7 @@ def test_whatever_breaks_at_any_moment_the_newest_commit_survives(fault: str, ge
     assert model.states > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_breaks_at_any_moment_of_three_generations_the_newest_commit_survives(fault: str) -> None:
     model = Model(policy=DEGRADES, kinds=(fault,))

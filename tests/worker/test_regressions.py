@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -433,3 +434,6 @@ def test_prefetching_goes_on_after_a_jump_and_after_a_step_that_left_batches_unr
     assert take(8, 0) == (8, 0), "done again"
     assert take(8, 1) == (8, 1)
     assert workers._stream is stream
+    workers._stream = None
+    del stream
+    gc.collect()  # DataLoader's iterator is in a cycle, and has processes
