@@ -137,6 +137,10 @@ class Arena:
     def chunk_bytes(self) -> int:
         return self._superblock.geometry.chunk_bytes
 
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the whole mapping, to be pinned. It stays where it is until `close`."""
+        return self._file.address(), self._file.size
+
     def slots(self) -> list[SlotInfo]:
         """What every slot holds, read from the file now. A slot whose header is damaged beyond use is BAD."""
         self._file.check()

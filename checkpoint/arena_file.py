@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from rackrun.checkpoint.arena_format import PAGE, RECORD_BYTES, SlotHeader, Superblock
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, MemoryPlanError
@@ -163,6 +165,11 @@ class ArenaFile:
         assert self.map is not None
         self.check()
         return memoryview(self.map)[at : at + count]
+
+    def address(self) -> int:
+        """Of the mapping, in this process."""
+        assert self.map is not None
+        return int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
 
     # -- records
     def load(self, at: int, kind: type[_R]) -> _R | None:

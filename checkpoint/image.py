@@ -29,7 +29,9 @@ __all__ = [
     "plan_image",
     "read_plain",
     "read_tensor",
+    "write_head",
     "write_image",
+    "write_tensor",
 ]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,13 +57,26 @@ def write_image(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], plain:
         )
     for entry in layout.entries:
         check_local(entry, tensors[entry.name])
-    into[: len(layout.header)] = layout.header
+    write_head(layout, plain, into)
     for entry in layout.entries:
-        if entry.box.numel:
-            bits = bits_of(tensors[entry.name])
-            place = torch.frombuffer(into, dtype=bits.dtype, count=bits.numel(), offset=layout.extents[entry.name][0])
-            place.view(bits.shape).copy_(bits)
+        write_tensor(layout, entry.name, tensors[entry.name], into)
+
+
+def write_head(layout: ImageLayout, plain: bytes, into: memoryview) -> None:
+    """All but the tensors. Nothing is checked."""
+    start, stop = layout.extents.get(PLAIN, (0, 0))
+    into[: len(layout.header)] = layout.header
     into[start:stop] = plain
+
+
+def write_tensor(
+    layout: ImageLayout, name: str, tensor: torch.Tensor, into: memoryview, *, non_blocking: bool = False
+) -> None:
+    """One tensor to its place. ``non_blocking``: as of `torch.Tensor.copy_`; nothing is checked."""
+    if layout.by_name[name].box.numel:
+        bits = bits_of(tensor)
+        place = torch.frombuffer(into, dtype=bits.dtype, count=bits.numel(), offset=layout.extents[name][0])
+        place.view(bits.shape).copy_(bits, non_blocking=non_blocking)
 
 
 def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor:

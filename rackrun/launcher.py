@@ -130,7 +130,7 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
             advertise=_advertise(options),
             script=options.script,
             logs=logs,
-            env={**env, "ROLE_NAME": options.role},
+            env={**env, **options.checkpoints, "ROLE_NAME": options.role},
             nnodes=options.nodes_max * options.trays,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,

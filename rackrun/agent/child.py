@@ -18,6 +18,9 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import FrameSummary
 from typing import NoReturn
 
 import msgspec
@@ -212,8 +215,19 @@ def _report(error: BaseException) -> Failure:
         type=f"{type(error).__module__}.{type(error).__qualname__}",
         message=_text_of(error),
         traceback="".join(traceback.format_exception(type(error), error, trace)),
-        where=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else _where_of_syntax_error(error),
+        where=_where(frames) or _where_of_syntax_error(error),
     )
+
+
+def _where(frames: Sequence[FrameSummary]) -> str:
+    """The user's line, not the library's that it called."""
+    import site
+    import sysconfig
+
+    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), *site.getsitepackages())
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    last = (own or frames)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else ""
 
 
 def _write_error_file(error: BaseException) -> None:

@@ -124,6 +124,11 @@ class ForkServer:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def wake(self) -> None:
+        """If somebody has stopped it: only it can reap the workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
     def ask(self, boot: Boot, fds: tuple[int, ...]) -> None:
         """Raises OSError when the server is gone."""
         socket.send_fds(self._connection, [_encode(boot)], list(fds))

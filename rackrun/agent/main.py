@@ -21,6 +21,7 @@ from rackrun.agent.child import open_standard_streams
 from rackrun.agent.config import AgentConfig
 from rackrun.agent.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.logs import Logs
+from rackrun.agent.mirror import Mirror
 from rackrun.agent.snapshots import SnapshotService
 from rackrun.agent.stores import Stores
 from rackrun.agent.tray import Tray
@@ -95,7 +96,8 @@ class _Agent:
             snapshots=await snapshots.start(),
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
-        watch = Watch(tray, uplink, config.stall_floor_ms)
+        mirror = Mirror(config.token, lambda: tray.holder, uplink.event)
+        watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
         if self._standalone:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -114,6 +116,7 @@ class _Agent:
             return code
         finally:
             watch.close()
+            await mirror.close()
             connection.cancel()
             await asyncio.wait((connection,))
             await snapshots.close()

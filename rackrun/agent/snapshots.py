@@ -1,4 +1,5 @@
-"""``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps, alive or dead.
+"""``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps: of its own workers, alive
+or dead, or a copy of another tray's. ``PUT`` leaves such a copy here.
 
 The body is the worker's file as it is. A snapshot that its worker overwrites in the middle of a download breaks the
 download: the reader sees fewer bytes than were announced, and asks elsewhere.
@@ -10,15 +11,19 @@ import asyncio
 import hmac
 import os
 import socket
+from collections.abc import Callable
 from typing import Protocol
 
 from aiohttp import web
 
+from rackrun.agent.mirror import Copies, Refused, verify
+from rackrun.checkpoint.errors import CheckpointError
 from rackrun.link.page import HeartbeatPage
 
 __all__ = ["KeptSnapshots", "SnapshotService"]
 
 _CHUNK_BYTES = 4 << 20
+_PATH = "/snapshot/{tray}/{index}/{incarnation}/{step}"
 
 
 class KeptSnapshots(Protocol):
@@ -38,12 +43,14 @@ class SnapshotService:
         self._advertise = advertise
         self._authorization = f"Bearer {token}"
         self._keeper = keeper
+        self._copies = Copies()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
         """Returns ``host:port``."""
         app = web.Application()
-        app.router.add_get("/snapshot/{tray}/{index}/{incarnation}/{step}", self._get)
+        app.router.add_get(_PATH, self._get)
+        app.router.add_put(_PATH, self._put)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
         loopback = self._advertise == "localhost" or self._advertise.startswith("127.")
@@ -54,16 +61,43 @@ class SnapshotService:
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+        self._copies.close()
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
+    def _asked(self, request: web.Request) -> tuple[str, int, int, int]:
+        """Tray, index, incarnation, step."""
         if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._authorization.encode()):
             raise web.HTTPUnauthorized(text="wrong or missing token")
         try:
             index, incarnation, step = (int(request.match_info[name]) for name in ("index", "incarnation", "step"))
         except ValueError:
             raise web.HTTPNotFound(text="index, incarnation and step are numbers") from None
-        if request.match_info["tray"] != self._tray:
-            raise web.HTTPNotFound(text=f"this is tray {self._tray}")
+        return request.match_info["tray"], index, incarnation, step
+
+    async def _put(self, request: web.Request) -> web.StreamResponse:
+        tray, index, incarnation, step = self._asked(request)
+        size = request.content_length or 0
+        try:
+            fd = self._copies.room(size)
+        except Refused as refused:
+            raise web.HTTPInsufficientStorage(text=str(refused)) from None
+        try:
+            at = 0
+            async for chunk in request.content.iter_chunked(_CHUNK_BYTES):
+                at += await asyncio.to_thread(os.pwrite, fd, chunk, at)
+            await asyncio.to_thread(verify, fd, step)
+            kept = self._copies.keep(tray, index, incarnation, step, int(request.query.get("besides", "-1")), fd)
+            fd = -1
+        except (CheckpointError, ValueError) as error:
+            raise web.HTTPUnprocessableEntity(text=f"this is no whole snapshot: {error}") from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return web.json_response(kept)
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        tray, index, incarnation, step = self._asked(request)
+        if tray != self._tray:
+            return await self._get_copy(request, tray, index, incarnation, step)
         kept = self._keeper.kept(index, incarnation)
         if kept is None:
             raise web.HTTPNotFound(text=f"nothing is kept of incarnation {incarnation} in slot {self._tray}/{index}")
@@ -75,13 +109,25 @@ class SnapshotService:
             )
         fd = os.dup(kept.snapshot_fds[which])  # outlives the slot's forgetting
         try:
-            return await self._stream(request, kept, fd, which, step)
+            return await self._stream(request, fd, lambda: kept.page.snapshots().get(step) == which)
         finally:
             os.close(fd)
 
-    async def _stream(
-        self, request: web.Request, kept: KeptSnapshots, fd: int, which: int, step: int
+    async def _get_copy(
+        self, request: web.Request, tray: str, index: int, incarnation: int, step: int
     ) -> web.StreamResponse:
+        found = self._copies.find(tray, index, incarnation, step)
+        if found is None:
+            raise web.HTTPNotFound(
+                text=f"tray {self._tray} has no copy of step {step} of incarnation {incarnation} in {tray}/{index}"
+            )
+        fd = os.dup(found)  # a newer one may take its place meanwhile
+        try:
+            return await self._stream(request, fd, lambda: True)
+        finally:
+            os.close(fd)
+
+    async def _stream(self, request: web.Request, fd: int, valid: Callable[[], bool]) -> web.StreamResponse:
         size = os.fstat(fd).st_size
         response = web.StreamResponse()
         response.content_length = size
@@ -90,10 +136,10 @@ class SnapshotService:
         at = 0
         while at < size:
             chunk = await asyncio.to_thread(os.pread, fd, min(_CHUNK_BYTES, size - at), at)
-            if kept.page.snapshots().get(step) != which or not chunk:
+            if not chunk or not valid():
                 if request.transport is not None:
                     request.transport.abort()
-                raise ConnectionResetError(f"the snapshot of step {step} was overwritten")
+                raise ConnectionResetError("the snapshot was overwritten")
             await response.write(chunk)
             at += len(chunk)
         await response.write_eof()

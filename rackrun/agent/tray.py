@@ -22,7 +22,7 @@ from rackrun.agent.uplink import Uplink, Urgency
 from rackrun.agent.worker import Worker
 from rackrun.core import commands as c
 from rackrun.core.events import Failure, WorkerEvent, WorkerExited
-from rackrun.core.ids import SlotId, tray_of
+from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import Logged, UnitCommitted, UnitSealed, Upward, decode_upward, encode
 from rackrun.link.boot import Boot
 from rackrun.link.channel import frame
@@ -68,6 +68,11 @@ class Tray:
         if status is not None:
             self._ended(worker, status)
 
+    @property
+    def holder(self) -> str:
+        """Where copies of our snapshots go, as the newest plan says."""
+        return self._resume.plan.mirrors.get(TrayId(self._config.tray), "") if self._resume is not None else ""
+
     # -- commands
     def obey(self, command: c.WorkerCommand) -> None:
         match command:
@@ -91,6 +96,7 @@ class Tray:
         self._stopping = True
         for task in tuple(self._starts):
             task.cancel()
+        self._server.wake()
         for worker in self._current():
             worker.terminate()
         if not await self._emptied(_FAILED_GRACE_S if failed else self._config.grace_s):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from rackrun.agent.mirror import Mirror
 from rackrun.agent.tray import Tray
 from rackrun.agent.uplink import Uplink
 from rackrun.agent.worker import Worker
@@ -29,8 +30,9 @@ _SILENCE_NS = 60_000_000_000
 
 
 class Watch:
-    def __init__(self, tray: Tray, uplink: Uplink, stall_floor_ms: int) -> None:
+    def __init__(self, tray: Tray, uplink: Uplink, mirror: Mirror, stall_floor_ms: int) -> None:
         self._tray = tray
+        self._mirror = mirror
         self._uplink = uplink
         self._floor_ms = stall_floor_ms
         self._loop = asyncio.get_running_loop()
@@ -59,6 +61,7 @@ class Watch:
                 self._tray.look(worker)
             if not worker.reported:
                 self._check_progress(worker, now_ns)
+                self._mirror.look(worker)
         self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
 
     def _check_progress(self, worker: Worker, now_ns: int) -> None:

@@ -106,6 +106,8 @@ class Driver:
         self._began = clock()
         self._at_ms = 0
         self._links: dict[TrayId, Link] = {}
+        self.fence: Callable[[TrayId], None] = lambda _tray: None
+        """Told of a tray that is lost: where its agent is ours, it is to be gone, also if it is only stopped."""
         self._inbox: deque[tuple[Event, float]] = deque()
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -122,15 +124,19 @@ class Driver:
     def joined(self, event: TrayJoined, link: Link) -> None:
         """An agent has introduced itself on a new connection; an older one of the same tray is void."""
         if event.tray in self._links:
-            self.lost(event.tray, self._links[event.tray], "its agent connected anew")
+            self._forget(event.tray, "its agent connected anew")
         self._links[event.tray] = link
         self.metrics.trays.set(len(self._links))
         self.submit(event)
 
     def lost(self, tray: TrayId, link: Link, because: str) -> None:
         """A connection has ended. Only the tray's current one counts."""
-        if self._links.get(tray) is not link:
-            return
+        if self._links.get(tray) is link:
+            self._forget(tray, because)
+            if self.over is None:
+                self.fence(tray)
+
+    def _forget(self, tray: TrayId, because: str) -> None:
         del self._links[tray]
         self.metrics.trays.set(len(self._links))
         if self.over is None:

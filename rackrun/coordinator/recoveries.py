@@ -72,8 +72,7 @@ class Recovery(msgspec.Struct, kw_only=True):
         """For people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done again``."""
         restart = self.kind == "restart"
         who = "; ".join(
-            f"rank {one.rank} lost on {one.slot} ({one.how})"
-            + ("" if restart else f" -> {one.to or 'nobody, the world shrinks'}")
+            f"rank {one.rank} lost on {one.slot} ({one.how})" + ("" if restart else _successor(one))
             for one in self.lost
         )
         parts = [who or f"generation {self.generation}: {self.because}"]
@@ -89,6 +88,12 @@ class Recovery(msgspec.Struct, kw_only=True):
             first, last = self.redone[0], self.redone[-1]
             parts.append(f", step {first} done again" if first == last else f", steps {first} to {last} done again")
         return "".join(parts)
+
+
+def _successor(one: LostRank) -> str:
+    if one.to == one.slot:
+        return ", started again there"
+    return f" -> {one.to or 'nobody, the world shrinks'}"
 
 
 class RecoveryWatch:

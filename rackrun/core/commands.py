@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from rackrun.core.events import Failure
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 __all__ = [
     "BreakGeneration",
@@ -77,6 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the gate of ``committed`` reduced to, for those who missed it."""
     restores: tuple[Restore, ...] = ()
     """One for each fresh member, unless this is the first generation."""
+    mirrors: dict[TrayId, str] = {}
+    """Tray -> the agent of another, as ``host:port/tray``, to which it copies its workers' snapshots. Empty with one tray."""
     rollback: Step | None = None
     """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
     from here to ``committed`` are computed again (the same bits), but are committed once."""

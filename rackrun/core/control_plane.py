@@ -15,6 +15,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     Event,
     JournalFailed,
+    SnapshotMirrored,
     StopRequested,
     TimerFired,
     TrayJoined,
@@ -137,6 +138,8 @@ class ControlPlane:
                 self._job.recovery.severed(record, event)
             case WorkerStalled():
                 self._stalled(event, record)
+            case SnapshotMirrored():
+                self._job.recovery.mirrored(record, event)
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
             case _:
@@ -152,10 +155,11 @@ class ControlPlane:
     def _tray_lost(self, tray: TrayId, because: str, at_ms: int) -> None:
         if tray not in self._rack.trays:
             return
+        address = self._rack.trays[tray].snapshots
         losses = self._rack.lose_tray(tray, because)
-        self._job.recovery.forget_tray(tray)
+        self._job.recovery.snapshots.forget_tray(tray)
         self._job.lost(losses, at_ms)
-        self._job.recovery.source_lost(tray, at_ms)
+        self._job.recovery.source_lost(tray, address, at_ms)
 
     def _exited(self, event: WorkerExited, record: WorkerRecord) -> None:
         condemned = not record.alive

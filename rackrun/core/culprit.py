@@ -68,7 +68,7 @@ class Culprit:
         if not mark:
             return ""
         if event.failure is not None and event.failure.type in MISUSES:
-            return f"{mark} on rank {rank}: a rule of rackrun is broken"
+            return f"rank {rank} broke a rule, at {event.failure.where}: {event.failure.message}"
         new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms)
         because = next((why for old in self._seen if (why := self._same(old, new))), "")
         self._seen.append(new)

@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "Failure",
     "JournalFailed",
+    "SnapshotMirrored",
     "StopRequested",
     "TimerFired",
     "TrayJoined",
@@ -140,6 +141,16 @@ class WorkerFinished(_WorkerEvent, frozen=True, kw_only=True):
     """``main`` has returned on this rank; it waits, its state intact, until all have."""
 
 
+class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
+    """Another tray keeps verified copies of this worker's snapshots."""
+
+    holder: TrayId
+    where: str
+    """``host:port/slot/incarnation`` of the holder's agent."""
+    steps: tuple[Step, ...]
+    """All that it keeps of this worker now, oldest first."""
+
+
 class TimerFired(_Event, frozen=True, kw_only=True):
     name: str
 
@@ -166,5 +177,6 @@ WorkerEvent: TypeAlias = (
     | WorkerStalled
     | WorkerExited
     | WorkerFinished
+    | SnapshotMirrored
 )
 Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed

@@ -131,7 +131,13 @@ class JobMachine:
         ]
         for start in starts:
             world.seat(start.rank, self.rack.occupants[start.slot])
-        world.plan = Plan(generation=generation, world_size=world.size, members=world.as_members(), store=store)
+        world.plan = Plan(
+            generation=generation,
+            world_size=world.size,
+            members=world.as_members(),
+            store=store,
+            mirrors=self.rack.mirrors(),
+        )
         self.emit(ResumeGeneration(plan=world.plan, because=because))
         for start in starts:
             self.emit(start)

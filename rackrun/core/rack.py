@@ -54,6 +54,17 @@ class RackMachine:
         stores = [self.trays[tray].store for tray in sorted(self.trays, key=natural)]
         return last if last in stores else next(iter(stores), "")
 
+    def mirrors(self) -> dict[TrayId, str]:
+        """Each tray's holder: the next one in order, on another host if there is one."""
+        order = sorted(self.trays, key=natural)
+        found = {}
+        for at, tray in enumerate(order):
+            others = [*order[at + 1 :], *order[:at]]
+            away = [other for other in others if self.trays[other].host != self.trays[tray].host]
+            for holder in (away or others)[:1]:
+                found[tray] = f"{self.trays[holder].snapshots}/{holder}"
+        return found
+
     # -- slots -----------------------------------------------------------------------------------------------------
     def slots(self) -> list[SlotId]:
         """All slots of live trays, in slot order."""

@@ -9,17 +9,25 @@ special: it breaks once more, and the next plan starts from what everyone report
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rackrun.core import verdict
 from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
-from rackrun.core.events import WorkerExited, WorkerParked, WorkerResumed, WorkerSevered, WorkerStalled
-from rackrun.core.ids import BEGIN, Position, Rank, SlotId, Step, TrayId, tray_of
+from rackrun.core.events import (
+    SnapshotMirrored,
+    WorkerExited,
+    WorkerParked,
+    WorkerResumed,
+    WorkerSevered,
+    WorkerStalled,
+)
+from rackrun.core.ids import BEGIN, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.rack import RackMachine
+from rackrun.core.snapshots import Snapshots, upto
 from rackrun.core.stalls import StallWindow
-from rackrun.core.verdict import Kept, StatePlan
+from rackrun.core.verdict import StatePlan
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 
@@ -30,10 +38,6 @@ ABSORBS_MAX = 3
 STALL_GATHER_MS = 50
 STALL_PATIENCE_MS = 500
 """How long those that have not reported a stall are waited for, after the first window."""
-LEFT_IN_SLOT_MAX = 2
-"""Workers that are gone, whose snapshots an agent keeps in one slot."""
-KEPT_MAX = 3
-"""Former owners of a rank whose snapshots are remembered."""
 
 
 class Ladder(Protocol):
@@ -54,7 +58,7 @@ class Recovery:
     emit: Callable[[Command], None]
     stalls: StallWindow = field(default_factory=StallWindow)
     classes: dict[Rank, str] = field(default_factory=dict)
-    kept: dict[Rank, list[Kept]] = field(default_factory=dict)
+    snapshots: Snapshots = field(default_factory=Snapshots)
     _gathering: bool = False
     _owed: bool = False
     """The snapshots of condemned workers are worth waiting for."""
@@ -88,38 +92,23 @@ class Recovery:
             return
         plan = self.world.plan
         behind = plan is not None and record.resumed_in < plan.generation
-        steps = _upto(event.snapshots, plan) if plan is not None and behind else event.snapshots
-        snapshots = self.rack.trays[tray_of(event.slot)].snapshots
-        where = f"{snapshots}/{event.slot}/{event.incarnation}"
-        holders = self.kept.setdefault(record.rank, [])
-        holders.insert(0, Kept(slot=event.slot, incarnation=event.incarnation, where=where, steps=steps))
-        del holders[KEPT_MAX:]
-        self._forget_as_the_agent_does(event.slot)
+        steps = upto(event.snapshots, plan) if plan is not None and behind else event.snapshots
+        self.snapshots.left(record.rank, event, self.rack.trays[tray_of(event.slot)].snapshots, steps)
 
-    def _forget_as_the_agent_does(self, slot: SlotId) -> None:
-        """It keeps what the last workers of a slot have left, the present one included."""
-        left = sorted(
-            (holder.incarnation for holders in self.kept.values() for holder in holders if holder.slot == slot),
-            reverse=True,
-        )
-        gone = left[LEFT_IN_SLOT_MAX:]
-        for rank, holders in self.kept.items():
-            self.kept[rank] = [holder for holder in holders if holder.slot != slot or holder.incarnation not in gone]
+    def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
+        """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
+        if record.rank is not None and event.holder in self.rack.trays:
+            self.snapshots.mirrored(record.rank, event)
 
-    def forget_tray(self, tray: TrayId) -> None:
-        for rank, holders in self.kept.items():
-            self.kept[rank] = [holder for holder in holders if tray_of(holder.slot) != tray]
-
-    def source_lost(self, tray: TrayId, at_ms: int) -> None:
+    def source_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
         """A snapshot that somebody is about to restore is gone: another plan, now, not after the resume timeout."""
         plan, members = self.world.plan, self.world.members
         if self.world.phase is not Phase.RESUMING or plan is None:
             return
-        prefix = f"/{tray}/"
         waiting = [
             restore.rank
             for restore in plan.restores
-            if prefix in restore.snapshot and members[restore.rank].state is WorkerState.RESUMING
+            if restore.snapshot.startswith(f"{address}/") and members[restore.rank].state is WorkerState.RESUMING
         ]
         if waiting:
             self._note = f"{tray} lost, with the snapshots that {named(waiting)} would have restored"
@@ -127,7 +116,7 @@ class Recovery:
 
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
-        self.kept.clear()
+        self.snapshots.clear()
         self._losses.clear()
         self.stalls = StallWindow()
         self._absorbing = False
@@ -225,7 +214,7 @@ class Recovery:
         committed, gate = verdict.committed(reports, *world.floor())
         state = verdict.state_plan(
             reports=reports,
-            kept=self.kept,
+            kept=self.snapshots.by_rank(),
             classes=self.classes,
             world_size=world.size,
             upto=committed,
@@ -329,10 +318,10 @@ class Recovery:
             committed=committed,
             gate=gate,
             restores=state.restores,
+            mirrors=self.rack.mirrors(),
             rollback=state.rollback,
         )
-        for rank, holders in self.kept.items():
-            self.kept[rank] = [replace(holder, steps=_upto(holder.steps, world.plan)) for holder in holders]
+        self.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING
         world.reason = because
         self._losses.clear()
@@ -419,12 +408,6 @@ def _report(record: WorkerRecord) -> verdict.Report:
     parked = record.parked
     assert parked is not None
     return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=parked.snapshots)
-
-
-def _upto(steps: Sequence[Step], plan: Plan) -> tuple[Step, ...]:
-    """Snapshots of the history that goes on. Only the lost may have seen what comes after: everyone computes it again."""
-    end = plan.committed if plan.rollback is None else Position(plan.rollback)
-    return tuple(step for step in steps if Position(step) <= end)
 
 
 def named(ranks: Sequence[Rank]) -> str:

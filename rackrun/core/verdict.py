@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rackrun.core.commands import Restore
-from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step
+from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 __all__ = ["Kept", "Report", "StatePlan", "committed", "state_plan"]
 
@@ -32,8 +32,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Snapshots of a worker that is gone, on a tray that lives."""
+    """Snapshots of a worker, on a tray that lives: what one that is gone has left, or copies on another tray."""
 
+    tray: TrayId
+    """Where they lie."""
     slot: SlotId
     incarnation: Incarnation
     where: str

@@ -70,6 +70,11 @@ class LocalAgents:
         for tray, pid in self._pids.items():
             self._watch(tray, pid)
 
+    def fence(self, tray: TrayId) -> None:
+        """It is lost for the job, so it must not live on: it may only be stopped, and would wake up one day."""
+        if tray in self._pids:
+            os.kill(self._pids[tray], signal.SIGKILL)  # not reaped yet, so the number is still its own
+
     async def end(self, grace_s: float) -> None:
         """Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
         self._ending = True

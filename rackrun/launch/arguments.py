@@ -69,6 +69,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks_filter: str
     token_file: Path | None
     ledger: LedgerMode
+    checkpoints: dict[str, str]
+    """The workers' environment that says where to and how often."""
     quiet: bool
     role: str
     local_addr: str | None
@@ -116,6 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
             "Default: $RACKRUN_TOKEN_FILE; on one host a new one is made."),
         add("--ledger", action=env, choices=("ids", "digest"), default="ids", help="What the journal keeps of the sample "
             "ids of each step: all of them, or a count and a digest."),
+        add("--checkpoint-dir", "--checkpoint_dir", action=env, type=str, default=None, metavar="DIR", help="Where elastic "
+            "scripts keep checkpoints, for a job that is lost as a whole: the same command, started again, goes on from "
+            "the newest. The same directory on every host."),
+        add("--checkpoint-every", "--checkpoint_every", action=env, type=int, default=None, metavar="STEPS", help="Steps "
+            "from one to the next. Default: about as many as take five minutes."),
+        add("--checkpoint-keep", "--checkpoint_keep", action=env, type=int, default=3, metavar="N", help="How many of the "
+            "newest stay."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),
@@ -174,6 +183,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         local_ranks_filter=args.local_ranks_filter,
         token_file=token_file,
         ledger=args.ledger,
+        checkpoints=_checkpoints(args),
         quiet=args.quiet,
         role=args.role,
         local_addr=args.local_addr,
@@ -333,6 +343,24 @@ def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | Non
     if nodes_max == 1 and host in {"localhost", "127.0.0.1"} and port == 0:
         return None
     return host.strip("[]"), port
+
+
+def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
+    if args.checkpoint_every is not None and args.checkpoint_every < 1:
+        raise UsageError(f"--checkpoint-every {args.checkpoint_every} is no number of steps.", remedy="give 1 or more.")
+    if args.checkpoint_keep < 1:
+        raise UsageError(f"--checkpoint-keep {args.checkpoint_keep} would keep none.", remedy="give 1 or more.")
+    if args.checkpoint_dir is None:
+        if args.checkpoint_every is not None:
+            raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
+        return {}
+    found = {
+        "RACKRUN_CHECKPOINT_DIR": str(Path(args.checkpoint_dir).expanduser().absolute()),
+        "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),
+    }
+    if args.checkpoint_every is not None:
+        found["RACKRUN_CHECKPOINT_EVERY"] = str(args.checkpoint_every)
+    return found
 
 
 def _grace_s(given: int | None) -> float:

@@ -60,6 +60,7 @@ async def host(
     server = Server(driver, run_id=endpoint.run_id, token=token)
     await server.start(listening)
     place.announce(endpoint)
+    driver.fence = agents.fence
     driver.begin()
 
     def tray_lost(tray: TrayId, because: str) -> None:

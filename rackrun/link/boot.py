@@ -6,7 +6,10 @@ import msgspec
 
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 
-__all__ = ["Boot", "current", "install"]
+__all__ = ["SNAPSHOT_JOB", "Boot", "current", "install"]
+
+SNAPSHOT_JOB = "snapshots"
+"""Of the arenas that snapshots lie in: nameless memory of one worker."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ PAGE_BYTES = 8 * (_WORDS + 2 * _SLOT_WORDS)  # sparse: only touched pages take m
 _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = (
     range(11)
 )
+_MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE = range(11, 14)
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
 
@@ -100,7 +101,32 @@ class HeartbeatPage:
         """Snapshot slot ``index`` (0 or 1) now holds ``step``, whole; -1 while it is being written."""
         self._words[_SNAPSHOT_0 + index] = step + 1
 
+    def want_mirror(self, step: int, keep: int) -> None:
+        """Another tray shall have a copy of the sealed snapshot of ``step``, besides that of ``keep`` (-1: none)."""
+        self._words[_MIRROR_KEEP] = keep + 1
+        self._words[_MIRROR_WANTED] = step + 1
+
+    @property
+    def mirroring(self) -> bool:
+        """What was wanted last has not succeeded or failed yet."""
+        return int(self._words[_MIRROR_WANTED]) != abs(int(self._words[_MIRROR_DONE]))
+
+    @property
+    def mirrored(self) -> int:
+        """The step that was wanted last, if another tray has it now; else -1."""
+        done = int(self._words[_MIRROR_DONE])
+        return done - 1 if done == int(self._words[_MIRROR_WANTED]) else -1
+
+    # -- written by the agent
+    def mirror_done(self, step: int, *, well: bool) -> None:
+        self._words[_MIRROR_DONE] = (step + 1) * (1 if well else -1)
+
     # -- read by the agent
+    @property
+    def mirror_wanted(self) -> tuple[int, int]:
+        """Step, and the step to keep besides it."""
+        return int(self._words[_MIRROR_WANTED]) - 1, int(self._words[_MIRROR_KEEP]) - 1
+
     @property
     def tick_ns(self) -> int:
         return int(self._words[_TICK])

@@ -54,6 +54,11 @@ class BatchPlan:
             )
 
     @property
+    def facts(self) -> str:
+        """What decides which samples a step has, and what is random in it."""
+        return f"global_batch_size={self.global_batch}, micro_batch_size={self.micro_batch}, seed={self.seed}"
+
+    @property
     def shards(self) -> int:
         return self.global_batch // self.micro_batch
 

@@ -33,7 +33,8 @@ def elastic(
     seed: of parameters (the generators are seeded before ``main``), data order, and every step's random numbers.
     mesh: axes and sizes of ``run.mesh``, one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named ``dp``, ``dp_replicate``,
         ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the others share it.
-    snapshot_every: steps between snapshots of shards that have no live copy; by default as often as costs 2 % of the time.
+    snapshot_every: steps between snapshots of shards that have no live copy; by default Young's interval, from what one costs and how often
+        ranks are lost, and at most 1 % of the time.
 
     Raises `UsageError` when the sizes do not divide. Under ``rackrun`` the function runs on every rank and every spare; under plain
     ``python`` it trains alone.

@@ -39,6 +39,12 @@ class GateSums(NamedTuple):
     """Of each rank's median."""
     changed_late: float
     """Ranks whose buffers have changed after the gate before."""
+    mirroring: float
+    """Ranks whose last snapshot is still on its way to another tray."""
+    mirrored: float
+    """Ranks whose last snapshot that was to go there is there."""
+    writing: float
+    """Ranks whose last checkpoint is still being written."""
     ahead: float
     """Ranks that have begun a later unit already, before a rollback."""
 

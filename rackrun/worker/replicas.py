@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from rackrun.core.ids import Position
-from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.manifest import Manifest
+from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import digest
 from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
 
@@ -40,12 +42,13 @@ class ReplicaCheck:
         """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
 
     def at_start(self) -> str:
-        """The class before the first step: nothing is committed, so equal content is an equal state."""
+        """The class before the first unit: nothing is committed since, so equal content is an equal state."""
         return f"start {self._state.layout()} {self._state.content()}"
 
-    def due(self, at: Position) -> bool:
-        """Compare in the second unit of the run: the same one for everybody, whoever joined when."""
-        return self._world.passed == Position(0) and at > Position(0)
+    def due(self) -> bool:
+        """Compare in the second unit of a run, and in the first of one that was resumed, whose optimizers have state already:
+        in the same one for everybody, whoever joined when, and again if that one is done again."""
+        return self._world.passed == max(self._world.began, Position(0))
 
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
@@ -66,6 +69,7 @@ class ReplicaCheck:
                 return False
             self.unique.choose(paths, row_bytes if row_bytes <= ROW_BYTES_MAX else 0)
         self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
+        self._kin(*(rank for rank, other in enumerate(classes) if other == (layout, content)))
         self.some_are_unique = alone
         if row_bytes > ROW_BYTES_MAX:
             self.nobody_is_a_replica()
@@ -82,22 +86,30 @@ class ReplicaCheck:
             return True
         if not fresh and not self.changed_late and not self._told:
             self.changed_late = True
-            self._world.replica_class = self._own_class()
+            self._stand_alone()
             return True
         return False
 
-    def _own_class(self) -> str:
-        return f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+    def _stand_alone(self) -> None:
+        self._world.replica_class = (
+            f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+        )
+        self._kin(self._world.rank)
 
     def nobody_is_a_replica(self) -> None:
         """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
         self.unique.choose((), 0)
         self.some_are_unique = True
-        self._world.replica_class = self._own_class()
+        self._stand_alone()
+
+    def _kin(self, *ranks: int) -> None:
+        self._state.lineage = msgspec.structs.replace(self._state.lineage, kin=ranks)
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""
         self._world.replica_class = manifest.replica_class
+        self._state.lineage = manifest.lineage
+        self._world.began = Position(manifest.lineage.began)
         self.some_are_unique = manifest.replica_class.endswith(_ALONE)
 
     def _classes(self, layout: int, content: int, buffers: int) -> tuple[list[tuple[int, int]], list[int]]:

@@ -24,8 +24,9 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
+from rackrun.worker.manifest import Manifest
 from rackrun.worker.neighbour import Neighbour, readable
-from rackrun.worker.state import Manifest, TrackedState
+from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
 
 __all__ = ["run_restores", "settle_restores"]

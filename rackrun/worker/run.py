@@ -12,6 +12,7 @@ from rackrun.core.ids import Position
 from rackrun.errors import StepError
 from rackrun.link.page import Activity
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
+from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
@@ -42,7 +43,9 @@ class Run:
         self._mesh_shape = mesh
         self._mesh: DeviceMesh | None = None
         self._state = TrackedState()
-        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every)
+        options = DurableOptions.from_environment(batch.facts)
+        durable = DurableCheckpoints(runtime, self._state, options) if options else None
+        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
@@ -151,7 +154,7 @@ class Run:
             )
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
-        self._units.begin(self._warm_up)
+        self._units.begin(self._warm_up, total)
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)

@@ -1,10 +1,12 @@
 """Snapshots of shards that have no live copy, in memory that the agent owns and that outlives this process.
 
-Two slots are written in turn; a slot is sealed, in the heartbeat page, only when it is whole. All ranks take them after the
+Two arenas of one slot are written in turn; the heartbeat page says which hold what, whole, and which of them the agent is to
+copy to another tray (`rackrun.agent.mirror`): a new one only when all ranks have done with the last. All ranks take them after the
 same steps (the interval is drawn from figures that every gate sums up), because all of them go back together.
 
-The image: 8 bytes of manifest length, 8 bytes of the manifest's and the data's digest, the manifest (msgpack), then each
-tensor's bytes, aligned to 64.
+The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may change
+(buffers, other tracked objects) is copied at once. Every rank has sealed its snapshot before it enters the next gate, so a
+rank that writes over an older one knows that all others have a newer one.
 """
 
 from __future__ import annotations
@@ -13,108 +15,201 @@ import http.client
 import math
 import mmap
 import os
-import struct
+import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
+from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.arena_slot import SlotWriter
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.image import write_head, write_tensor
+from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost
+from rackrun.link.boot import SNAPSHOT_JOB
+from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
+from rackrun.worker.image import Shard, StateImages, load_image
+from rackrun.worker.manifest import Manifest
 from rackrun.worker.runtime import Runtime
-from rackrun.worker.state import Manifest, TrackedState
-from rackrun.worker.tensor_bytes import dense_bytes, digest
+from rackrun.worker.state import TrackedState
 
 __all__ = ["Snapshots"]
 
-OVERHEAD_MAX = 0.02
-_EVERY_MAX = 64
-_HEAD = struct.Struct("<QQ")
-_ALIGN = 64
+_CORES_A_THREAD = 8
+_THREADS_MAX = 4
+_SPARE_ROOM = 64
+"""An arena has room for an image larger by one part in so many: plain state grows a little."""
+
+
+@dataclass
+class _Copying:
+    """A snapshot in the making."""
+
+    step: int
+    slot: int
+    mirror: bool
+    thread: threading.Thread | None = None
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Of what is copied while the next step runs."""
+    cpu_s: float = 0.0
+    torn: bool = False
+    error: BaseException | None = None
 
 
 class Snapshots:
     def __init__(self, runtime: Runtime, state: TrackedState, every: int | None) -> None:
         self._runtime, self._state, self._every = runtime, state, every
         self._fds = runtime.boot.snapshot_fds if runtime.boot else (-1, -1)
+        self._images = StateImages(state)
+        self._arenas: list[Arena | None] = [None, None]
         self._held: dict[int, int] = {}  # step -> slot
+        self._copying: _Copying | None = None
+        self._device = copies_from(runtime.device)
+        self._mirrored = -1
+        """The newest step of which every rank's snapshot is on another tray too."""
         self.cost_s = 0.0
-        """What the last one took on this rank."""
+        """What the last one took from training on this rank: the wait, and on CPUs the work."""
 
     def oldest_kept(self) -> Position | None:
-        return Position(min(self._held)) if self._held else None
+        """What the world may go back to, at the most."""
+        steps = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
+        return Position(min(steps)) if steps else None
 
     def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> None:
         """``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
-        if self._fds[0] < 0:
-            return
-        if now:
-            self.take(at.step)
-            return
-        every = self._every
-        if every is None:
-            ratio = gate.snapshot_cost_s / (OVERHEAD_MAX * gate.step_s) if gate.step_s > 0 else 1.0
-            every = min(2 ** math.ceil(math.log2(max(ratio, 1.0))), _EVERY_MAX)
-        if at.step % every == 0:
-            self.take(at.step)
+        if gate.mirrored == self._runtime.world.size:
+            self._mirrored = self._runtime.page.mirrored
+        if self._fds[0] >= 0 and (now or at.step % (self._every or self._interval(at, gate)) == 0):
+            self.take(at.step, mirror=not gate.mirroring)
 
-    def take(self, step: int) -> None:
+    def _interval(self, at: Position, gate: GateSums) -> int:
+        """A power of two: estimates that differ by noise seldom move it, and what it was before need not be known."""
+        size = self._runtime.world.size
+        observed = Observed(
+            steps=1,
+            step_ns=round(gate.step_s / size * 1e9),
+            snapshots=1,
+            snapshot_ns=round(gate.snapshot_cost_s / size * 1e9),
+            run_ns=round(gate.step_s / size * at.step * 1e9),
+            failures=self._runtime.world.generation - 1,
+        )
+        steps: int = 2 ** round(math.log2(choose_interval(observed, IntervalPolicy()).steps))
+        return steps
+
+    # -- take
+    def take(self, step: int, *, mirror: bool = False) -> None:
+        """Begin the snapshot of ``step``; ``mirror``: another tray shall have a copy of it. The state must not be changed before `settle`, but by a forward and backward."""
+        self.settle()
         began = time.monotonic()
         slot = 0 if 0 not in self._held.values() else 1 if 1 not in self._held.values() else self._held[min(self._held)]
         self._held = {s: i for s, i in self._held.items() if i != slot}
         self._runtime.page.seal_snapshot(slot, -1)
-        manifest, tensors = self._state.manifest(self._runtime.world.replica_class), self._state.tensors()
-        encoded = msgspec.msgpack.encode(manifest)
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        total = _HEAD.size + len(encoded) + sum(sizes) + _ALIGN * (len(sizes) + 1)
-        fd = self._fds[slot]
-        if os.fstat(fd).st_size != total:
-            os.ftruncate(fd, 0)
-            os.posix_fallocate(fd, 0, total)  # out of memory shows here, not as SIGBUS later
-        with mmap.mmap(fd, total) as image:
-            image[_HEAD.size : _HEAD.size + len(encoded)] = encoded
-            memory = torch.frombuffer(image, dtype=torch.uint8)
-            for (start, stop), tensor in zip(_extents(len(encoded), sizes), tensors.values(), strict=True):
-                flat = dense_bytes(tensor)
-                memory[start:stop].copy_(
-                    flat if flat is not None else tensor.contiguous().reshape(-1).view(torch.uint8)
-                )
-            mixed = digest(memory[_HEAD.size :])
-            del memory
-            image[: _HEAD.size] = _HEAD.pack(len(encoded), mixed % 2**64)
-        self._held[step] = slot
-        self._runtime.page.seal_snapshot(slot, step)
+        shard = self._images.describe(self._runtime.world.replica_class)
+        writer = self._begin(slot, step, shard.layout.total_bytes)
+        later = {path for path in shard.tensors if self._state.is_settled(path)}
+        write_head(shard.layout, shard.plain, writer.payload)
+        for path in shard.tensors.keys() - later:
+            write_tensor(shard.layout, path, shard.tensors[path], writer.payload)
+        copying = _Copying(
+            step, slot, mirror, versions=[(shard.tensors[path], shard.tensors[path]._version) for path in later]
+        )
+        ready = self._device.ready()
+        copying.thread = threading.Thread(
+            target=self._copy, args=[copying, shard, writer, later, ready], name=f"rackrun-snapshot-{step}", daemon=True
+        )
+        self._copying = copying
+        copying.thread.start()
         self.cost_s = time.monotonic() - began
 
-    def fetch(self, step: int, remote: str) -> bytearray:
-        """The lost rank's snapshot, from its agent: ``host:port/tray/index/incarnation``. RuntimeError when that does not give
-        it: the tray may be lost too."""
+    def settle(self) -> None:
+        """Wait until the snapshot in the making, if any, is sealed."""
+        copying, self._copying = self._copying, None
+        if copying is None or copying.thread is None:
+            return
+        began = time.monotonic()
+        copying.thread.join()
+        if copying.error is not None:
+            raise copying.error
+        if not copying.torn:
+            self._held[copying.step] = copying.slot
+        waited = time.monotonic() - began
+        self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
+
+    def _begin(self, slot: int, step: int, size: int) -> SlotWriter:
+        """Raises `MemoryPlanError` when there is no memory for it."""
+        arena = self._arenas[slot]
+        if arena is None or arena.payload_bytes < size:
+            if arena is not None:
+                self._device.unpin(arena.memory()[0])
+                arena.close()
+            self._arenas[slot] = None
+            os.ftruncate(self._fds[slot], 0)
+            arena = self._arenas[slot] = Arena.create(
+                self._fds[slot],
+                job=SNAPSHOT_JOB,
+                rank=self._runtime.world.rank,
+                epoch=self._runtime.world.generation,
+                slots=1,
+                payload_bytes=size + size // _SPARE_ROOM,
+            )
+            self._device.pin(*arena.memory())
+        for info in arena.slots():
+            if info.generation == step and info.manifest_digest:  # a step that is done again
+                arena.release(step)
+        return arena.begin(step, step)
+
+    def _copy(
+        self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None
+    ) -> None:
+        began = time.thread_time()
+        try:
+            self._device.copy(shard, writer.payload, later, ready)
+            copying.torn = any(tensor._version != version for tensor, version in copying.versions)
+            if copying.torn:  # the script has changed parameters where it may not
+                writer.abandon()
+                return
+            writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
+            self._runtime.page.seal_snapshot(copying.slot, copying.step)
+            if copying.mirror:
+                self._runtime.page.want_mirror(copying.step, self._mirrored)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            copying.error = error
+        finally:
+            copying.cpu_s = time.thread_time() - began
+
+    # -- go back
+    def fetch(self, step: int, remote: str) -> int:
+        """The lost rank's snapshot, from its agent: ``host:port/tray/index/incarnation``. Returns the descriptor of its arena.
+        RuntimeError when that does not give it: the tray may be lost too."""
         try:
             return _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "")
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"{remote} did not give its snapshot of step {step}: {error!r}") from error
 
-    def load(self, step: int, fetched: bytearray | None) -> Manifest:
+    def load(self, step: int, fetched: int | None) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
 
-        Raises `StateLost` when its digest is wrong.
+        Raises `StateLost` when a chunk of it is not what was sealed.
         """
-        image = self._own(step) if fetched is None else fetched
-        length, expected = _HEAD.unpack_from(image)
-        memory = torch.frombuffer(image, dtype=torch.uint8)
-        if digest(memory[_HEAD.size :]) % 2**64 != expected:
+        self.settle()
+        arena = self._own(step) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
+        try:
+            reader = arena.reader(step, owner=arena.rank)
+            reader.verify()
+            manifest = load_image(self._state, reader.payload)
+        except CheckpointError as error:
             raise StateLost(
-                f"the snapshot of step {step} is damaged.", remedy="check this host's memory; the job starts again."
-            )
-        manifest = msgspec.msgpack.decode(bytes(memoryview(image)[_HEAD.size : _HEAD.size + length]), type=Manifest)
-        tensors = self._state.allocate(manifest)
-        sizes = [info.nbytes for info in manifest.tensors]
-        for (start, stop), info in zip(_extents(length, sizes), manifest.tensors, strict=True):
-            tensors[info.path].copy_(info.view(memory[start:stop].clone()))
-        self._state.load_plain(manifest, tensors)
+                f"the snapshot of step {step} is damaged: {error.what}",
+                remedy="check this host's memory; the job starts again.",
+            ) from error
+        finally:
+            if fetched is not None:
+                arena.close()
+                os.close(fetched)
         for other, slot in list(self._held.items()):
             if other != step:
                 del self._held[other]
@@ -124,43 +219,47 @@ class Snapshots:
                 manifest.replica_class
             )  # it goes into the copy, and says that snapshots are needed
             self.take(step)  # or this rank would be the one without, at the next failure
+            self.settle()
         return manifest
 
-    def _own(self, step: int) -> mmap.mmap:
-        slot = self._held.get(step)
-        if slot is None:
+    def _own(self, step: int) -> Arena:
+        arena = self._arenas[self._held[step]] if step in self._held else None
+        if arena is None:
             raise StateLost(
                 f"this rank has no snapshot of step {step}.",
                 remedy="please report this: the plan named one that is not there.",
             )
-        return mmap.mmap(self._fds[slot], 0)
+        return arena
 
 
-def _extents(manifest_bytes: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
-    at = _HEAD.size + manifest_bytes
-    for size in sizes:
-        at = -(-at // _ALIGN) * _ALIGN
-        yield at, at + size
-        at += size
+def _threads() -> int:
+    return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // _CORES_A_THREAD))
 
 
-def _fetch(remote: str, step: int, token: str) -> bytearray:
+def _fetch(remote: str, step: int, token: str) -> int:
     """``remote`` is ``host:port/tray/index/incarnation``."""
     address, _, path = remote.partition("/")
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
     try:
         connection.request("GET", f"/snapshot/{path}/{step}", headers={"Authorization": f"Bearer {token}"})
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
             raise http.client.HTTPException(f"{response.status} {response.reason}")
-        image = bytearray(int(response.headers["Content-Length"]))
-        view, at = memoryview(image), 0
-        while at < len(image):
-            got = response.readinto(view[at:])
-            if not got:
-                raise http.client.IncompleteRead(b"", len(image) - at)
-            at += got
-        return image
+        size = int(response.headers["Content-Length"])
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, max(size, 1))
+        with mmap.mmap(fd, size) as image, memoryview(image) as view:
+            at = 0
+            while at < size:
+                got = response.readinto(view[at:])
+                if not got:
+                    raise http.client.IncompleteRead(b"", size - at)
+                at += got
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
     finally:
         connection.close()

@@ -9,9 +9,6 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 from __future__ import annotations
 
 import hashlib
-import itertools
-import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,58 +17,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import ddp, fsdp, grads
+from rackrun.worker.compat import fsdp
+from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
 from rackrun.worker.tensor_bytes import dense_bytes, digest
 
-__all__ = ["Manifest", "TensorInfo", "TrackedState"]
+__all__ = ["TrackedState", "local_part"]
 
 _SMALL_BUFFER_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
-
-
-class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor as it lies on a rank. ``shape`` is the local shard's."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    on_host: bool
-    """On the CPU although the model is not (an optimizer's step counter)."""
-    like_param: bool
-    """An optimizer's tensor that is sharded as its parameter is."""
-    strides: tuple[int, ...] = ()
-    """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        if self.strides:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.torch_dtype, device=device)
-        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's bytes as this tensor."""
-        typed = flat.view(self.torch_dtype)
-        return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    tensors: list[TensorInfo]
-    plain: bytes
-    """Everything that is not a tensor, msgpack."""
-    replica_class: str = ""
 
 
 class TrackedState:
@@ -81,16 +38,9 @@ class TrackedState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
-        self._saved: dict[str, _Saved] = {}
-        """Buffers, and tensors of other tracked objects and of parameter groups, as they were when the unit began."""
-        self._norm_buffers: set[str] | None = None
-        self._saved_plain = b""
-        self._submodules: list[nn.Module] = []
-        self._modes: list[bool] = []
-        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._grads_present: dict[int, bool] = {}
-        self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
-        self._cleared = -1
+        self.lineage = Lineage()
+        self.filled = 0
+        """How often it was filled from outside: what was written then has counted no tensor's version up."""
 
     def track(self, name: str, thing: Any) -> None:
         if name in self.modules or name in self.optimizers or name in self.others:
@@ -122,90 +72,10 @@ class TrackedState:
                     remedy="pass the module that owns them to run.track as well.",
                 )
 
-    # -- discard
-    def begin_unit(self) -> None:
-        """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
-        for wrapper in self._ddps():
-            ddp.begin(wrapper)
-        for module in self.modules.values():
-            fsdp.begin(module)
-        for path, tensor in self._unstable():
-            saved = self._saved.get(path)
-            if saved is None or not saved.stands(tensor) or self._changes_unseen(path, tensor):
-                self._saved[path] = _Saved(tensor)
-        self._versions = [(weakref.ref(p), p._version) for p in self._parameters() if not isinstance(p, DTensor)]
-        if not self._submodules:
-            self._submodules = [module for root in self.modules.values() for module in root.modules()]
-        self._modes = [module.training for module in self._submodules]
-        self._saved_plain = self._encode_plain()
-        self._grads_present = {id(p): p.grad is not None for p in self._parameters()}
-        found = (p for p in self._parameters() if p.grad is not None)
-        self._grads_found = [
-            (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
-        ]
-
-    def check_unchanged(self) -> None:
-        """Before the first optimizer step of a unit: raises `StepError` when parameters are not those it began with."""
-        for ref, version in self._versions:
-            parameter = ref()
-            if parameter is not None and parameter._version != version:
-                raise StepError(
-                    f"a parameter (shape {tuple(parameter.shape)}) was changed in a step before optimizer.step(), where it could not be put back.",
-                    remedy="change parameters after optimizer.step().",
-                )
-
-    def versions(self) -> list[int]:
-        """Of all parameters, this rank's part: equal as long as nothing was written to them."""
-        return [_local(parameter)._version for parameter in self._parameters()]
-
-    def check_gradients(self) -> None:
-        """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
-        unit could not be repeated, because nobody has kept them."""
-        if grads.cleared() == self._cleared and any(
-            parameter.grad is found() for parameter, found in self._grads_found
-        ):
-            raise StepError(
-                "gradients of the step before were not cleared, so this step adds to them, and could not be repeated.",
-                remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
-            )
-        self._cleared = grads.cleared()
-
-    def discard_unit(self, *, backward_open: bool) -> None:
-        """Put back what the abandoned unit changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state.
-
-        ``backward_open``: it was left before all of its backward passes had ended.
-        """
-        for module, training in zip(self._submodules, self._modes, strict=True):
-            module.training = training
-        with torch.no_grad():
-            for module in self.modules.values():
-                fsdp.reset(module)
-            for wrapper in self._ddps() if backward_open else ():
-                ddp.reset(wrapper)
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    if self._grads_present.get(id(parameter)):
-                        parameter.grad.zero_()
-                    else:
-                        parameter.grad = None
-            changed = False
-            for path, tensor in self._unstable():
-                saved = self._saved.get(path)
-                if saved is None or (saved.stands(tensor) and not self._changes_unseen(path, tensor)):
-                    continue
-                changed = True
-                if saved.value.shape == tensor.shape:
-                    tensor.copy_(saved.value)
-                    self._saved[path] = _Saved(tensor, saved.value)
-        for other in self.others.values():
-            if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
-                other._per_optimizer_states.clear()
-        if changed or self._encode_plain() != self._saved_plain:
-            self._load_plain(self._saved_plain, {path: saved.value.clone() for path, saved in self._saved.items()})
-
+    # -- gradients
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
-        for wrapper in self._ddps():
+        for wrapper in self.wrappers():
             wrapper.require_backward_grad_sync = last
         for module in self.modules.values():
             fsdp.synchronise_gradients(module, last)
@@ -213,18 +83,22 @@ class TrackedState:
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
         """Path -> this rank's part, as a tensor that may be written into."""
+        return {path: local_part(tensor) for path, tensor in self.parts().items()}
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The same, as tensors that know which part they are (DTensors)."""
         for module in self.modules.values():
             fsdp.reshard(module)
         found: dict[str, torch.Tensor] = {}
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
-                found[f"{name}/param/{path}"] = _local(parameter)
+                found[f"{name}/param/{path}"] = parameter
             for path, buffer in module.named_buffers():
-                found[f"{name}/buffer/{path}"] = _local(buffer)
+                found[f"{name}/buffer/{path}"] = buffer
         for name, optimizer in self.optimizers.items():
             for path, _, key, value in _optimizer_state(optimizer):
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}/{path}/{key}"] = _local(value)
+                    found[f"{name}/{path}/{key}"] = value
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
@@ -232,6 +106,11 @@ class TrackedState:
         for name, other in self.others.items():
             found.update(flatten(f"{name}/state", other.state_dict()))
         return found
+
+    def is_settled(self, path: str) -> bool:
+        """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
+        name, kind, _ = path.split("/", 2)
+        return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Path -> every buffer of the tracked modules, this rank's part."""
@@ -255,7 +134,7 @@ class TrackedState:
             )
             for path, t in self.tensors().items()
         ]
-        return Manifest(tensors, self._encode_plain(), replica_class)
+        return Manifest(tensors, self.encode_plain(), replica_class, self.lineage)
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
@@ -281,10 +160,25 @@ class TrackedState:
         self._forget_others(wanted)
         return wanted
 
+    def fitted(self, manifest: Manifest) -> Manifest:
+        """``manifest`` of a rank with other shards, as this rank has to allocate it."""
+        shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
+        for name, optimizer in self.optimizers.items():
+            for group, of in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(of["params"]):
+                    shapes[f"{name}/state/{group}/{index}/"] = tuple(local_part(parameter).shape)
+        infos = []
+        for info in manifest.tensors:
+            shape = shapes.get(info.path)
+            if shape is None and info.like_param:
+                shape = shapes.get(info.path.rpartition("/")[0] + "/")
+            infos.append(info if shape is None else msgspec.structs.replace(info, shape=shape, strides=()))
+        return msgspec.structs.replace(manifest, tensors=infos)
+
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
-        self._load_plain(manifest.plain, tensors)
-        self._saved.clear()  # what was written from outside has counted no version up
+        self.put_plain(manifest.plain, tensors)
+        self.filled += 1
 
     def layout(self) -> str:
         """A hash that is equal on ranks whose parameters are the same shards of the same model."""
@@ -303,35 +197,19 @@ class TrackedState:
 
     def content(self, *, buffers: bool = False) -> int:
         """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
-        mixed = hashlib.blake2b(self._encode_plain(), digest_size=8)
+        mixed = hashlib.blake2b(self.encode_plain(), digest_size=8)
         for path, tensor in sorted(self.tensors().items()):
             if buffers or "/buffer/" not in path:
                 mixed.update(f"{path}:{digest(tensor)}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
-    def _changes_unseen(self, path: str, buffer: torch.Tensor) -> bool:
-        """torch's batch norm writes its statistics without counting up their version; and who knows what a custom kernel does.
-        Only large buffers (masks, tables) are believed to be what their version says."""
-        if buffer.nbytes <= _SMALL_BUFFER_BYTES:
-            return True
-        path = path.removeprefix("buffer:")
-        if self._norm_buffers is None:
-            norms = [(f"{name}/{at}", sub) for name, root in self.modules.items() for at, sub in root.named_modules()]
-            self._norm_buffers = {
-                f"{at}.{name}".replace("/.", "/")
-                for at, sub in norms
-                if isinstance(sub, _NormBase)
-                for name, _ in sub.named_buffers()
-            }
-        return path in self._norm_buffers
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
+    def parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
             yield from module.parameters()
 
-    def _ddps(self) -> Iterator[DistributedDataParallel]:
-        """Also inside what torch.compile returns."""
+    def wrappers(self) -> Iterator[DistributedDataParallel]:
+        """DDP, also inside what torch.compile returns."""
         for module in self.modules.values():
             inner = getattr(module, "_orig_mod", module)
             if isinstance(inner, DistributedDataParallel):
@@ -340,20 +218,7 @@ class TrackedState:
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self.modules.items():
             for path, buffer in module.named_buffers():
-                yield f"{name}/{path}", _local(buffer)
-
-    def _unstable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What may change before the gate, other than parameters and gradients."""
-        for path, buffer in self._buffers():
-            yield f"buffer:{path}", buffer
-        for name, optimizer in self.optimizers.items():
-            for index, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if isinstance(value, torch.Tensor):
-                        yield f"{name}/group/{index}/{key}", value
-        for name, other in self.others.items():
-            if not name.startswith("rackrun."):
-                yield from flatten(f"{name}/state", other.state_dict()).items()
+                yield f"{name}/{path}", local_part(buffer)
 
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
         name, _, rest = info.path.partition("/")
@@ -375,7 +240,7 @@ class TrackedState:
                 stride=parameter.stride(),
             )
         optimizer.state[parameter][key] = value
-        return _local(value)
+        return local_part(value)
 
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
         for name, optimizer in self.optimizers.items():
@@ -383,7 +248,7 @@ class TrackedState:
                 if isinstance(value, torch.Tensor) and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
-    def _encode_plain(self) -> bytes:
+    def encode_plain(self) -> bytes:
         plain: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             plain[name] = {
@@ -411,7 +276,7 @@ class TrackedState:
                 remedy="return only tensors, numbers, strings, lists, tuples and dicts from state_dict.",
             ) from error
 
-    def _load_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    def put_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
         plain = msgspec.msgpack.decode(encoded, strict=False)
         for name, optimizer in self.optimizers.items():
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
@@ -434,20 +299,6 @@ class TrackedState:
                 module.get_submodule(path).set_extra_state(value)
 
 
-class _Saved:
-    """A tensor, and what it was."""
-
-    def __init__(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
-        self._tensor, self._version = tensor, tensor._version
-        self.value = tensor.clone() if value is None else value
-
-    def stands(self, tensor: torch.Tensor) -> bool:
-        """As far as its version tells."""
-        mine = self._tensor
-        same = tensor.data_ptr() == mine.data_ptr() and tensor.shape == mine.shape and tensor.stride() == mine.stride()
-        return same and tensor._version == self._version
-
-
 def _refuse(name: str, thing: Any) -> None:
     """What cannot be given another rank, and so could not be swapped in, is said now."""
     if any(
@@ -464,7 +315,8 @@ def _refuse(name: str, thing: Any) -> None:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -20,23 +20,24 @@ import numpy as np
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rackrun.core.commands import Plan
-from rackrun.core.events import WorkerFinished, WorkerReady, WorkerResumed
 from rackrun.core.ids import BEGIN, Generation, Position
-from rackrun.core.wire import Logged, UnitCommitted
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
+from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
+from rackrun.worker.reports import Reports
 from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
+from rackrun.worker.undo import Undo
 from rackrun.worker.world import Abandoned, Scope, Superseded
 
 __all__ = ["UnitRunner"]
@@ -52,13 +53,22 @@ class _Unit:
 
 
 class UnitRunner:
-    def __init__(self, runtime: Runtime, state: TrackedState, seed: int, snapshot_every: int | None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: TrackedState,
+        seed: int,
+        snapshot_every: int | None,
+        durable: DurableCheckpoints | None,
+    ) -> None:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
+        self._undo, self._reports = Undo(state), Reports(runtime)
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
         self._snapshots = Snapshots(runtime, state, snapshot_every)
+        self._durable = durable
         self.step_in_hand: Step | None = None
         self.waiting_spare = runtime.spare
         self._recorded: list[_Unit] = []
@@ -67,12 +77,13 @@ class UnitRunner:
         self._delivered: list[np.ndarray[Any, Any]] = []
         self._pace = Pace()
         self._begun = False
+        self._last_step = -1
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
         self._content = 0
         self._versions: list[int] = []
-        self._world.may_leave_phase = lambda: self._state.versions() == self._versions
+        self._world.may_leave_phase = lambda: self._undo.versions() == self._versions
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     # -- the run
@@ -87,28 +98,38 @@ class UnitRunner:
         gate = self._world.gate
         return gate is not None and gate.draining > 0 and not gate.ahead
 
-    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None]) -> None:
-        """Stand at run.steps(): ranks go on at once, a spare warms up and waits until a plan names it."""
+    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None], total: int) -> None:
+        """Stand at run.steps(): ranks go on at once, from a checkpoint if there is one; a spare warms up and waits until a plan
+        names it."""
         if self._begun:
             raise StepError(
                 "run.steps() was called twice.",
                 remedy="use one loop; run.every and run.at_end hold what else needs collectives.",
             )
         self._begun = True
+        self._last_step = total - 1
+        if self._durable is not None and not self.waiting_spare:
+            self._resume(self._durable)
         self._world.scope = Scope.OUTSIDE
         if not self.waiting_spare:
             if self._world.broken:
                 raise CollectiveBroken(
                     "a peer was lost before the first step.", remedy="none needed: the world starts again."
                 )
-            self._send_ready(self._replicas.at_start())
+            self._reports.ready(self._replicas.at_start())
             return
         self._try_once(warm_up())
         self._page.enter(Activity.WAITING)
-        self._send_ready("")
+        self._reports.ready("")
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False
+
+    def _resume(self, durable: DurableCheckpoints) -> None:
+        position = durable.resume()
+        if position is not None:
+            self._world.began = self._came_in = position
+            self._world.stand_at(position, ())
 
     def run(self, at: Position, body: Callable[[Step], T]) -> T:
         """Returns ``body``'s result once the unit is committed."""
@@ -120,10 +141,13 @@ class UnitRunner:
 
     def finish(self) -> None:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
+        if self._durable is not None:
+            self._durable.finish()
         channel, boot = self._runtime.channel, self._runtime.boot
         while channel is not None and boot is not None:
+            self._settle()
             self._page.enter(Activity.WAITING)
-            channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation))
+            self._reports.finished()
             if self._world.wait_released():
                 break
             self._recover()
@@ -138,7 +162,7 @@ class UnitRunner:
         if self.step_in_hand is not None and not self._world.unit_passed:
             self._logs.append(values)  # it counts when the unit does
         else:
-            self._send_log(values, self.passed)
+            self._reports.logged(values, self.passed)
 
     def begin_shard(
         self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
@@ -176,8 +200,8 @@ class UnitRunner:
         began = time.monotonic()
         self._start(step)
         try:
-            if self._replicas.due(at) and self._replicas.compare():
-                self._send_ready(self._world.replica_class)
+            if self._replicas.due() and self._replicas.compare():
+                self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
             if not self._world.unit_passed:
                 self._pass_gate()
@@ -199,13 +223,15 @@ class UnitRunner:
             self._discard(step)
 
     def _start(self, step: Step) -> None:
+        if step.at.phase:
+            self._settle()  # a phase may change parameters
         self._logs.clear()
         self._delivered.clear()
         self._reached_gate = False
         self.step_in_hand = step
-        self._state.begin_unit()
+        self._undo.begin()
         self._content = self._state.content() if step.at.phase else 0
-        self._versions = self._state.versions() if step.at.phase else []
+        self._versions = self._undo.versions() if step.at.phase else []
         self._late.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
         self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._pace.deadline_ms())
@@ -224,16 +250,17 @@ class UnitRunner:
                 remedy="pass the optimizer to run.track(...).",
             )
         if not self._world.unit_passed:
-            self._state.check_unchanged()
-            self._state.check_gradients()
+            self._undo.check_unchanged()
+            self._undo.check_gradients()
             self._pass_gate()
 
     def _pass_gate(self) -> None:
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
+        self._settle()
         self._replicas.unique.exchange()
-        ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
+        ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
         loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
         mine = GateSums(
@@ -244,9 +271,15 @@ class UnitRunner:
             snapshot_cost_s=self._snapshots.cost_s,
             step_s=self._pace.median_s,
             changed_late=float(self._replicas.changed_late),
+            mirroring=float(self._page.mirroring),
+            mirrored=float(self._page.mirrored >= 0),
+            writing=float(self._durable is not None and self._durable.writing),
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
         )
         self._world.pass_gate(step.at, mine)
+
+    def _delivered_ids(self) -> np.ndarray[Any, Any]:
+        return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
@@ -254,19 +287,27 @@ class UnitRunner:
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
         if self._replicas.committed(gate.changed_late):
-            self._send_ready(self._world.replica_class)
+            self._reports.ready(self._world.replica_class)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
-        self._report_commit(at, attempt, seconds)
+        self._reports.committed(at, attempt, seconds, self._delivered_ids())
         for values in self._logs:
-            self._send_log(values, at)
+            self._reports.logged(values, at)
         if not at.phase and self._replicas.some_are_unique:
             self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
+        if not at.phase and self._durable is not None:
+            self._durable.save_if_due(at, gate, last=at.step == self._last_step)
         if not at.phase:
             self._pace.step_done()
 
+    def _settle(self) -> None:
+        """The state may be changed from here on: what copies it has done so."""
+        self._snapshots.settle()
+        if self._durable is not None:
+            self._durable.settle()
+
     def _discard(self, step: Step | None = None) -> None:
-        self._state.discard_unit(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
+        self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
         if step is not None and step.at.phase and self._state.content() != self._content:
@@ -318,9 +359,7 @@ class UnitRunner:
                 continue
             break
         self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
-        channel.send(
-            WorkerResumed(slot=boot.slot, incarnation=boot.incarnation, generation=Generation(plan.generation))
-        )
+        self._reports.resumed(Generation(plan.generation))
 
     def _take_place(self, plan: Plan, rank: int) -> None:
         moved = self._world.promote(rank)
@@ -332,6 +371,7 @@ class UnitRunner:
         world = self._world
         communicator = world.groups[0].communicator
         settle_restores()
+        self._settle()
         if plan.rollback is not None:
             restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
             if restore is None:
@@ -387,53 +427,6 @@ class UnitRunner:
                 optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-
-    # -- messages
-    def _report_commit(self, at: Position, attempt: int, seconds: float) -> None:
-        channel, boot = self._runtime.channel, self._runtime.boot
-        if channel is None or boot is None:
-            return
-        ids = np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
-        channel.send(
-            UnitCommitted(
-                slot=boot.slot,
-                incarnation=boot.incarnation,
-                generation=Generation(self._world.generation),
-                rank=self._world.rank,  # type: ignore[arg-type]
-                at=at,
-                attempt=attempt,
-                seconds=seconds,
-                gate=self._world.gate or (),
-                ids=ids.astype("<i8").tobytes(),
-            )
-        )
-
-    def _send_log(self, values: dict[str, float | int | str], at: Position) -> None:
-        channel, boot = self._runtime.channel, self._runtime.boot
-        if channel is None or boot is None:
-            if self._world.rank == 0:
-                shown = "  ".join(
-                    f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in values.items()
-                )
-                print(f"step {at.step}  {shown}", flush=True)
-            return
-        channel.send(
-            Logged(
-                slot=boot.slot,
-                incarnation=boot.incarnation,
-                generation=Generation(self._world.generation),
-                rank=self._world.rank,  # type: ignore[arg-type]
-                at=at,
-                values=values,
-            )
-        )
-
-    def _send_ready(self, replica_class: str) -> None:
-        channel, boot = self._runtime.channel, self._runtime.boot
-        self._world.replica_class = replica_class
-        if channel is not None and boot is not None:
-            channel.send(WorkerReady(slot=boot.slot, incarnation=boot.incarnation, replica_class=replica_class))
 
 
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:

@@ -68,6 +68,8 @@ class World:
         self.families = Families()
         self.generation = 0
         """The one that this worker's communicators belong to; 0 before the first."""
+        self.began = BEGIN
+        """What was committed when the run began or was resumed."""
         self.replica_class = ""
         self.unit_passed = False
         """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
@@ -281,7 +283,7 @@ class World:
 
     def _class_to_report(self) -> str:
         """What was equal at the start may have parted in the first step; until that is checked, nobody is a replica."""
-        if self.replica_class.startswith("start") and self._entered > BEGIN:
+        if self.replica_class.startswith("start") and self._entered > self.began:
             return f"unchecked rank {self.rank}"
         return self.replica_class
 

@@ -141,6 +141,14 @@ async def test_exit_codes_and_signals_are_told_as_they_are(rig):
     assert await rig.end(1) == 0
 
 
+async def test_the_place_of_an_exception_is_the_users_line_not_the_librarys(rig):
+    await rig.start("import json\njson.loads('{')")
+    await rig.start_worker()
+    ended = await rig.coordinator.exit_of(1)
+    assert ended.failure.where == f"{rig.folder / 'script.py'}:2"
+    assert await rig.end(1) == 0
+
+
 async def test_an_exception_is_told_with_its_place_and_in_torchs_error_file(rig):
     await rig.start(
         """

@@ -11,6 +11,7 @@ from rackrun.core.control_plane import ControlPlane, View
 from rackrun.core.events import (
     Event,
     Failure,
+    SnapshotMirrored,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -111,6 +112,17 @@ class Told:
     def is_severed(self, slot: str, generation: int | None = None) -> Sequence[Command]:
         of = Generation(generation or self.view.generation)
         return self.tell(WorkerSevered(**self._who(slot), generation=of, because="connection reset"))
+
+    def mirrors(self, slot: str, holder: str, *steps: int) -> Sequence[Command]:
+        who = self._who(slot)
+        return self.tell(
+            SnapshotMirrored(
+                **who,
+                holder=TrayId(holder),
+                where=f"{holder}:2/{slot}/{who['incarnation']}",
+                steps=tuple(Step(step) for step in steps),
+            )
+        )
 
     def finishes(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerFinished(**self._who(slot)))

@@ -253,6 +253,83 @@ def test_a_lost_snapshot_that_is_being_restored_makes_another_plan_at_once() -> 
     assert broken.because == "b lost, with the snapshots that rank 1 would have restored"
 
 
+# -- copies on other trays ---------------------------------------------------------------------------------------------
+def three_trays() -> Told:
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    for tray in ("a", "b", "c"):
+        told.join(tray, 2)
+    told.train("unique")
+    return told
+
+
+def test_a_plan_says_where_each_trays_copies_go() -> None:
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=2))
+    for tray in ("a", "b", "c"):
+        told.join(tray, 2)
+    first = only(ResumeGeneration, told.answers)
+    assert first.plan.mirrors == {"a": "b:2/b", "b": "c:2/c", "c": "a:2/a"}
+
+
+def test_one_tray_has_nowhere_to_copy_to() -> None:
+    alone = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    alone.join("a", 2)
+    assert only(ResumeGeneration, alone.answers).plan.mirrors == {}
+
+
+def test_the_shards_of_a_lost_tray_come_from_its_holder() -> None:
+    told = three_trays()
+    for slot in ("b/0", "b/1"):
+        told.mirrors(slot, "c", 2, 4)
+    told.tray_lost("b")
+    plan = plan_in(told.park_all(passed=5, snapshots=[4]))
+    assert plan.rollback == 4
+    assert {restore.rank: restore.snapshot.rpartition("/")[0] for restore in plan.restores} == {
+        2: "c:2/b/0",
+        3: "c:2/b/1",
+    }
+    assert plan.mirrors == {"a": "c:2/c", "c": "a:2/a"}
+
+
+def test_survivors_that_have_gone_on_go_back_to_their_own_copies_too() -> None:
+    """Their last two snapshots are newer than the newest that is on another tray for everybody."""
+    told = three_trays()
+    for slot in ("a/0", "a/1"):
+        told.mirrors(slot, "b", 2, 4)
+    for slot in ("b/0", "b/1"):
+        told.mirrors(slot, "c", 2)
+    told.tray_lost("b")  # with its workers, and with the copies of a's
+    assert len(every(FenceWorker, told.park_all(passed=9, snapshots=[6, 8]))) == 4, "no step is left that everybody has"
+    told = three_trays()
+    for slot in ("a/0", "a/1", "b/0", "b/1"):
+        told.mirrors(slot, "c", 2)
+    told.tray_lost("b")
+    plan = plan_in(told.park_all(passed=9, snapshots=[6, 8]))
+    assert plan.rollback == 2
+    assert sorted(restore.rank for restore in plan.restores) == [0, 1, 2, 3]
+
+
+def test_a_holder_that_is_lost_while_it_is_read_makes_another_plan_at_once() -> None:
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=2))
+    for tray in ("a", "b", "c", "d"):
+        told.join(tray, 1 if tray < "c" else 2)
+    told.train("unique")
+    lost, holder = told.members[1], "c"
+    told.mirrors(lost, holder, 4)
+    told.tray_lost(lost.partition("/")[0])
+    plan = plan_in(told.park_all(passed=4, snapshots=[4]))
+    assert [restore.snapshot.partition(":")[0] for restore in plan.restores] == [holder]
+    assert only(BreakGeneration, told.tray_lost(holder))
+
+
+def test_the_workers_own_tray_is_asked_first() -> None:
+    told = three_trays()
+    who = told.incarnation["b/0"]
+    told.mirrors("b/0", "c", 4)
+    told.exits("b/0", snapshots=[4])
+    plan = plan_in(told.park_all(passed=5, snapshots=[4]))
+    assert [restore.snapshot for restore in plan.restores] == [f"b:2/b/0/{who}"]
+
+
 def test_recoveries_without_progress_end_the_job() -> None:
     told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, no_progress_max=2))
     told.join("a", 3)
@@ -389,7 +466,7 @@ def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> N
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
     stop = only(StopJob, training.tell(event))
     assert stop.exit_code == 1
-    assert "a rule of rackrun is broken" in stop.because
+    assert "broke a rule" in stop.because
 
 
 # -- whose error -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step
+from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.core.verdict import Kept, Report, StatePlan, committed, state_plan
 
 
@@ -23,7 +23,11 @@ def report(passed: int, *snapshots: int, entered: int | None = None) -> Report:
 def kept(*steps: int) -> list[Kept]:
     return [
         Kept(
-            slot=SlotId("a/9"), incarnation=Incarnation(9), where="a:2/a/9/9", steps=tuple(Step(step) for step in steps)
+            tray=TrayId("a"),
+            slot=SlotId("a/9"),
+            incarnation=Incarnation(9),
+            where="a:2/a/9/9",
+            steps=tuple(Step(step) for step in steps),
         )
     ]
 

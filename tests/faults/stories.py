@@ -95,7 +95,7 @@ _IN_ANY_UNIT: dict[str, Plot] = {
     "before the update": lost("before the update"),
     "after the update": lost("after the update"),
     "at the end of the step": lost("end of the step"),
-    "before it tells of its commit": lost("before units.UnitRunner._report_commit"),
+    "before it tells of its commit": lost("before reports.Reports.committed"),
     "after it told of its commit": lost("after units.UnitRunner._committed"),
     "between steps": lost("between steps"),
     "in an evaluation": lost("evaluation"),

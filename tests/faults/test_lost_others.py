@@ -31,12 +31,13 @@ def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, ref
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
-    """Its agent is killed, and with it all its ranks and its snapshots; the other tray has a spare for each."""
+    """Its agent is killed, and with it all its ranks and its snapshots; the other tray has a spare for each, and copies."""
     fault = Fault(name="agent", place="backward", rank=1, step=7, then="AGENT")
     trained = train(mode, [fault], spares=RANKS, trays=2)
     trained.unheard = frozenset(lost["rank"] for recovery in trained.recoveries for lost in recovery["lost"])
     trained.assert_same_training(reference(mode), [fault])
     assert {lost["how"].partition(":")[0] for r in trained.recoveries for lost in r["lost"]} == {"tray lost"}, trained
+    assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(train: Train) -> None:

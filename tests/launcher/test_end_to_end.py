@@ -117,6 +117,21 @@ def test_a_killed_agent_is_replaced_under_its_own_name(
     assert "rank 1 lost on tray-01/0 (tray lost:" in ran.stderr
 
 
+@pytest.mark.soak
+def test_a_stopped_agent_is_fenced_when_its_lease_ends(
+    start_rackrun: Callable[..., Any], tmp_path: Path, script: str
+) -> None:
+    job = start_rackrun(["--standalone", "--trays", "3", "--spares", "1", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    os.kill(children(job.process.pid)[1], signal.SIGSTOP)
+    wait_until(up(tmp_path, 1), 40)
+    wait_until(lambda: len(status_of(job.out_dir)["trays"]) == 3, 30)
+    (tmp_path / "go").touch()
+    ran = job.finish(10)
+    assert ran.exit_code == 0, ran
+    assert not ran.left_behind
+
+
 def test_a_preload_that_leaves_a_thread_behind_is_not_forked(
     run_rackrun: Callable[..., Any], tmp_path: Path, script: str
 ) -> None:

@@ -577,7 +577,7 @@ def _bits(state: TrackedState) -> dict[str, str]:
         path: _hash(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for path, tensor in _by_path(state)
     }
-    return {**tensors, "plain": _hash(state._encode_plain())}
+    return {**tensors, "plain": _hash(state.encode_plain())}
 
 
 def _by_path(state: TrackedState) -> Iterator[tuple[str, torch.Tensor]]:

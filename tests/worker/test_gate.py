@@ -12,7 +12,7 @@ from rackrun.errors import StepError
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
 
 AT = Position(3, 1)
-NOTHING = GateSums(0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING = GateSums(*[0.0] * len(GateSums._fields))
 
 
 def order(*calls: str) -> CollectiveOrder:
@@ -29,7 +29,7 @@ def total(orders: list[CollectiveOrder], at: list[Position] | None = None) -> li
 
 
 def test_all_at_the_same_place_agree_on_the_sums() -> None:
-    mine = GateSums(1.5, 4, 7, 0, 0.25, 0.5, 0, 1)
+    mine = NOTHING._replace(loss=1.5, samples=4, ids_digest=7, step_s=0.5, ahead=1)
     summed = offered(AT, order("a"), mine) + offered(AT, order("a"), mine)
     values = agreed(summed.tolist(), 2, AT)
     assert values == tuple(2 * value for value in mine)

@@ -24,6 +24,7 @@ from rackrun.worker.data import _Workers
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
+from rackrun.worker.undo import Undo
 
 Train = Callable[..., Ended]
 
@@ -240,11 +241,12 @@ class Meter:
 def test_tensors_of_other_tracked_objects_are_put_back() -> None:
     state, meter = TrackedState(), Meter()
     state.track("meter", meter)
+    undo = Undo(state)
     for change in (lambda: meter.total.add_(1), lambda: setattr(meter, "total", torch.ones(1) * 9)):
-        state.begin_unit()
+        undo.begin()
         change()
         meter.count += 1
-        state.discard_unit(backward_open=True)
+        undo.discard(backward_open=True)
         assert (meter.total.item(), meter.count) == (0.0, 0)
 
 
@@ -257,13 +259,14 @@ def test_a_large_buffer_that_was_restored_is_not_put_back_to_what_it_was_before(
 
     state, module = TrackedState(), Queue()
     state.track("model", module)
-    state.begin_unit()
+    undo = Undo(state)
+    undo.begin()
     manifest = state.manifest("")
     module.queue.numpy()[:] = 5  # as a copy from outside does it: no version is counted up
     state.load_plain(manifest, state.tensors())
-    state.begin_unit()
+    undo.begin()
     module.queue.add_(1)
-    state.discard_unit(backward_open=True)
+    undo.discard(backward_open=True)
     assert module.queue[0] == 5
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
+from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.restore import CHUNK_BYTES, _Layout
-from rackrun.worker.state import Manifest, TensorInfo, TrackedState
+from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import _digest_by_sums, digest
+from rackrun.worker.undo import Undo
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -53,7 +55,7 @@ def test_a_newcomer_that_never_made_a_step_gets_everything() -> None:
     theirs, mine = source.tensors(), newcomer.tensors()
     assert theirs.keys() == mine.keys()
     assert all(torch.equal(theirs[path], mine[path]) for path in theirs)
-    assert newcomer._encode_plain() == source._encode_plain()
+    assert newcomer.encode_plain() == source.encode_plain()
     assert newcomer.content() == source.content()
     assert newcomer.layout() == source.layout()
 
@@ -145,14 +147,15 @@ def test_a_discarded_step_leaves_no_trace() -> None:
     """batch norm writes its statistics behind torch's back: their version does not count up."""
     state = tracked(steps=2)
     before = {path: tensor.clone() for path, tensor in state.tensors().items()}
-    plain = state._encode_plain()
-    state.begin_unit()
+    plain = state.encode_plain()
+    undo = Undo(state)
+    undo.begin()
     net, scheduler = state.modules["net"], state.others["scheduler"]
     net(torch.randn(6, 4)).sum().backward()
     scheduler._step_count += 1
-    state.discard_unit(backward_open=False)
+    undo.discard(backward_open=False)
     assert all(torch.equal(before[path], tensor) for path, tensor in state.tensors().items())
-    assert state._encode_plain() == plain
+    assert state.encode_plain() == plain
     assert all(parameter.grad is None for parameter in net.parameters())
 
 

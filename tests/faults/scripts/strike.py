@@ -36,7 +36,7 @@ PLACES_INSIDE = (
     "world.World.wait_plan",
     # around a commit
     "units.UnitRunner._committed",
-    "units.UnitRunner._report_commit",
+    "reports.Reports.committed",
     "snapshot.Snapshots.take",
     "world.World.wait_released",
     # in a recovery
@@ -211,16 +211,16 @@ class Striker:
         world.dist.all_reduce = patched_all_reduce
 
     def _patch_snapshots(self) -> None:
-        """The digest of what was copied comes before the head and the seal."""
+        """After its head; its tensors and the seal are to come."""
         from rackrun.worker import snapshot
 
-        digest = snapshot.digest
+        write_head = snapshot.write_head
 
-        def patched(tensor: Any) -> int:
+        def patched(*args: Any) -> None:
+            write_head(*args)
             self.here("snapshot half written")
-            return digest(tensor)
 
-        snapshot.digest = patched
+        snapshot.write_head = patched
 
     def _strike_soon(self, place: str) -> None:
         """From another thread, when this one waits in the collective that it has just entered."""

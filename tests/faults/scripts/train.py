@@ -116,7 +116,7 @@ def main(run: rackrun.Run) -> None:
 
 def held(run: rackrun.Run) -> str:
     """A hash of all that this rank trains, bit for bit."""
-    digest = hashlib.sha256(run._state._encode_plain())
+    digest = hashlib.sha256(run._state.encode_plain())
     for path, tensor in sorted(run._state.tensors().items()):
         digest.update(path.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

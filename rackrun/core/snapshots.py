@@ -1,0 +1,86 @@
+"""Where snapshots lie: what former workers have left on their trays, and what other trays keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rackrun.core.commands import Plan
+from rackrun.core.events import SnapshotMirrored, WorkerExited
+from rackrun.core.ids import Position, Rank, SlotId, Step, TrayId, tray_of
+from rackrun.core.verdict import Kept
+
+__all__ = ["Snapshots", "upto"]
+
+LEFT_IN_SLOT_MAX = 2
+"""Workers that are gone, whose snapshots an agent keeps in one slot."""
+KEPT_MAX = 3
+"""Former owners of a rank, and copies, that are remembered."""
+
+
+@dataclass(slots=True)
+class Snapshots:
+    _left: dict[Rank, list[Kept]] = field(default_factory=dict)
+    """By former workers, on their own trays; the last one's first."""
+    _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
+    """Of workers present and former, on other trays."""
+
+    def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
+        """``address`` is the tray's snapshot service."""
+        holders = self._left.setdefault(rank, [])
+        holders.insert(
+            0,
+            Kept(
+                tray=tray_of(event.slot),
+                slot=event.slot,
+                incarnation=event.incarnation,
+                where=f"{address}/{event.slot}/{event.incarnation}",
+                steps=steps,
+            ),
+        )
+        del holders[KEPT_MAX:]
+        self._forget_as_the_agent_does(event.slot)
+
+    def mirrored(self, rank: Rank, event: SnapshotMirrored) -> None:
+        copy = Kept(
+            tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=event.steps
+        )
+        same = (copy.tray, copy.slot, copy.incarnation)
+        others = [one for one in self._copies.get(rank, ()) if (one.tray, one.slot, one.incarnation) != same]
+        self._copies[rank] = [copy, *others][:KEPT_MAX]
+
+    def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
+        """What its own tray has comes first."""
+        ranks = sorted({*self._left, *self._copies})
+        return {rank: [*self._left.get(rank, ()), *self._copies.get(rank, ())] for rank in ranks}
+
+    def forget_tray(self, tray: TrayId) -> None:
+        for held in (self._left, self._copies):
+            for rank, holders in held.items():
+                held[rank] = [holder for holder in holders if holder.tray != tray]
+
+    def go_on(self, plan: Plan) -> None:
+        """Only the history of ``plan`` counts from here on."""
+        for held in (self._left, self._copies):
+            for rank, holders in held.items():
+                held[rank] = [replace(holder, steps=upto(holder.steps, plan)) for holder in holders]
+
+    def clear(self) -> None:
+        self._left.clear()
+        self._copies.clear()
+
+    def _forget_as_the_agent_does(self, slot: SlotId) -> None:
+        """It keeps what the last workers of a slot have left, the present one included."""
+        left = sorted(
+            (holder.incarnation for holders in self._left.values() for holder in holders if holder.slot == slot),
+            reverse=True,
+        )
+        gone = left[LEFT_IN_SLOT_MAX:]
+        for rank, holders in self._left.items():
+            self._left[rank] = [holder for holder in holders if holder.slot != slot or holder.incarnation not in gone]
+
+
+def upto(steps: Sequence[Step], plan: Plan) -> tuple[Step, ...]:
+    """Snapshots of the history that goes on. Only the lost may have seen what comes after: everyone computes it again."""
+    end = plan.committed if plan.rollback is None else Position(plan.rollback)
+    return tuple(step for step in steps if Position(step) <= end)

@@ -1,0 +1,259 @@
+"""Checkpoints on disk: what a whole job that is lost begins again from, with any number of ranks.
+
+All ranks write after the same steps, each its own part: replicas share what they have in common. The copy overlaps with the
+next step, as a snapshot's does; the writing goes on for as long as it takes, and a step that is due meanwhile is passed over.
+Nothing that storage does can stop training. At the start all ranks agree on the newest generation that every one of them
+can read, and each fills its tensors from whichever shards hold them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable_reader import GenerationReader
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.image import header_bytes, parse_image, write_head, write_tensor
+from rackrun.checkpoint.layout import PLAIN, ImageLayout
+from rackrun.checkpoint.reshard import fill, plan_reshard
+from rackrun.checkpoint.retention import Retention, collect
+from rackrun.core.ids import Position
+from rackrun.errors import StateLost, UsageError
+from rackrun.worker.copies import copies_from
+from rackrun.worker.gate import GateSums
+from rackrun.worker.image import StateImages, entry_of, manifest_in
+from rackrun.worker.manifest import Lineage
+from rackrun.worker.runtime import Runtime
+from rackrun.worker.state import TrackedState
+
+__all__ = ["DurableCheckpoints", "DurableOptions"]
+
+JOB = "run"
+_TRIED_MAX = 5
+_ORPHANS_S = 24 * 3600.0
+_EVERY_S = 300.0
+
+
+@dataclass(frozen=True)
+class DurableOptions:
+    """``every``: steps; None for about as many as take `_EVERY_S`. ``facts``: what must be the same to go on."""
+
+    directory: Path
+    every: int | None = None
+    keep: int = 3
+    facts: str = ""
+
+    @classmethod
+    def from_environment(cls, facts: str) -> DurableOptions | None:
+        """As the launcher's options say; None without --checkpoint-dir."""
+        directory = os.environ.get("RACKRUN_CHECKPOINT_DIR")
+        if not directory:
+            return None
+        every = os.environ.get("RACKRUN_CHECKPOINT_EVERY")
+        keep = int(os.environ.get("RACKRUN_CHECKPOINT_KEEP", "3"))
+        return cls(Path(directory), int(every) if every else None, keep, facts)
+
+
+@dataclass
+class _Flush:
+    copied: threading.Event
+    thread: threading.Thread
+
+
+class DurableCheckpoints:
+    def __init__(self, runtime: Runtime, state: TrackedState, options: DurableOptions) -> None:
+        self._world, self._state, self._options = runtime.world, state, options
+        self._device = copies_from(runtime.device)
+        self._images = StateImages(state)
+        self._store = DurableStore(options.directory, JOB)
+        self._flush: _Flush | None = None
+        self._saved = -1
+        self._complained: set[str] = set()
+
+    # -- at the start
+    def resume(self) -> Position | None:
+        """Collective, before the first step: fill the state from the newest generation that all ranks can read. None: there is
+        none yet. Raises `StateLost` when there are some and none can be read."""
+        try:
+            self._options.directory.mkdir(parents=True, exist_ok=True)
+            mine = [(info.generation, info.digest) for info in self._store.generations()][:_TRIED_MAX]
+        except (OSError, CheckpointError) as error:
+            raise UsageError(
+                f"the checkpoint directory {self._options.directory} cannot be used: {error}.",
+                remedy="give one that all ranks can read and write.",
+            ) from error
+        everyone = self._gather((time.time_ns() // 1_000_000, mine))
+        life = max(at for at, _ in everyone)
+        common = [found for found in mine if all(found in theirs for _, theirs in everyone)]
+        position = None
+        for generation, _ in common:
+            position = self._try(generation)
+            if position is not None:
+                break
+        if common and position is None:
+            raise StateLost(
+                f"none of {len(common)} checkpoints in {self._store.directory} can be read.",
+                remedy="see what is said above; or give another --checkpoint-dir to begin anew.",
+            )
+        began = position.step if position else -1
+        self._saved = began
+        self._state.lineage = Lineage(began=began, life=life, facts=self._options.facts)
+        return position
+
+    def _try(self, generation: int) -> Position | None:
+        """Whether every rank could read it."""
+        problem, step, world_size = "", -1, 0
+        try:
+            with self._store.open(generation) as reader:
+                step, world_size = reader.step, reader.world_size
+                self._fill_from(reader)
+        except CheckpointError as error:
+            problem = str(error)
+        said = [one for one in self._gather(problem) if one]
+        if self._world.rank == 0:
+            if said:
+                _say(f"the checkpoint of step {step} is not used: {said[0]}")
+            else:
+                ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
+                _say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+        return None if said else Position(step)
+
+    def _fill_from(self, reader: GenerationReader) -> None:
+        layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
+        rank, same = self._world.rank, reader.world_size == self._world.size
+        own = rank if same else 0
+        manifest = manifest_in(bytes(reader.read(own, *layouts[own].extents[PLAIN])))
+        if manifest.lineage.facts != self._options.facts:
+            raise UsageError(
+                f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._options.facts}.",
+                remedy="resume with the same, or give another --checkpoint-dir.",
+            )
+        manifest = self._state.fitted(manifest)
+        tensors = self._state.allocate(manifest)
+        parts = self._state.parts()
+        targets, places = [], {}
+        for path, tensor in tensors.items():
+            target = entry_of(path, parts.get(path, tensor), rank)
+            targets.append(target)
+            places[target.name] = tensor
+        mine = [target for target in targets if same and layouts[own].by_name.get(target.name) == target]
+        others = [target for target in targets if target not in mine]
+        fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
+        fill(plan_reshard(layouts, others, turn=rank), places, reader.read)
+        self._state.load_plain(manifest, tensors)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """From every rank."""
+        everyone = [mine] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(everyone, mine)
+        return everyone
+
+    # -- while training
+    def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> None:
+        """After a step was committed, on all ranks alike."""
+        if not self._state.lineage.kin and not last:
+            return  # replicas have not been compared yet
+        every = self._options.every or self._every(gate)
+        if last or gate.draining:
+            self.finish()
+            self.save(at.step)
+        elif (at.step + 1) % every == 0:
+            if gate.writing:
+                self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            else:
+                self.save(at.step)
+
+    def _every(self, gate: GateSums) -> int:
+        step_s = gate.step_s / self._world.size
+        return 2 ** max(round(math.log2(_EVERY_S / step_s)), 0) if step_s > 0 else 2**20
+
+    def save(self, step: int) -> None:
+        """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
+        if step <= self._saved:
+            return  # done again after a rollback: it is there
+        self._saved = step
+        kin = self._state.lineage.kin or (self._world.rank,)
+        shard = self._images.describe(
+            self._world.replica_class, rank=self._world.rank, turn=kin.index(self._world.rank), turns=len(kin)
+        )
+        memory = mmap.mmap(-1, max(shard.layout.total_bytes, 1))
+        payload = memoryview(memory)[: shard.layout.total_bytes]
+        later = {path for path in shard.tensors if self._state.is_settled(path)}
+        write_head(shard.layout, shard.plain, payload)
+        for path in shard.tensors.keys() - later:
+            write_tensor(shard.layout, path, shard.tensors[path], payload)
+        versions = [(shard.tensors[path], shard.tensors[path]._version) for path in later]
+        ready, copied = self._device.ready(), threading.Event()
+
+        def flush() -> None:
+            try:
+                try:
+                    self._device.copy(shard, payload, later, ready)
+                    torn = any(tensor._version != version for tensor, version in versions)
+                finally:
+                    shard.tensors.clear()
+                    copied.set()
+                if torn:
+                    self._complain(
+                        f"the checkpoint of step {step} is given up: parameters were changed between two steps"
+                    )
+                else:
+                    self._write(step, shard.layout, payload)
+            except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
+                self._complain(f"the checkpoint of step {step} failed: {type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
+        self._flush = _Flush(copied, thread)
+        thread.start()
+
+    @property
+    def writing(self) -> bool:
+        return self._flush is not None and self._flush.thread.is_alive()
+
+    def settle(self) -> None:
+        """Wait until the state has been copied."""
+        if self._flush is not None:
+            self._flush.copied.wait()
+
+    def finish(self) -> None:
+        """Wait until what was begun is on disk, or has failed."""
+        if self._flush is not None:
+            self._flush.thread.join()
+
+    def _write(self, step: int, layout: ImageLayout, payload: memoryview) -> None:
+        life = self._state.lineage.life
+        writer = self._store.writer(step, step, life, self._world.size)
+        written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
+        if written and writer.finish():
+            collect(self._store, Retention(self._options.keep), epoch=life, now=time.time, orphan_ttl_s=_ORPHANS_S)
+        elif writer.failure is not None:
+            self._complain(f"the checkpoint of step {step} could not be written: {writer.failure}")
+
+    def _complain(self, what: str) -> None:
+        """Once for each reason: a full disk stays full."""
+        reason = what.partition(":")[2] or what
+        if reason not in self._complained:
+            self._complained.add(reason)
+            _say(f"rank {self._world.rank}: {what}; training goes on")
+
+
+def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
+    shard = reader.reader(rank)
+    length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
+    return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _say(what: str) -> None:
+    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,109 @@
+"""A rank's tracked state as one image: a safetensors file in memory, in which the manifest travels as the plain part."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from rackrun.checkpoint.boxes import Box
+from rackrun.checkpoint.entries import entries_of
+from rackrun.checkpoint.errors import LayoutMismatch
+from rackrun.checkpoint.image import (
+    ImageLayout,
+    TensorEntry,
+    header_bytes,
+    parse_image,
+    plan_image,
+    read_plain,
+    read_tensor,
+)
+from rackrun.worker.manifest import Manifest
+from rackrun.worker.state import TrackedState, local_part
+
+__all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
+
+_LENGTH = struct.Struct("<Q")
+_PLAIN_ROOM = 1024
+"""The plain part is padded to a multiple of this, so that a counter that grows by a digit does not change the layout."""
+
+
+class Shard(NamedTuple):
+    """What is to be written: ``plain`` is a copy, the tensors are the state itself."""
+
+    layout: ImageLayout
+    tensors: dict[str, torch.Tensor]
+    plain: bytes
+
+
+class StateImages:
+    """Describes a state, again and again. The layout is planned anew when the structure has changed."""
+
+    def __init__(self, state: TrackedState) -> None:
+        self._state = state
+        self._planned: tuple[list[TensorEntry], int] | None = None
+        self._layout: ImageLayout | None = None
+
+    def describe(self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1) -> Shard:
+        """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only. With
+        ``rank``, a tensor that is no box of a whole one carries its rank in its name, and every rank describes its own.
+
+        Raises `LayoutMismatch` for a dtype that no image holds.
+        """
+        plain = msgspec.msgpack.encode(self._state.manifest(replica_class))
+        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
+        tensors, entries, shared = {}, {}, {}
+        for path, tensor in self._state.parts().items():
+            entry = entry_of(path, tensor, rank)
+            entries[entry.name], tensors[entry.name] = entry, local_part(tensor)
+            if entry.name == path:
+                shared[path] = tensors[path].nbytes
+        for path in _others_share(shared, turn, turns):
+            del tensors[path], entries[path]
+        planned = list(entries.values()), padded
+        if self._layout is None or planned != self._planned:
+            self._planned, self._layout = planned, plan_image(*planned)
+        return Shard(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"))
+
+
+def _others_share(sizes: dict[str, int], turn: int, turns: int) -> list[str]:
+    """About as many bytes for each, and the same for all: the largest first, to whoever has the least."""
+    loads = [0] * turns
+    others = []
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[path]
+        if least != turn:
+            others.append(path)
+    return others
+
+
+def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
+    """Its box; or, where it has none for sure, this rank's part as a tensor of its own, named by ``rank`` if given."""
+    try:
+        (entry,) = entries_of({path: tensor})
+    except (LayoutMismatch, ValueError):
+        local = local_part(tensor)
+        name = path if rank is None else f"{path}@{rank}"
+        return TensorEntry(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), Box.whole(local.shape))
+    return entry
+
+
+def load_image(state: TrackedState, payload: memoryview) -> Manifest:
+    """Put a verified image of this rank's own shard in place."""
+    layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
+    manifest = manifest_in(read_plain(layout, payload))
+    tensors = state.allocate(manifest)
+    with torch.no_grad():
+        for info in manifest.tensors:
+            tensors[info.path].copy_(read_tensor(layout, info.path, payload))
+    state.load_plain(manifest, tensors)
+    return manifest
+
+
+def manifest_in(plain: bytes) -> Manifest:
+    """The plain part of an image."""
+    (length,) = _LENGTH.unpack_from(plain)
+    return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)

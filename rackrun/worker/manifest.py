@@ -1,0 +1,64 @@
+"""What describes a rank's state to another: its tensors as they lie there, and everything else as msgpack."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+__all__ = ["Lineage", "Manifest", "TensorInfo"]
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor as it lies on a rank. ``shape`` is the local shard's."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool
+    """On the CPU although the model is not (an optimizer's step counter)."""
+    like_param: bool
+    """An optimizer's tensor that is sharded as its parameter is."""
+    strides: tuple[int, ...] = ()
+    """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        if self.strides:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.torch_dtype, device=device)
+        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's bytes as this tensor."""
+        typed = flat.view(self.torch_dtype)
+        return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """What a newcomer has to know of the run that it joins."""
+
+    kin: tuple[int, ...] = ()
+    """The ranks that hold the same parameters as this one, which is among them; unknown before replicas have been compared."""
+    began: int = -1
+    """The step after which this run was resumed; -1 if it began anew."""
+    life: int = 0
+    """Of the job, larger at every start: durable checkpoints of two lives are not mixed up."""
+    facts: str = ""
+    """What must be the same for a resumed run to be the same training."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    tensors: list[TensorInfo]
+    plain: bytes
+    """Everything that is not a tensor, msgpack."""
+    replica_class: str = ""
+    lineage: Lineage = Lineage()

@@ -1,0 +1,73 @@
+"""What a worker tells upwards: that it is ready, what it has committed and logged, that it goes on, that it has finished.
+
+Without an agent there is nobody to tell, but rank 0 shows its log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rackrun.core.events import WorkerFinished, WorkerReady, WorkerResumed
+from rackrun.core.ids import Generation, Position
+from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.worker.runtime import Runtime
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    def __init__(self, runtime: Runtime) -> None:
+        self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
+
+    def ready(self, replica_class: str) -> None:
+        self._world.replica_class = replica_class
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerReady(slot=self._boot.slot, incarnation=self._boot.incarnation, replica_class=replica_class)
+            )
+
+    def resumed(self, generation: Generation) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerResumed(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
+            )
+
+    def finished(self) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(WorkerFinished(slot=self._boot.slot, incarnation=self._boot.incarnation))
+
+    def committed(self, at: Position, attempt: int, seconds: float, ids: np.ndarray[Any, Any]) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                UnitCommitted(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    rank=self._world.rank,  # type: ignore[arg-type]
+                    at=at,
+                    attempt=attempt,
+                    seconds=seconds,
+                    gate=self._world.gate or (),
+                    ids=ids.astype("<i8").tobytes(),
+                )
+            )
+
+    def logged(self, values: dict[str, float | int | str], at: Position) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                Logged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    rank=self._world.rank,  # type: ignore[arg-type]
+                    at=at,
+                    values=values,
+                )
+            )
+        elif self._world.rank == 0:
+            shown = (
+                f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+            )
+            print(f"step {at.step}  {'  '.join(shown)}", flush=True)

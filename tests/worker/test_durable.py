@@ -1,0 +1,213 @@
+"""Checkpoints on disk: a job that ended, in whatever way, goes on from them, with as many ranks as there are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ended, say
+from scripts import Samples, Script, adam, ddp, loss_of, net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    return tmp_path
+
+
+def generations(folder: Path) -> list[int]:
+    return [info.generation for info in DurableStore(folder, "run").generations()]
+
+
+def sharded(run: Run) -> nn.Module:
+    model = net()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def trained(make: Callable[[Run], nn.Module], steps: int) -> Script:
+    """Train ``steps`` steps, and say what the whole world then has."""
+
+    def main(run: Run) -> None:
+        model = make(run)
+        optimizer = adam(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        data = run.loader(Samples())
+        done: list[int] = []
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            done.append(int(step))
+
+        def tell() -> None:
+            whole = hashlib.sha256()
+            for parameter in model.parameters():
+                held = optimizer.state.get(parameter, {})
+                for tensor in (parameter, held.get("exp_avg"), held.get("exp_avg_sq")):
+                    assert tensor is not None
+                    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    whole.update(full.detach().numpy().tobytes())
+            say(whole=whole.hexdigest(), rate=scheduler.get_last_lr(), done=done)
+
+        run.at_end(tell)
+        for number in run.steps(steps):
+            step(number)
+
+    return main
+
+
+def said(ended: Ended, what: str) -> Any:
+    """The same on every rank."""
+    assert ended.exit_code == 0, ended
+    found = [one[what] for one in ended.said.values()]
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+@pytest.mark.parametrize("make", [sharded, ddp])
+def test_the_same_command_goes_on_where_it_ended_bit_for_bit(
+    make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train(trained(make, 5))
+    assert generations(folder) == [4, 3, 1]
+    second = train(trained(make, 9))
+    assert said(second, "done") == [5, 6, 7, 8]
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    reference = train(trained(make, 9))
+    assert said(first, "whole") != said(second, "whole") == said(reference, "whole")
+    assert said(second, "rate") == said(reference, "rate")
+    assert second.losses == {step: loss for step, loss in reference.losses.items() if step > 4}
+
+
+@pytest.mark.parametrize("make", [sharded, ddp])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 3), (3, 1), (1, 2), (5, 2)])
+def test_any_number_of_ranks_goes_on_with_the_same_bits(
+    before: int, after: int, make: Callable[[Run], nn.Module], folder: Path, train: Train
+) -> None:
+    first = train(trained(make, 3), ranks=before, spares=0)
+    second = train(trained(make, 3), ranks=after, spares=0)
+    assert said(second, "done") == []
+    assert said(second, "whole") == said(first, "whole")
+    assert said(second, "rate") == said(first, "rate")
+    assert said(train(trained(make, 5), ranks=after, spares=0), "done") == [3, 4]
+
+
+@pytest.mark.parametrize("make", [sharded, ddp])
+def test_a_rank_lost_after_the_resumption_is_replaced(
+    make: Callable[[Run], nn.Module], folder: Path, train: Train
+) -> None:
+    train(trained(make, 4))
+    copy = folder.with_name("copy")
+    _copy(folder, copy)
+    reference = train(trained(make, 8))
+    for moment in range(0, len(reference.moments[1]), 5):
+        _copy(copy, folder)
+        ended = train(trained(make, 8), kill={1: moment})
+        assert not ended.differences(reference), ended
+
+
+def test_a_job_whose_last_copy_is_lost_begins_again_from_the_disk_and_not_from_nothing(
+    folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = trained(ddp, 8)
+    lived = train(main).moments
+    _empty(folder)
+    at = {rank: _moment(moments, "committed Position(step=5") for rank, moments in lived.items()}
+    ended = train(main, kill=at, spares=0)
+    assert ended.restarted, ended
+    assert said(ended, "done")[0] >= 2, "the first steps are not done again"
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    assert said(ended, "whole") == said(train(main), "whole")
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all(folder: Path, train: Train, capfd: Any) -> None:
+    train(trained(sharded, 5))
+    newest = DurableStore(folder, "run").path(4)
+    shard = next(newest.glob("rank-00001*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-5] ^= 1
+    shard.write_bytes(damaged)
+    ended = train(trained(sharded, 6))
+    assert said(ended, "done") == [4, 5]
+    told = capfd.readouterr().err
+    assert "the checkpoint of step 4 is not used" in told
+    assert "resumed after step 3" in told
+
+
+def test_when_none_can_be_read_the_job_does_not_begin_anew_unasked(folder: Path, train: Train) -> None:
+    train(trained(sharded, 3))
+    for shard in folder.glob("run/gen-*/*.safetensors"):
+        shard.write_bytes(bytes(len(shard.read_bytes())))
+    ended = train(trained(sharded, 6), max_restarts=0)
+    assert ended.exit_code != 0
+    assert "can be read" in str(ended)
+
+
+def test_another_batch_is_refused(folder: Path, train: Train) -> None:
+    train(trained(ddp, 3))
+    ended = train(trained(ddp, 6), batch=(6, 2))
+    assert ended.exit_code == 1
+    assert "global_batch_size=12" in str(ended)
+
+
+def test_storage_that_fails_stops_nobody(folder: Path, train: Train, capfd: Any) -> None:
+    def main(run: Run) -> None:
+        def break_it() -> None:
+            if run.is_main and not (folder / "run").exists():
+                (folder / "run").write_text("in the way")
+
+        run.every(1, break_it)
+        trained(ddp, 8)(run)
+
+    ended = train(main, spares=0)
+    assert ended.exit_code == 0, ended
+    assert "could not be written" in capfd.readouterr().err
+
+
+def test_replicas_share_the_writing(folder: Path, train: Train) -> None:
+    train(trained(ddp, 3))
+    newest = DurableStore(folder, "run").path(2)
+    sizes = [shard.stat().st_size for shard in sorted(newest.glob("*.safetensors"))]
+    assert len(sizes) == 3
+    one = sum(parameter.nbytes for parameter in net().parameters())
+    assert sum(sizes) < 3 * one + 3 * 16_384, "parameters and two moments, once, and a header each"
+
+
+def _moment(moments: list[str], said: str) -> int:
+    return next(index for index, what in enumerate(moments) if what.startswith(said))
+
+
+def _empty(folder: Path) -> None:
+    import shutil
+
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
