@@ -16,6 +16,7 @@ other job is stopped, because the same code differs by several per cent from one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -145,20 +146,21 @@ def recovery(
         }
 
 
-def overhead_blocks(workload: Workload, pairs: int) -> list[dict[str, dict[str, float]]]:
-    """Both jobs at once, one of them stopped (SIGSTOP, all its processes) while the other computes a block of steps, in turn.
+def overhead_blocks(workload: Workload, systems: Sequence[str], pairs: int) -> list[dict[str, dict[str, float]]]:
+    """All jobs at once, stopped (SIGSTOP, all their processes) but for one that computes a block of steps, in turn.
 
     So a pair of blocks lies within some ten seconds, on the same machine, in the same state, and nothing has to start again.
     """
     results: list[dict[str, dict[str, float]]] = []
-    systems = ("rackrun", "torchrun")
-    with (
-        workload.job("rackrun", 10**6, checkpoint=False) as ours,
-        workload.job("torchrun", 10**6, checkpoint=False) as theirs,
-    ):
-        jobs = dict(zip(systems, (ours, theirs), strict=True))
-        theirs.pause()
-        for job in (ours, theirs):
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for system in systems:
+            for job in jobs.values():
+                job.pause()
+            jobs[system] = stack.enter_context(workload.job(system, 10**6, checkpoint=False))
+            for job in jobs.values():
+                job.pause()
+        for job in jobs.values():
             job.resume()
             job.wait_for(
                 lambda marks: all_ranks_at(marks, WARM_UP), workload.start_timeout_s + WARM_UP * workload.step_timeout_s
@@ -166,7 +168,7 @@ def overhead_blocks(workload: Workload, pairs: int) -> list[dict[str, dict[str, 
             job.pause()
         for number in range(pairs):
             pair = {}
-            for system in systems if number % 2 else systems[::-1]:
+            for system in systems if number % 2 else reversed(systems):
                 pair[system] = block(jobs[system], workload)
             results.append(pair)
             print(f"pair {number + 1}/{pairs}: {pair}", file=sys.stderr)
@@ -262,7 +264,7 @@ def main() -> int:
                 result["recoveries"].append(run)
                 took = "never" if run["beyond_s"] is None else f"{run['beyond_s']:.2f} s"
                 print(f"{number + 1}/{runs} {system} {fault}: {took}", file=sys.stderr)
-    result["overhead"] = overhead_blocks(workload, pairs) if pairs else []
+    result["overhead"] = overhead_blocks(workload, ("rackrun", "torchrun"), pairs) if pairs else []
 
     name = args.name or ("recovery-quick" if args.quick else "recovery")
     result["table"] = summary(result)

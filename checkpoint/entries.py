@@ -9,6 +9,7 @@ checkpoint with wrong offsets would be found only by its loss.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -88,6 +89,10 @@ def box_of(
     return Box(tuple(offsets), tuple(local_shape))
 
 
+_box_of = functools.lru_cache(maxsize=4096)(box_of)
+"""Blocks repeat, and so do saves."""
+
+
 def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry | None:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -97,7 +102,7 @@ def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry | None:
         return None
     local_shape = tuple(tensor.to_local().shape)
     try:
-        box = box_of(shape, local_shape, tuple(tensor.device_mesh.shape), coordinate, tensor.placements)
+        box = _box_of(shape, local_shape, tuple(tensor.device_mesh.shape), tuple(coordinate), tuple(tensor.placements))
     except LayoutMismatch as error:
         raise LayoutMismatch(f"tensor {name!r:.200}: {error.what}", remedy=error.remedy) from error
     return TensorEntry(name, dtype, shape, box)

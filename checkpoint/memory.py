@@ -168,14 +168,15 @@ class MemoryPlan:
 
 
 def ceilings(
-    arena_dir: Path,
+    arena_dir: Path | None,
     *,
     proc: Path = Path("/proc"),
     cgroup_root: Path = Path("/sys/fs/cgroup"),
     statvfs: Callable[[Path], FileSystemSize] = os.statvfs,
 ) -> tuple[Ceiling, ...]:
-    """All that bounds arenas in ``arena_dir`` when this process allocates them."""
-    return (*_control_groups(proc, cgroup_root), _available(proc), *_file_system(arena_dir, statvfs))
+    """All that bounds arenas in ``arena_dir`` (None: in memfds) when this process allocates them."""
+    folder = () if arena_dir is None else _file_system(arena_dir, statvfs)
+    return (*_control_groups(proc, cgroup_root), _available(proc), *folder)
 
 
 def _available(proc: Path) -> Ceiling:

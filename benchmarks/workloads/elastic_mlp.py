@@ -6,6 +6,8 @@ import os
 
 import torch
 from common import SEED, Marks, Noise, ResidualMLP, arguments, loss_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rackrun
@@ -14,11 +16,25 @@ BATCH = 4  # of each rank
 RANKS = int(os.environ.get("BENCH_RANKS", "4"))
 
 
-@rackrun.elastic(global_batch_size=BATCH * RANKS, micro_batch_size=BATCH, seed=SEED)
+SNAPSHOT_EVERY = os.environ.get("BENCH_SNAPSHOT_EVERY")
+
+
+@rackrun.elastic(
+    global_batch_size=BATCH * RANKS,
+    micro_batch_size=BATCH,
+    seed=SEED,
+    snapshot_every=int(SNAPSHOT_EVERY) if SNAPSHOT_EVERY else None,
+)
 def main(run: rackrun.Run) -> None:
     args = arguments()
     torch.manual_seed(SEED)
-    model = DDP(ResidualMLP(args.width, args.layers).to(run.device))
+    model: nn.Module = ResidualMLP(args.width, args.layers).to(run.device)
+    if os.environ.get("BENCH_SHARDED"):
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DDP(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Noise(args.width))

@@ -25,7 +25,12 @@ HARDWARE_FAILURES = (
     "torch.distributed.DistNetworkError",
 )
 """Exceptions that tell of a lost peer or device: several ranks raise them at once, without any bug in the script."""
-MISUSES = ("rackrun.errors.StepError", "rackrun.errors.UsageError")
+MISUSES = (
+    "rackrun.errors.StepError",
+    "rackrun.errors.UsageError",
+    "rackrun.checkpoint.errors.MemoryPlanError",
+    "rackrun.checkpoint.errors.LayoutMismatch",
+)
 """What rackrun itself refuses: no hardware could help."""
 SEEN_MAX = 256
 

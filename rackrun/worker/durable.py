@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
 import torch.distributed as dist
 
 from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
@@ -87,7 +89,7 @@ class DurableCheckpoints:
         none yet. Raises `StateLost` when there are some and none can be read."""
         try:
             self._options.directory.mkdir(parents=True, exist_ok=True)
-            mine = [(info.generation, info.digest) for info in self._store.generations()][:_TRIED_MAX]
+            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_TRIED_MAX]
         except (OSError, CheckpointError) as error:
             raise UsageError(
                 f"the checkpoint directory {self._options.directory} cannot be used: {error}.",
@@ -154,11 +156,19 @@ class DurableCheckpoints:
         self._state.load_plain(manifest, tensors)
 
     def _gather(self, mine: Any) -> list[Any]:
-        """From every rank."""
-        everyone = [mine] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+        """From every rank: plain data."""
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+        sizes = [int(row.item()) for row in self._gather_rows(torch.tensor([encoded.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: encoded.numel()] = encoded
+        rows = self._gather_rows(padded)
+        return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        row = mine.to(self._world.device)
+        rows = [torch.empty_like(row) for _ in range(self._world.size)]
+        dist.all_gather(rows, row)
+        return [other.cpu() for other in rows]
 
     # -- while training
     def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> None:

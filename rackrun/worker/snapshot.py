@@ -26,6 +26,8 @@ from rackrun.checkpoint.arena_slot import SlotWriter
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
+from rackrun.checkpoint.memory import MemoryPlan, ceilings
+from rackrun.checkpoint.placement import Redundancy
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost
 from rackrun.link.boot import SNAPSHOT_JOB
@@ -147,6 +149,8 @@ class Snapshots:
                 self._device.unpin(arena.memory()[0])
                 arena.close()
             self._arenas[slot] = None
+            if not any(self._arenas):  # what does not fit is said now; later the kernel would end somebody
+                MemoryPlan(1, size, Redundancy.local(), ceilings(None)).check()
             os.ftruncate(self._fds[slot], 0)
             arena = self._arenas[slot] = Arena.create(
                 self._fds[slot],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,43 +27,6 @@ from rackrun.checkpoint.errors import (
     IntegrityError,
     MemoryPlanError,
 )
-
-JOB = "run-42"
-ROOM, CHUNK = 150, 64
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rank-00003.arena"
-
-
-def create(path: Path | int, **changed: Any) -> Arena:
-    given = {"job": JOB, "rank": 3, "epoch": 1, "slots": 2, "payload_bytes": ROOM, "chunk_bytes": CHUNK, **changed}
-    return Arena.create(path, **given)
-
-
-def content(generation: int, size: int = ROOM) -> bytes:
-    return random.Random(generation).randbytes(size)
-
-
-def save(arena: Arena, generation: int, *, commit: bool = True, size: int = ROOM, **which: Any) -> int:
-    writer = arena.begin(generation, generation * 10, **which)
-    writer.payload[:size] = content(generation, size)
-    writer.seal(size, f"layout-{size}")
-    if commit:
-        arena.commit(generation)
-    return writer.index
-
-
-def read(arena: Arena, generation: int, **which: Any) -> bytes:
-    reader = arena.reader(generation, **which)
-    reader.verify()
-    return bytes(reader.payload)
-
-
-def states(arena: Arena) -> list[tuple[str, int]]:
-    return [(slot.state.name, slot.generation) for slot in arena.slots()]
-
 
 # -- what the file must be
 

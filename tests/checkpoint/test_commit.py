@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
+from commit_model import FAULTS, Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,9 +34,6 @@ from rackrun.checkpoint.commit import (
 )
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, StaleEpoch
 from rackrun.checkpoint.records import redundancy
-
-sys.path.insert(0, str(Path(__file__).parent))
-from commit_model import FAULTS, Model
 
 
 class Job:

@@ -19,6 +19,12 @@ OURS = {
     "--token-file",
     "--token_file",
     "--ledger",
+    "--checkpoint-dir",
+    "--checkpoint_dir",
+    "--checkpoint-every",
+    "--checkpoint_every",
+    "--checkpoint-keep",
+    "--checkpoint_keep",
     "--preload",
     "--quiet",
 }

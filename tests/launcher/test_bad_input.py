@@ -66,6 +66,13 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "unknown device": (("--nproc-per-node", "abacus", "train.py"), {}, ("abacus", "give a number")),
     "nnodes garbled": (("--nnodes", "a:b", "train.py"), {}, ("neither N nor MIN:MAX",)),
     "nnodes upside down": (("--nnodes", "3:2", "train.py"), {}, ("not a range",)),
+    "checkpoints every no steps": (
+        ("--checkpoint-dir", "c", "--checkpoint-every", "0", "train.py"),
+        {},
+        ("--checkpoint-every 0",),
+    ),
+    "checkpoints to nowhere": (("--checkpoint-every", "5", "train.py"), {}, ("without --checkpoint-dir",)),
+    "no checkpoint kept": (("--checkpoint-dir", "c", "--checkpoint-keep", "0", "train.py"), {}, ("would keep none",)),
     "negative restarts": (("--max-restarts", "-1", "train.py"), {}, ("--max-restarts -1",)),
     "etcd": (("--rdzv-backend", "etcd", "train.py"), {}, ("etcd is not supported", "--rdzv-endpoint")),
     "virtual local rank": (("--virtual-local-rank", "train.py"), {}, ("not supported",)),

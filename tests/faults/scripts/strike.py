@@ -135,6 +135,8 @@ class Striker:
             case "AGENT" | "LAUNCHER":
                 agent = _parent(os.getppid())  # a worker's parent is its agent's fork server
                 os.kill(agent if fault.then == "AGENT" else _parent(agent), signal.SIGKILL)
+            case "TERM":
+                os.kill(_parent(_parent(os.getppid())), signal.SIGTERM)  # the launcher
             case "CUT":
                 for group in self._world.groups:
                     if group.communicator is not None:

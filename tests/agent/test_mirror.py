@@ -1,0 +1,196 @@
+"""Copies of snapshots on another tray: what is taken, what is kept, what is given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rackrun.agent.mirror import Copies, Mirror, Refused
+from rackrun.agent.snapshots import SnapshotService
+from rackrun.agent.worker import Worker
+from rackrun.checkpoint.arena import Arena
+from rackrun.core.commands import StartWorker
+from rackrun.core.events import Event, SnapshotMirrored
+from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.link.boot import SNAPSHOT_JOB
+
+TOKEN = "a-token"
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+IMAGE = bytes(range(256)) * 64
+
+
+class Nobody:
+    def kept(self, index: int, incarnation: int) -> None:
+        return None
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.service = SnapshotService("b", "127.0.0.1", TOKEN, Nobody())
+        self.address = ""
+
+    async def put(self, path: str, body: bytes, besides: int = -1) -> tuple[int, str]:
+        async with (
+            aiohttp.ClientSession(headers=AUTHORIZATION) as session,
+            session.put(
+                f"http://{self.address}/snapshot/{path}", params={"besides": str(besides)}, data=body
+            ) as answer,
+        ):
+            return answer.status, await answer.text()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        async with (
+            aiohttp.ClientSession(headers=AUTHORIZATION) as session,
+            session.get(f"http://{self.address}/snapshot/{path}") as answer,
+        ):
+            return answer.status, await answer.read()
+
+
+@pytest.fixture
+async def holder() -> AsyncIterator[Holder]:
+    held = Holder()
+    held.address = await held.service.start()
+    yield held
+    await held.service.close()
+
+
+def seal(fd: int, step: int) -> bytes:
+    """A snapshot of ``step`` in ``fd``, as a worker makes it. Returns all of its bytes."""
+    os.ftruncate(fd, 0)
+    arena = Arena.create(fd, job=SNAPSHOT_JOB, rank=3, epoch=1, slots=1, payload_bytes=len(IMAGE))
+    with arena, arena.begin(step, step) as writer:
+        writer.payload[:] = IMAGE
+        writer.seal(len(IMAGE), "layout")
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+@pytest.fixture
+def snapshot() -> Iterator[Callable[[int], bytes]]:
+    fd = os.memfd_create("snapshot")
+    yield lambda step: seal(fd, step)
+    os.close(fd)
+
+
+async def test_what_was_put_is_given_back_byte_for_byte(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+    body = snapshot(4)
+    assert await holder.put("a/0/7/4", body) == (200, "[4]")
+    assert await holder.get("a/0/7/4") == (200, body)
+    assert (await holder.get("a/0/7/2"))[0] == 404
+    assert (await holder.get("a/0/8/4"))[0] == 404
+
+
+async def test_it_keeps_the_newest_and_the_one_that_is_named(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+    await holder.put("a/0/7/2", snapshot(2))
+    assert (await holder.put("a/0/7/4", snapshot(4), besides=2))[1] == "[2, 4]"
+    assert (await holder.put("a/0/7/6", snapshot(6), besides=2))[1] == "[2, 6]"
+    assert (await holder.put("a/0/7/8", snapshot(8), besides=6))[1] == "[6, 8]"
+    assert (await holder.get("a/0/7/2"))[0] == 404
+
+
+async def test_a_flipped_bit_a_short_body_and_another_step_are_refused(
+    holder: Holder, snapshot: Callable[[int], bytes]
+) -> None:
+    body = bytearray(snapshot(4))
+    body[-len(IMAGE) // 2] ^= 1
+    assert (await holder.put("a/0/7/4", bytes(body)))[0] == 422
+    assert (await holder.put("a/0/7/4", snapshot(4)[:-4096]))[0] == 422
+    assert (await holder.put("a/0/7/6", snapshot(4)))[0] == 422
+    assert (await holder.put("a/0/7/4", b"nonsense"))[0] == 422
+    assert (await holder.put("a/0/7/4", b""))[0] == 507
+    assert (await holder.get("a/0/7/4"))[0] == 404
+
+
+async def test_without_the_token_nothing_is_taken_or_given(holder: Holder) -> None:
+    async with aiohttp.ClientSession() as session:
+        url = f"http://{holder.address}/snapshot/a/0/7/4"
+        for verb in (session.put, session.get):
+            async with verb(url) as answer:
+                assert answer.status == 401
+
+
+def test_more_than_the_host_has_is_refused() -> None:
+    with pytest.raises(Refused, match="do not fit"):
+        Copies().room(1 << 50)
+
+
+def test_a_slots_former_workers_are_forgotten_when_they_are_two_behind() -> None:
+    copies = Copies()
+    for incarnation in (1, 2, 3):
+        copies.keep("a", 0, incarnation, 4, -1, os.memfd_create("copy"))
+    assert [copies.find("a", 0, incarnation, 4) is not None for incarnation in (1, 2, 3)] == [False, True, True]
+    copies.close()
+
+
+# -- the owner's side --------------------------------------------------------------------------------------------------
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    start = StartWorker(
+        slot=SlotId("a/0"),
+        incarnation=Incarnation(7),
+        spare=False,
+        rank=Rank(3),
+        world_size=4,
+        generation=Generation(1),
+        store="",
+    )
+    made = Worker(start, lambda worker, body: None)
+    yield made
+    made.sent_off()
+    made.buried()
+    made.forget()
+    made.page.close()
+
+
+async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_it(
+    holder: Holder, worker: Worker
+) -> None:
+    told: list[Event] = []
+    mirror = Mirror(TOKEN, lambda: f"{holder.address}/b", told.append)
+    mirror.look(worker)
+    body = seal(worker.snapshot_fds[1], 4)
+    worker.page.seal_snapshot(1, 4)
+    assert not worker.page.mirroring
+    worker.page.want_mirror(4, -1)
+    await pushed(mirror, worker)
+    assert worker.page.mirrored == 4
+    assert told == [
+        SnapshotMirrored(
+            slot=SlotId("a/0"), incarnation=Incarnation(7), holder="b", where=f"{holder.address}/a/0/7", steps=(4,)
+        )
+    ]
+    assert await holder.get("a/0/7/4") == (200, body)
+    await mirror.close()
+
+
+@pytest.mark.parametrize("wrong", ["overwritten", "no such host", "damaged"])
+async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Worker, wrong: str) -> None:
+    told: list[Any] = []
+    address = "127.0.0.1:1" if wrong == "no such host" else holder.address
+    mirror = Mirror(TOKEN, lambda: f"{address}/b", told.append)
+    seal(worker.snapshot_fds[0], 4)
+    worker.page.seal_snapshot(0, 6 if wrong == "overwritten" else 4)
+    if wrong == "damaged":
+        os.pwrite(worker.snapshot_fds[0], b"!", os.fstat(worker.snapshot_fds[0]).st_size - 100)
+    worker.page.want_mirror(4, -1)
+    await pushed(mirror, worker)
+    assert worker.page.mirrored == -1
+    assert not told
+    await mirror.close()
+
+
+async def test_with_one_tray_nothing_is_copied(worker: Worker) -> None:
+    mirror = Mirror(TOKEN, lambda: "", lambda event: None)
+    worker.page.want_mirror(4, -1)
+    mirror.look(worker)
+    assert worker.page.mirroring
+    await mirror.close()
+
+
+async def pushed(mirror: Mirror, worker: Worker) -> None:
+    mirror.look(worker)
+    await mirror._pushing[worker]
+    assert not worker.page.mirroring

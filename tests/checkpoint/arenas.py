@@ -1,0 +1,42 @@
+"""Small arenas with contents that are a function of the generation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from rackrun.checkpoint.arena import Arena
+
+__all__ = ["CHUNK", "JOB", "ROOM", "content", "create", "read", "save", "states"]
+
+JOB = "run-42"
+ROOM, CHUNK = 150, 64
+
+
+def create(path: Path | int, **changed: Any) -> Arena:
+    given = {"job": JOB, "rank": 3, "epoch": 1, "slots": 2, "payload_bytes": ROOM, "chunk_bytes": CHUNK, **changed}
+    return Arena.create(path, **given)
+
+
+def content(generation: int, size: int = ROOM) -> bytes:
+    return random.Random(generation).randbytes(size)
+
+
+def save(arena: Arena, generation: int, *, commit: bool = True, size: int = ROOM, **which: Any) -> int:
+    writer = arena.begin(generation, generation * 10, **which)
+    writer.payload[:size] = content(generation, size)
+    writer.seal(size, f"layout-{size}")
+    if commit:
+        arena.commit(generation)
+    return writer.index
+
+
+def read(arena: Arena, generation: int, **which: Any) -> bytes:
+    reader = arena.reader(generation, **which)
+    reader.verify()
+    return bytes(reader.payload)
+
+
+def states(arena: Arena) -> list[tuple[str, int]]:
+    return [(slot.state.name, slot.generation) for slot in arena.slots()]

@@ -1,0 +1,64 @@
+"""The whole job is lost, or told to end: the same command goes on from the newest checkpoint, and it is the same training."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.scripts.strike import Fault
+from tests.faults.trained import STEPS, Trained
+
+pytestmark = pytest.mark.slow
+
+Train = Callable[..., Trained]
+Reference = Callable[[str], Trained]
+
+
+def assert_the_rest_is_the_same(trained: Trained, reference: Trained, *, at_most: int) -> int:
+    """Returns the first step that was done."""
+    assert trained.ran.exit_code == 0, trained
+    assert not trained.ran.left_behind, trained
+    steps = sorted(trained.samples)
+    assert steps == list(range(steps[0], STEPS)), trained
+    assert steps[0] <= at_most, trained
+    assert trained.held == reference.held, trained
+    assert trained.gates.items() <= reference.gates.items(), trained
+    assert {step: trained.samples[step] for step in steps} == {step: reference.samples[step] for step in steps}
+    return steps[0]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
+    """Step 8's checkpoint is begun, and may or may not be whole; step 6's (or 5's, as they are counted) is."""
+    killed = train(
+        mode, [Fault(name="launcher", place="backward", rank=1, step=9, then="LAUNCHER")], checkpoints=tmp_path
+    )
+    assert killed.ran.exit_code == -signal.SIGKILL, killed
+    again = train(mode, checkpoints=tmp_path)
+    assert assert_the_rest_is_the_same(again, reference(mode), at_most=8) >= 6
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
+    """With a checkpoint of its last step, which no interval asked for."""
+    ended = train(mode, [Fault(name="term", place="backward", rank=1, step=6, then="TERM")], checkpoints=tmp_path)
+    assert ended.ran.exit_code == 128 + signal.SIGTERM, ended
+    last = max(ended.samples)
+    again = train(mode, checkpoints=tmp_path)
+    assert assert_the_rest_is_the_same(again, reference(mode), at_most=last + 1) == last + 1
+
+
+def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
+    """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
+    first = [
+        Fault(name="rank", place="forward", rank=2, step=4),
+        Fault(name="launcher", place="between steps", rank=0, step=10, then="LAUNCHER", after="rank"),
+    ]
+    train("fsdp", first, spares=2, checkpoints=tmp_path)
+    faults = [Fault(name="early", place="between steps", rank=1, step=12)]
+    again = train("fsdp", faults, spares=2, checkpoints=tmp_path)
+    assert again.struck, again
+    assert assert_the_rest_is_the_same(again, reference("fsdp"), at_most=10) >= 8
