@@ -1,0 +1,148 @@
+"""Snapshots that are taken while training goes on: what they hold, what they cost, what may disturb them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ended, say
+from scripts import Samples, adam, loss_of, net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from rackrun.checkpoint.durable_writer import GenerationWriter
+from rackrun.core.ids import Position
+from rackrun.worker.copies import HostCopies
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def steps(run: Run, model: nn.Module, total: int, between: Callable[[int], None] = lambda _: None) -> None:
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(total):
+        step(number)
+        between(number)
+
+
+def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: Train) -> None:
+    """The copy of step 3 waits until the next forward and backward have run; a buffer has changed by then, a parameter has not."""
+
+    def main(run: Run) -> None:
+        model = net(nn.BatchNorm1d(14))
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))  # no replica
+        copy, computed = HostCopies.copy, threading.Event()
+
+        def slow(self: HostCopies, *args: Any) -> None:
+            if run._world.passed >= Position(3):
+                computed.wait(20)
+            copy(self, *args)
+
+        HostCopies.copy = slow  # type: ignore[method-assign]
+        model[-1].register_full_backward_hook(lambda *_: computed.set())
+        steps(run, model, 8)
+
+    def plain(run: Run) -> None:
+        model = net(nn.BatchNorm1d(14))
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))
+        steps(run, model, 8)
+
+    reference = train(plain, snapshot_every=1)
+    lost = next(i for i, what in enumerate(reference.moments[1]) if what.startswith("committed Position(step=5"))
+    ended = train(main, snapshot_every=1, kill={1: lost})
+    assert not ended.differences(reference), ended
+    assert ended.rolled_back
+
+
+def test_parameters_that_are_changed_between_two_steps_spoil_the_snapshot_and_it_is_not_used(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = net()
+        with torch.no_grad():
+            model[0].bias.add_(run.rank)  # no replica
+        copy, changed = HostCopies.copy, threading.Event()
+        sealed: list[int] = []
+
+        def slow(self: HostCopies, *args: Any) -> None:
+            if run._world.passed.step == 4:
+                changed.wait(20)
+            copy(self, *args)
+
+        def between(number: int) -> None:
+            if number == 4:
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+                changed.set()
+            sealed[:] = sorted(run._units._snapshots._held)
+
+        HostCopies.copy = slow  # type: ignore[method-assign]
+        steps(run, model, 6, between)
+        say(sealed=sealed)
+
+    ended = train(main, snapshot_every=1)
+    assert ended.exit_code == 0, ended
+    assert all(4 not in said["sealed"] for said in ended.said.values()), ended.said
+
+
+def test_storage_that_stands_still_delays_no_step(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+
+    def main(run: Run) -> None:
+        write, released = GenerationWriter.write_shard, threading.Event()
+
+        def stuck(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+            released.wait(20)
+            return write(self, *args, **kwargs)
+
+        GenerationWriter.write_shard = stuck  # type: ignore[method-assign]
+        model = net()
+        for layer in (model[0], model[-1]):
+            fully_shard(layer)
+        steps(run, fully_shard(model), 9, lambda number: released.set() if number == 7 else None)
+
+    ended = train(main, spares=0)
+    assert ended.exit_code == 0, ended
+    assert len(ended.losses) == 9
+    assert "is passed over: an older one is still being written; training goes on" in capfd.readouterr().err
+
+
+def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_ten(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = net()
+        with torch.no_grad():
+            model[0].bias.add_(run.rank)
+        found: list[tuple[int, int, int]] = []
+
+        def between(number: int) -> None:
+            if number in (50, 1_000):
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096))
+
+        steps(run, model, 1_001, between)
+        say(found=found)
+
+    ended = train(main, ranks=2, spares=0, snapshot_every=1)
+    assert ended.exit_code == 0, ended
+    for said in ended.said.values():
+        (files, threads, memory), (files_then, threads_then, memory_then) = said["found"]
+        assert files_then <= files + 1, "the snapshot in the making may have one"
+        assert threads_then <= threads + 1
+        assert memory_then < memory + 8 * 2**20
