@@ -213,7 +213,9 @@ def started(command: list[str], script: Path, wrap: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [DDP_WRAP, FSDP_WRAP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(DDP_WRAP, id="ddp"), pytest.param(FSDP_WRAP, id="fsdp", marks=pytest.mark.soak)]
+)
 def test_a_script_trains_alike_under_python_and_under_torchrun(wrap: str, tmp_path: Path) -> None:
     alone = started([sys.executable], tmp_path / "train.py", wrap)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
