@@ -51,6 +51,20 @@ def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_pa
     assert assert_the_rest_is_the_same(again, reference(mode), at_most=last + 1) == last + 1
 
 
+def test_a_tray_and_the_holder_of_its_copies_are_lost_together(
+    train: Train, reference: Reference, tmp_path: Path
+) -> None:
+    """No copy in memory is left, and the world begins again by itself: from the disk, and says so."""
+    faults = [Fault(name="both", place="backward", rank=1, step=9, then="AGENT AND HOLDER")]
+    trained = train("fsdp", faults, spares=8, trays=3, checkpoints=tmp_path)
+    assert trained.ran.exit_code == 0, trained
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["restart"], trained
+    assert "resumed after step 7" in trained.ran.stderr or "resumed after step 5" in trained.ran.stderr, trained
+    assert trained.held == reference("fsdp").held, trained
+    assert trained.gates == reference("fsdp").gates, trained
+    assert not trained.contradictions, trained
+
+
 def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
     """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
     first = [

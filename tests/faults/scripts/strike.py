@@ -135,6 +135,13 @@ class Striker:
             case "AGENT" | "LAUNCHER":
                 agent = _parent(os.getppid())  # a worker's parent is its agent's fork server
                 os.kill(agent if fault.then == "AGENT" else _parent(agent), signal.SIGKILL)
+            case "AGENT AND HOLDER":
+                own, launcher = _parent(os.getppid()), _parent(_parent(os.getppid()))
+                agents = sorted(
+                    _children(launcher)
+                )  # started in the order of their trays; the next one holds our copies
+                for agent in (agents[agents.index(own) + 1], own):
+                    os.kill(agent, signal.SIGKILL)
             case "TERM":
                 os.kill(_parent(_parent(os.getppid())), signal.SIGTERM)  # the launcher
             case "CUT":
@@ -236,6 +243,10 @@ class Striker:
 
         if due:
             threading.Thread(target=strike, daemon=True).start()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _parent(pid: int) -> int:
