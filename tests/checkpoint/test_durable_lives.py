@@ -32,7 +32,7 @@ POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith(("durable
 CRASHES = 2000
 CHUNK = 2048
 WORLD_MAX = 3
-SAVES_MAX = 4
+SAVES_MAX = 3
 OLD_S = 100.0
 SHAPES = {"weight": (7, 3), "bias": (5,), "step": ()}
 
@@ -218,7 +218,7 @@ def test_after_any_of_two_thousand_crashes_a_start_restores_one_whole_state_and_
     while len(died_at) < CRASHES:
         life += 1
         named = rng.random() < 0.5
-        fate = Fate(rng.choice(POINTS), rng.randint(1, 5)) if named else Fate(None, rng.randint(1, 300))
+        fate = Fate(rng.choice(POINTS), rng.randint(1, 3)) if named else Fate(None, rng.randint(1, 200))
         job.start(life, fate)
         if fate.struck is not None:
             died_at.append(fate.struck)

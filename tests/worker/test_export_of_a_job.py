@@ -42,7 +42,7 @@ def test_a_fresh_plain_model_takes_what_three_ranks_wrote_bit_for_bit(
     tmp_path: Path,
     train: Callable[..., Ended],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     checkpoints, held = tmp_path / "checkpoints", tmp_path / "held.pt"
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(checkpoints))
@@ -78,11 +78,11 @@ def test_a_fresh_plain_model_takes_what_three_ranks_wrote_bit_for_bit(
 
     def ctl(*arguments: object) -> Any:
         monkeypatch.setattr(sys, "argv", ["rackctl", "ckpt", *map(str, arguments), "--json"])
-        capsys.readouterr()
+        capfd.readouterr()
         with pytest.raises(SystemExit) as exited:
             rackctl()
         assert not exited.value.code
-        return json.loads(capsys.readouterr().out)
+        return json.loads(capfd.readouterr().out)
 
     (job,) = ctl("ls", checkpoints)["jobs"]
     assert (job["job"], job["damaged"]) == ("run", [])
