@@ -122,7 +122,7 @@ def export(
             f"the set {into} cannot be written: {error.strerror or error}.",
             remedy="make room, or choose another place.",
         ) from error
-    except CheckpointError:
+    except BaseException:  # an interrupt too
         _forget(files, temporary)
         raise
     return Exported(into, tuple(names), len(tensors), total)

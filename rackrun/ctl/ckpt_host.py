@@ -180,7 +180,7 @@ def _compare(console: Console, planned: list[_Planned], refused: Mapping[str, Pl
         table.add_column(name, justify="right", no_wrap=True)
     for one in planned:
         losses = (_loss(*one.survival(level)) for level in _LEVELS)
-        kept = f"+{float(one.placement.kept()):.0%}"
+        kept = f"+{float(one.placement.kept()):.1%}"
         short = "" if one.memory.fits else " (too much)"
         table.add_row(one.preset, *losses, kept, amount(one.memory.needed_bytes) + short)
     console.print(table, highlight=False)
@@ -216,9 +216,9 @@ def _tell_arenas(
     orphans = [one for one in found if one.state in going]
     size = amount(sum(one.bytes for one in orphans))
     if yes:
-        say(console, f"{len(removed)} of {len(orphans)} arenas of dead jobs removed, of {size}")
+        say(console, f"arenas of dead jobs: {len(orphans)}, {size}; removed: {len(removed)}")
     else:
-        say(console, f"{len(orphans)} arenas of dead jobs, {size}" + ("; --yes removes them" if orphans else ""))
+        say(console, f"arenas of dead jobs: {len(orphans)}, {size}" + ("; --yes removes them" if orphans else ""))
 
 
 def _arena_lines(

@@ -129,6 +129,17 @@ def test_verify_reads_the_newest_and_marks_it_and_all_when_asked(tmp_path: Path,
     assert [info.verified for info in store.generations()] == [True] * 3
 
 
+def test_long_work_has_a_bar_on_a_terminal_and_none_for_machines(
+    tmp_path: Path, rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    assert rackctl("ckpt", "verify", tmp_path).err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "verifying" in rackctl("ckpt", "verify", tmp_path).err
+    assert "exporting" in rackctl("ckpt", "export", tmp_path, tmp_path / "out").err
+    assert rackctl("ckpt", "verify", tmp_path, "--json").err == ""
+
+
 def test_verify_names_the_rank_the_chunk_and_the_tensors_of_a_flipped_bit(tmp_path: Path, rackctl: Rackctl) -> None:
     store = save(tmp_path, 1)
     layout, payload = image(state(1), 1)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from rackrun.checkpoint import crashpoints
 from rackrun.ctl.export_names import model_names
 from rackrun.errors import UsageError
 from tests.ctl.saved import State, flip, model, save, shard_path, state
@@ -82,6 +83,21 @@ def test_a_damaged_tensor_stops_it_and_nothing_is_left(tmp_path: Path, rackctl: 
     said = rackctl("ckpt", "export", tmp_path, tmp_path / "out", "--all")
     assert said.code == 1
     assert "CRC32C" in said.err
+    assert os.listdir(tmp_path) == held
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    held = list(os.listdir(tmp_path))
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    crashpoints.enable(interrupted)
+    try:
+        assert rackctl("ckpt", "export", tmp_path, tmp_path / "out").code not in (0, 2)
+    finally:
+        crashpoints.enable(None)
     assert os.listdir(tmp_path) == held
 
 

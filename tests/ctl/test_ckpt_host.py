@@ -78,7 +78,7 @@ def test_without_a_preset_several_are_compared_and_what_cannot_be_had_says_why(r
     assert said.code == 0
     rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
     assert rows["local"][1:3] == ["0", "0"]
-    assert rows["xor:4@tray"][-3] == "+33%"
+    assert rows["xor:4@tray"][-3] == "+33.3%"
     assert "mirror:rack: " in said.out
     assert rackctl("ckpt", "plan", *RACK, "--preset", "mirror:rack").code == 2
     found = rackctl("ckpt", "plan", *RACK, "--json").json
@@ -211,7 +211,7 @@ def test_clean_lists_and_removes_only_when_told_to(tmp_path: Path, rackctl: Rack
     with make(tmp_path / "living"):
         said = rackctl("ckpt", "clean", "--dir", tmp_path)
         assert said.code == 0
-        assert "1 arenas of dead jobs" in said.out
+        assert "arenas of dead jobs: 1, " in said.out
         assert len(os.listdir(tmp_path)) == 3
         said = rackctl("ckpt", "clean", "--dir", tmp_path, "--yes", "--json")
         assert [Path(one["path"]).name for one in said.json["arenas"] if one["removed"]] == ["a"]
