@@ -41,6 +41,8 @@ class Leftover:
     kind: Literal["unfinished", "trash"]
     path: Path
     generation: int
+    epoch: int
+    """Of the writers; -1 of trash."""
     shards: int
     """Of how many ranks it has all bytes."""
     world_size: int | None
@@ -152,6 +154,6 @@ def _leftover(store: DurableStore, name: str) -> Leftover | None:
     except OSError:
         return None  # finished or collected meanwhile
     if temporary is not None:
-        return Leftover("unfinished", path, temporary.generation, shards, world_size, size, touched)
+        return Leftover("unfinished", path, temporary.generation, temporary.epoch, shards, world_size, size, touched)
     assert trash is not None
-    return Leftover("trash", path, int(trash[1]), shards, world_size, size, touched)
+    return Leftover("trash", path, int(trash[1]), -1, shards, world_size, size, touched)

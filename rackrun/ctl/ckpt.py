@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
-from rackrun.checkpoint.retention import Choice, Retention, choose, collect
+from rackrun.checkpoint.retention import Retention, choose, collect
 from rackrun.checkpoint.survey import Survey, stores_in, survey
 from rackrun.checkpoint.suspects import suspects
 from rackrun.ctl import ckpt_host
@@ -82,8 +82,12 @@ def verify(
     if generation is not None:
         with contextlib.suppress(IntegrityError):  # told below
             stores[0].whole(generation)
-    wanted = [(store, _numbers(survey(store), generation, every)) for store in stores]
-    if not any(numbers for _, numbers in wanted):
+    wanted = []
+    for store in stores:
+        found = survey(store)
+        there = found.generations() if every else found.generations()[:1]
+        wanted += _wanted(store, found, there if generation is None else [generation])
+    if not wanted:
         raise _nothing(directory)
     _check(wanted, as_json)
 
@@ -95,7 +99,7 @@ def scrub(directory: Directory, job: Job = None, as_json: Json = False) -> None:
     for store in stores_in(directory, job):
         found = survey(store)
         done = {info.generation for info in found.whole if info.verified}
-        wanted.append((store, [number for number in found.generations() if number not in done]))
+        wanted += _wanted(store, found, [number for number in found.generations() if number not in done])
     _check(wanted, as_json)
 
 
@@ -128,8 +132,7 @@ def export(
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
     if generation is None:
-        newest = _whole(store, directory)[0]
-        generation = newest.generation
+        generation = _newest(store, directory)
     with store.open(generation) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
@@ -179,7 +182,7 @@ def gc(
     store, retention = _one(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
     if dry_run:
-        _would_collect(found, retention, as_json)
+        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, as_json)
         return
     _mark_one(store, found, quiet=as_json)
     done = collect(store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S)
@@ -197,9 +200,7 @@ def gc(
         )
     else:
         _tell_kept(done.kept)
-        print(
-            f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished, {done.trash} directories of waste in all"
-        )
+        print(f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished; {done.trash} directories in all")
         for failure in failures:
             print(f"not done: {failure}")
     if failures:
@@ -223,11 +224,11 @@ def _one(directory: Path, job: str | None) -> DurableStore:
     return stores[0]
 
 
-def _whole(store: DurableStore, directory: Path) -> list[GenerationInfo]:
-    found = store.generations()
-    if not found:
+def _newest(store: DurableStore, directory: Path) -> int:
+    whole = store.generations()
+    if not whole:
         raise _nothing(directory)
-    return found
+    return whole[0].generation
 
 
 def _nothing(directory: Path) -> NoUsableGeneration:
@@ -237,51 +238,37 @@ def _nothing(directory: Path) -> NoUsableGeneration:
     )
 
 
-def _numbers(found: Survey, generation: int | None, every: bool) -> list[int]:
-    if generation is not None:
-        return [generation]
-    return found.generations() if every else found.generations()[:1]
-
-
 # -- verification
-@dataclass
-class _Reading:
-    """One bar over all generations."""
-
-    show: Callable[[int, int], None]
-    total: int
-    before: int = 0
-
-    def __call__(self, done: int, _: int) -> None:
-        self.show(self.before + done, self.total)
+@dataclass(frozen=True)
+class _Wanted:
+    store: DurableStore
+    generation: int
+    bytes: int
+    """0: it is not whole."""
 
 
-def _check(wanted: list[tuple[DurableStore, list[int]]], as_json: bool) -> None:
-    sizes = {
-        (store.job, info.generation): info.bytes
-        for store, numbers in wanted
-        if numbers
-        for info in store.generations()
-        if info.generation in numbers
-    }
+def _wanted(store: DurableStore, found: Survey, numbers: Sequence[int]) -> list[_Wanted]:
+    sizes = {info.generation: info.bytes for info in found.whole}
+    return [_Wanted(store, number, sizes.get(number, 0)) for number in numbers]
+
+
+def _check(wanted: Sequence[_Wanted], as_json: bool) -> None:
+    total, before = sum(one.bytes for one in wanted), 0
     checked = []
     with progress_bar("verifying", quiet=as_json) as show:
-        reading = _Reading(show, sum(sizes.values()))
-        for store, number in _each(wanted):
-            checked.append(_checked(store, number, reading))
-            reading.before += sizes.get((store.job, number), 0)
+
+        def advance(done: int, _: int) -> None:
+            show(before + done, total)
+
+        for one in wanted:
+            checked.append(_checked(one.store, one.generation, advance))
+            before += one.bytes
     if as_json:
         print_json({"ok": all(one.ok for one in checked), "generations": checked})
     else:
         render_checked(Console(), checked)
     if not all(one.ok for one in checked):
         raise typer.Exit(1)
-
-
-def _each(wanted: list[tuple[DurableStore, list[int]]]) -> Iterator[tuple[DurableStore, int]]:
-    for store, numbers in wanted:
-        for number in numbers:
-            yield store, number
 
 
 def _checked(store: DurableStore, number: int, progress: Callable[[int, int], None]) -> Checked:
@@ -310,10 +297,17 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
                 return
 
 
-def _would_collect(found: Survey, retention: Retention, as_json: bool) -> None:
+def _would_collect(found: Survey, retention: Retention, before_s: float, as_json: bool) -> None:
     marked = next((info.generation for info in found.whole if info.verified), None)
     assumed = marked if marked is not None else next((info.generation for info in found.whole), None)
-    choice: Choice = choose(found.whole, retention, pins=(), newest_verified=assumed)
+    choice = choose(found.whole, retention, pins=(), newest_verified=assumed)
+    newest = _newest_epoch(found)
+    unfinished = [
+        left.path.name
+        for left in found.leftovers
+        if left.kind == "unfinished" and left.epoch < newest and left.touched_s < before_s
+    ]
+    waste = sum(left.kind == "trash" for left in found.leftovers)
     if as_json:
         print_json(
             {
@@ -321,22 +315,22 @@ def _would_collect(found: Survey, retention: Retention, as_json: bool) -> None:
                 "dry_run": True,
                 "kept": {str(number): why for number, why in choice.keep.items()},
                 "dropped": choice.drop,
+                "unfinished": unfinished,
+                "trash": len(choice.drop) + len(unfinished) + waste,
                 "assumed_verified": assumed if marked is None else None,
             }
         )
         return
     _tell_kept(choice.keep)
-    print(f"would be deleted: {_listed(choice.drop)}")
+    print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste} of waste")
     if marked is None and assumed is not None:
         print(f"none is marked as verified: generation {assumed} would be read first, and is taken for right here")
 
 
-def _tell_kept(kept: object) -> None:
-    assert isinstance(kept, dict)
+def _tell_kept(kept: Mapping[int, str]) -> None:
     for number in sorted(kept, reverse=True):
         print(f"stays: {number}, {kept[number]}")
 
 
-def _listed(numbers: object) -> str:
-    assert isinstance(numbers, list | tuple)
+def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "nothing"

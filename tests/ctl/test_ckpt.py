@@ -261,8 +261,11 @@ def test_gc_leaves_alone_what_the_newest_start_of_the_job_has_not_finished(tmp_p
     for epoch in (4, 5, 6):
         save(tmp_path, 2, epoch=epoch, ranks=1)
     assert rackctl("ckpt", "gc", tmp_path, "--keep-last", 1, "--json").json["unfinished"] == []
-    gone = rackctl("ckpt", "gc", tmp_path, "--keep-last", 1, "--orphan-hours", 0, "--json").json["unfinished"]
-    assert [name.split("-")[3] for name in gone] == ["4"]
+    arguments = ("ckpt", "gc", tmp_path, "--keep-last", 1, "--orphan-hours", 0, "--json")
+    would = rackctl(*arguments, "--dry-run").json
+    done = rackctl(*arguments).json
+    assert [name.split("-")[3] for name in done["unfinished"]] == ["4"]
+    assert (would["unfinished"], would["trash"]) == (done["unfinished"], done["trash"])
 
 
 def test_gc_that_cannot_do_what_it_should_says_so(

@@ -12,6 +12,7 @@ import pytest
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_file import ArenaFile
 from rackrun.checkpoint.arena_format import PAGE, Superblock
+from rackrun.checkpoint.digest import crc
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.orphans import ArenaState, find_arenas, remove
 from rackrun.checkpoint.placement import PlacementError, Redundancy, place
@@ -193,6 +194,19 @@ def test_an_arena_that_cannot_be_read_is_left_alone(tmp_path: Path, rackctl: Rac
     assert rackctl("ckpt", "clean", "--dir", tmp_path, "--yes", "--closed").code == 0
     assert (tmp_path / "mode").exists()
     assert not (tmp_path / "cut").exists(), "whose job is dead, however it looks"
+
+
+def test_an_arena_of_a_newer_release_is_left_to_it(tmp_path: Path, rackctl: Rackctl) -> None:
+    left_by_the_dead(tmp_path / "a")
+    data = bytearray((tmp_path / "a").read_bytes())
+    for at in (0, PAGE):
+        data[at + 8 : at + 12] = (2).to_bytes(2, "little") * 2  # format, oldest format whose reader reads it
+        data[at + 508 : at + 512] = crc(memoryview(data)[at : at + 508]).to_bytes(4, "little")
+    (tmp_path / "a").write_bytes(data)
+    assert states(tmp_path) == {"a": ArenaState.UNREADABLE}
+    said = rackctl("ckpt", "clean", "--dir", tmp_path, "--yes")
+    assert "format 2" in said.out
+    assert (tmp_path / "a").exists()
 
 
 def test_one_that_is_attached_again_after_the_look_is_not_removed(tmp_path: Path) -> None:
