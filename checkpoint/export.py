@@ -26,9 +26,9 @@ from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable_reader import GenerationReader
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch
 from rackrun.checkpoint.files import Files, delete_tree, sync_directory, write_new
-from rackrun.checkpoint.image import ImageLayout, parse_image
+from rackrun.checkpoint.layout import ImageLayout, parse_image
 
-__all__ = ["FILE_BYTES_MAX", "INDEX", "Exported", "export"]
+__all__ = ["FILE_BYTES_MAX", "INDEX", "Exported", "export", "tensor_names"]
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES_MAX = 5 * 10**9
@@ -122,10 +122,18 @@ def export(
             f"the set {into} cannot be written: {error.strerror or error}.",
             remedy="make room, or choose another place.",
         ) from error
-    except CheckpointError:
+    except BaseException:  # an interrupt too
         _forget(files, temporary)
         raise
     return Exported(into, tuple(names), len(tensors), total)
+
+
+def tensor_names(generation: GenerationReader) -> list[str]:
+    """Of all tensors that any rank holds, each once: what `export`'s ``name_of`` is asked for. Raises as `export` does."""
+    names: dict[str, None] = {}
+    for rank in range(generation.world_size):
+        names |= dict.fromkeys(entry.name for entry in _layout(generation, rank).entries)
+    return list(names)
 
 
 def _collect(generation: GenerationReader, name_of: Callable[[str], str | None]) -> list[_Tensor]:

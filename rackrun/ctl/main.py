@@ -14,15 +14,16 @@ import typer
 from rich.console import Console
 
 from rackrun.coordinator.report import read_report
+from rackrun.ctl.ckpt import ckpt
 from rackrun.ctl.render import render_report, render_result, render_status
-from rackrun.errors import UsageError
+from rackrun.errors import RackrunError, UsageError
 from rackrun.launch.place import Endpoint, Result, find_run, read_json
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="rackctl",
-    help="Look at a run of rackrun, and stop it.",
+    help="Look at a run of rackrun, stop it, and look after its checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,14 +36,16 @@ Run = Annotated[str | None, _RUN]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 _TIMEOUT_S = 5.0
 
+app.add_typer(ckpt)
+
 
 def main() -> None:
-    """Exit codes: 0 done; 1 the run is not as asked for (a ledger that does not add up); 2 bad usage."""
+    """Exit codes: 0 done; 1 it is not as asked for (a ledger that does not add up, a damaged checkpoint); 2 bad usage."""
     try:
         app()
-    except UsageError as error:
+    except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 @app.command(epilog="Example: rackctl status out/ --json")

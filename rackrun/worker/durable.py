@@ -144,12 +144,16 @@ class DurableCheckpoints:
         manifest = self._state.fitted(manifest)
         tensors = self._state.allocate(manifest)
         parts = self._state.parts()
-        targets, places = [], {}
+        targets, places, first = [], {}, set()
         for path, tensor in tensors.items():
             target = entry_of(path, parts.get(path, tensor), rank)
             targets.append(target)
             places[target.name] = tensor
-        mine = [target for target in targets if same and layouts[own].by_name.get(target.name) == target]
+            if same or self._state.is_buffer(path):  # its own; in a world of another size, rank 0's count for all
+                first.add(target.name)
+        mine = [
+            target for target in targets if target.name in first and layouts[own].by_name.get(target.name) == target
+        ]
         others = [target for target in targets if target not in mine]
         fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
         fill(plan_reshard(layouts, others, turn=rank), places, reader.read)

@@ -47,8 +47,9 @@ class StateImages:
         self._layout: ImageLayout | None = None
 
     def describe(self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1) -> Shard:
-        """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only. With
-        ``rank``, a tensor that is no box of a whole one carries its rank in its name, and every rank describes its own.
+        """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only, and
+        all buffers, in which replicas may differ. With ``rank``, a tensor that is no box of a whole one carries its rank in
+        its name, and every rank describes its own.
 
         Raises `LayoutMismatch` for a dtype that no image holds.
         """
@@ -58,7 +59,7 @@ class StateImages:
         for path, tensor in self._state.parts().items():
             entry = entry_of(path, tensor, rank)
             entries[entry.name], tensors[entry.name] = entry, local_part(tensor)
-            if entry.name == path:
+            if entry.name == path and not self._state.is_buffer(path):
                 shared[path] = tensors[path].nbytes
         for path in _others_share(shared, turn, turns):
             del tensors[path], entries[path]

@@ -112,6 +112,11 @@ class TrackedState:
         name, kind, _ = path.split("/", 2)
         return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
 
+    def is_buffer(self, path: str) -> bool:
+        """Of a tracked module: what replicas may differ in."""
+        name, kind, _ = path.split("/", 2)
+        return name in self.modules and kind == "buffer"
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Path -> every buffer of the tracked modules, this rank's part."""
         return dict(self._buffers())

@@ -1,0 +1,159 @@
+"""What lies in a checkpoint directory: jobs, whole generations, damaged ones, and what writers and retention have left.
+
+It only looks, and trusts nothing but `DurableStore`. Jobs may write and collect meanwhile: what is gone by then is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.manifest import MANIFEST, TemporaryName, check_job, generation_of
+from rackrun.errors import UsageError
+
+__all__ = ["Damaged", "Leftover", "Survey", "stores_in", "survey"]
+
+_TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
+_FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A directory with a generation's name that is not a whole one."""
+
+    generation: int
+    path: Path
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """*unfinished*: a writer is at work on it, or died. *trash*: on its way out."""
+
+    kind: Literal["unfinished", "trash"]
+    path: Path
+    generation: int
+    epoch: int
+    """Of the writers; -1 of trash."""
+    shards: int
+    """Of how many ranks it has all bytes."""
+    world_size: int | None
+    """None: no rank's fragment is there to say it."""
+    bytes: int
+    touched_s: float
+    """Newest file time, in seconds since the epoch of Unix."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One job's directory. Generations are newest first."""
+
+    job: str
+    directory: Path
+    whole: tuple[GenerationInfo, ...]
+    written_s: Mapping[int, float]
+    """Generation -> when its manifest was written, in seconds since the epoch of Unix."""
+    damaged: tuple[Damaged, ...]
+    leftovers: tuple[Leftover, ...]
+
+    def generations(self) -> list[int]:
+        """Whole or not."""
+        found = [info.generation for info in self.whole] + [one.generation for one in self.damaged]
+        return sorted(found, reverse=True)
+
+
+def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStore]:
+    """The jobs under ``directory``, or the one whose own directory it is; only ``job``, when that is given.
+
+    Raises UsageError when the directory is not there or no directory, and when there is no such job.
+    """
+    path = Path(directory).expanduser().resolve()
+    names = _listed(path)
+    if generation_of(path.name) is not None and MANIFEST in names:
+        raise UsageError(
+            f"{path} is one generation.", remedy=f"give {path.parent}, and {generation_of(path.name)} as generation."
+        )
+    if any(map(_belongs, names)):
+        found = [DurableStore(path.parent, path.name)]
+    else:
+        found = [DurableStore(path, name) for name in names if _is_job(path, name)]
+    if job is None:
+        return found
+    wanted = [store for store in found if store.job == job]
+    if not wanted:
+        there = ", ".join(store.job for store in found) or "none"
+        raise UsageError(f"there is no job {job!r} in {path}.", remedy=f"choose one that is there: {there}.")
+    return wanted
+
+
+def survey(store: DurableStore) -> Survey:
+    """Raises CheckpointError when the job's directory cannot be listed."""
+    whole = store.generations()
+    names = _listed(store.directory)
+    seen = {info.generation for info in whole}
+    damaged = []
+    for number in sorted({g for name in names if (g := generation_of(name)) is not None} - seen, reverse=True):
+        try:
+            store.whole(number)
+        except NoUsableGeneration:
+            continue  # collected meanwhile
+        except CheckpointError as error:
+            damaged.append(Damaged(number, store.path(number), error.what, error.remedy))
+    written = {}
+    for info in whole:
+        with contextlib.suppress(OSError):
+            written[info.generation] = store.files.stat(info.path / MANIFEST).st_mtime
+    leftovers = [found for name in names if (found := _leftover(store, name)) is not None]
+    return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers))
+
+
+def _listed(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is not there.", remedy="give the directory of --checkpoint-dir.") from error
+    except NotADirectoryError as error:
+        raise UsageError(f"{path} is a file.", remedy="give the directory of --checkpoint-dir.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", remedy="be the user who wrote it.") from error
+
+
+def _belongs(name: str) -> bool:
+    return generation_of(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
+
+
+def _is_job(root: Path, name: str) -> bool:
+    with contextlib.suppress(CheckpointError):
+        check_job(name)
+        return (root / name).is_dir() and any(map(_belongs, _listed(root / name)))
+    return False
+
+
+def _leftover(store: DurableStore, name: str) -> Leftover | None:
+    temporary, trash = TemporaryName.parse(name), _TRASH.match(name)
+    if temporary is None and trash is None:
+        return None
+    path = store.directory / name
+    size, shards, world_size, touched = 0, 0, None, 0.0
+    try:
+        touched = store.files.stat(path).st_mtime
+        for below in store.files.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                status = store.files.stat(path / below)
+                size, touched = size + status.st_size, max(touched, status.st_mtime)
+                if fragment := _FRAGMENT.fullmatch(below):
+                    shards, world_size = shards + 1, int(fragment[1])
+    except OSError:
+        return None  # finished or collected meanwhile
+    if temporary is not None:
+        return Leftover("unfinished", path, temporary.generation, temporary.epoch, shards, world_size, size, touched)
+    assert trash is not None
+    return Leftover("trash", path, int(trash[1]), -1, shards, world_size, size, touched)
