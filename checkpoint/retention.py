@@ -106,9 +106,10 @@ def collect(
     now: Callable[[], float],
     orphan_ttl_s: float,
     pins: Collection[int] = (),
+    finished: int = -1,
 ) -> Collected:
-    """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, and
-    waste. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+    """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, those of
+    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
 
     Reads all bytes of the newest generation when none is marked as verified yet.
     """
@@ -131,7 +132,7 @@ def collect(
                 done.dropped.append(generation)
         before = now() - orphan_ttl_s
         _sweep(store, before)
-        for name in _orphans(store, epoch, before):
+        for name in _orphans(store, epoch, before, finished):
             if _set_aside(store, store.directory / name, done):
                 done.orphans.append(name)
         _delete_trash(store, done)
@@ -189,12 +190,16 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _orphans(store: DurableStore, epoch: int, before: float) -> list[str]:
+def _orphans(store: DurableStore, epoch: int, before: float, finished: int) -> list[str]:
     """Temporary directories that nobody will finish."""
     found = []
     for name in store.files.listdir(store.directory):
         temporary = TemporaryName.parse(name)
-        if temporary is not None and temporary.epoch < epoch:
+        if temporary is None:
+            continue
+        if temporary.epoch == epoch and temporary.generation < finished:
+            found.append(name)
+        elif temporary.epoch < epoch:
             with contextlib.suppress(FileNotFoundError):
                 if _last_touched(store, store.directory / name) < before:
                     found.append(name)

@@ -12,12 +12,12 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.memory import ceilings
 from rackrun.core.events import Event, SnapshotMirrored
 from rackrun.core.ids import Incarnation, Step, TrayId
 from rackrun.link.boot import SNAPSHOT_JOB
@@ -25,7 +25,8 @@ from rackrun.link.boot import SNAPSHOT_JOB
 __all__ = ["Copies", "Mirror", "Refused", "verify"]
 
 _CHUNK_BYTES = 4 << 20
-_TIMEOUT_S = 120.0
+_SILENCE_S = 60.0
+"""Of the holder, before a push is given up."""
 _HEADROOM = 8
 """One part in so many of the host's memory stays free."""
 
@@ -52,7 +53,7 @@ class Copies:
 
     def room(self, size: int) -> int:
         """A descriptor of so much memory. Raises `Refused`."""
-        if size < 1 or size + _total_memory() // _HEADROOM > _free_memory():
+        if size < 1 or any(size + ceiling.total // _HEADROOM > ceiling.free for ceiling in ceilings(None)):
             raise Refused(f"{size} bytes do not fit into this host's memory")
         fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
         try:
@@ -105,7 +106,7 @@ class Mirror:
         """Does it want a copy? Called now and then."""
         if worker.page.mirroring and worker not in self._pushing and self._holder():
             if self._session is None:
-                timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_SILENCE_S)
                 self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
             task = asyncio.create_task(self._push(self._session, worker), name=f"mirror-{worker.slot}")
             self._pushing[worker] = task
@@ -171,22 +172,6 @@ async def _read(fd: int, size: int, valid: Callable[[], bool]) -> AsyncIterator[
             raise ConnectionResetError("it was overwritten")
         yield chunk
         at += len(chunk)
-
-
-def _memory(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return 0
-
-
-def _free_memory() -> int:
-    return _memory("MemAvailable")
-
-
-def _total_memory() -> int:
-    return _memory("MemTotal")
 
 
 def _say(text: str) -> None:

@@ -44,6 +44,7 @@ class SnapshotService:
         self._authorization = f"Bearer {token}"
         self._keeper = keeper
         self._copies = Copies()
+        self._allocating = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -77,7 +78,8 @@ class SnapshotService:
         tray, index, incarnation, step = self._asked(request)
         size = request.content_length or 0
         try:
-            fd = self._copies.room(size)
+            async with self._allocating:  # gigabytes take a second each, and not this loop's
+                fd = await asyncio.to_thread(self._copies.room, size)
         except Refused as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 
 import torch
@@ -37,6 +38,7 @@ class _GpuCopies(HostCopies):
     """On a stream of their own, beside the next step's kernels. Pinned where the driver allows it, else slower."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def ready(self) -> torch.cuda.Event | None:
@@ -45,13 +47,16 @@ class _GpuCopies(HostCopies):
         return event
 
     def pin(self, address: int, size: int) -> None:
-        torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+            with contextlib.suppress(RuntimeError):  # or the next launch would raise what is only slower
+                torch.cuda.synchronize(self._device)
 
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def copy(self, shard: Shard, into: memoryview, paths: Collection[str], ready: torch.cuda.Event | None) -> None:
         assert ready is not None
+        torch.cuda.set_device(self._device)  # of this thread: else it would make a context on the first GPU
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             for entry in shard.layout.entries:

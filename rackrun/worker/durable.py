@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ import torch.distributed as dist
 from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch
 from rackrun.checkpoint.image import header_bytes, parse_image, write_head, write_tensor
-from rackrun.checkpoint.layout import PLAIN, ImageLayout
+from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.reshard import fill, plan_reshard
 from rackrun.checkpoint.retention import Retention, collect
 from rackrun.core.ids import Position
@@ -45,6 +46,7 @@ JOB = "run"
 _TRIED_MAX = 5
 _ORPHANS_S = 24 * 3600.0
 _EVERY_S = 300.0
+_SLICE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class DurableCheckpoints:
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
-        self._flush: _Flush | None = None
+        self._flushes: list[_Flush] = []
         self._saved = -1
         self._complained: set[str] = set()
 
@@ -98,6 +100,11 @@ class DurableCheckpoints:
         everyone = self._gather((time.time_ns() // 1_000_000, mine))
         life = max(at for at, _ in everyone)
         common = [found for found in mine if all(found in theirs for _, theirs in everyone)]
+        if not common and any(theirs for _, theirs in everyone):
+            raise UsageError(
+                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for _, theirs in everyone)} of {len(everyone)} see none.",
+                remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
+            )
         position = None
         for generation, _ in common:
             position = self._try(generation)
@@ -141,22 +148,29 @@ class DurableCheckpoints:
                 f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._options.facts}.",
                 remedy="resume with the same, or give another --checkpoint-dir.",
             )
+        if same:  # what is not its own is its replicas'
+            holders = [layouts[kin] for kin in manifest.lineage.kin or (own,)]
+            readers = list(manifest.lineage.kin or (own,))
+        else:
+            holders, readers = layouts, list(range(reader.world_size))
+            _check_alike(reader, layouts)
         manifest = self._state.fitted(manifest)
         tensors = self._state.allocate(manifest)
         parts = self._state.parts()
-        targets, places, first = [], {}, set()
+        mine: list[TensorEntry] = []
+        others: list[TensorEntry] = []
+        places: dict[str, torch.Tensor] = {}
         for path, tensor in tensors.items():
             target = entry_of(path, parts.get(path, tensor), rank)
-            targets.append(target)
             places[target.name] = tensor
-            if same or self._state.is_buffer(path):  # its own; in a world of another size, rank 0's count for all
-                first.add(target.name)
-        mine = [
-            target for target in targets if target.name in first and layouts[own].by_name.get(target.name) == target
-        ]
-        others = [target for target in targets if target not in mine]
+            first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
+            (mine if first and layouts[own].by_name.get(target.name) == target else others).append(target)
         fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
-        fill(plan_reshard(layouts, others, turn=rank), places, reader.read)
+        fill(
+            plan_reshard(holders, others, turn=rank),
+            places,
+            lambda holder, start, stop: reader.read(readers[holder], start, stop),
+        )
         self._state.load_plain(manifest, tensors)
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -175,32 +189,42 @@ class DurableCheckpoints:
         return [other.cpu() for other in rows]
 
     # -- while training
-    def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> None:
-        """After a step was committed, on all ranks alike."""
+    def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
+        """After a step was committed, on all ranks alike. Whether one was begun."""
         if not self._state.lineage.kin and not last:
-            return  # replicas have not been compared yet
+            return False  # replicas have not been compared yet
         every = self._options.every or self._every(gate)
         if last or gate.draining:
-            self.finish()
-            self.save(at.step)
-        elif (at.step + 1) % every == 0:
-            if gate.writing:
-                self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
-            else:
-                self.save(at.step)
+            self.save(at.step, last=True)  # whether or not an older one is still being written
+            return True
+        if (at.step + 1) % every:
+            return False
+        if gate.writing:
+            self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            return False
+        self.save(at.step)
+        return True
 
     def _every(self, gate: GateSums) -> int:
         step_s = gate.step_s / self._world.size
         return 2 ** max(round(math.log2(_EVERY_S / step_s)), 0) if step_s > 0 else 2**20
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, last: bool = False) -> None:
         """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
         if step <= self._saved:
             return  # done again after a rollback: it is there
+        if self._saved > self._state.lineage.began and not self._store.path(self._saved).exists() and not self.writing:
+            self._complain(
+                f"the checkpoint of step {self._saved} is not whole: a rank was lost, or {self._store.root} is not shared by all hosts"
+            )
         self._saved = step
         kin = self._state.lineage.kin or (self._world.rank,)
         shard = self._images.describe(
-            self._world.replica_class, rank=self._world.rank, turn=kin.index(self._world.rank), turns=len(kin)
+            self._world.replica_class,
+            rank=self._world.rank,
+            turn=kin.index(self._world.rank),
+            turns=len(kin),
+            digests=len(kin) < self._world.size,
         )
         memory = mmap.mmap(-1, max(shard.layout.total_bytes, 1))
         payload = memoryview(memory)[: shard.layout.total_bytes]
@@ -224,34 +248,49 @@ class DurableCheckpoints:
                         f"the checkpoint of step {step} is given up: parameters were changed between two steps"
                     )
                 else:
-                    self._write(step, shard.layout, payload)
+                    self._write(step, shard.layout, payload, last=last)
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
                 self._complain(f"the checkpoint of step {step} failed: {type(error).__name__}: {error}")
 
         thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
-        self._flush = _Flush(copied, thread)
+        self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
         thread.start()
 
     @property
     def writing(self) -> bool:
-        return self._flush is not None and self._flush.thread.is_alive()
+        return any(flush.thread.is_alive() for flush in self._flushes)
 
-    def settle(self) -> None:
-        """Wait until the state has been copied."""
-        if self._flush is not None:
-            self._flush.copied.wait()
+    @property
+    def copying(self) -> bool:
+        """The state must not be changed yet."""
+        return any(not flush.copied.is_set() for flush in self._flushes)
 
-    def finish(self) -> None:
-        """Wait until what was begun is on disk, or has failed."""
-        if self._flush is not None:
-            self._flush.thread.join()
+    def settle(self, waiting: Callable[[], None]) -> None:
+        """Wait until the state has been copied. ``waiting`` is called now and then."""
+        for flush in self._flushes:
+            while not flush.copied.wait(_SLICE_S):
+                waiting()
 
-    def _write(self, step: int, layout: ImageLayout, payload: memoryview) -> None:
+    def finish(self, enough: Callable[[], bool]) -> None:
+        """Wait until what was begun is on disk or has failed, or until there is something better to do."""
+        for flush in self._flushes:
+            while flush.thread.is_alive() and not enough():
+                flush.thread.join(_SLICE_S)
+
+    def _write(self, step: int, layout: ImageLayout, payload: memoryview, *, last: bool) -> None:
         life = self._state.lineage.life
         writer = self._store.writer(step, step, life, self._world.size)
         written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         if written and writer.finish():
-            collect(self._store, Retention(self._options.keep), epoch=life, now=time.time, orphan_ttl_s=_ORPHANS_S)
+            # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
+            collect(
+                self._store,
+                Retention(self._options.keep),
+                epoch=life,
+                now=time.time,
+                orphan_ttl_s=_ORPHANS_S,
+                finished=step if not last else -1,
+            )
         elif writer.failure is not None:
             self._complain(f"the checkpoint of step {step} could not be written: {writer.failure}")
 
@@ -267,6 +306,19 @@ def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
     shard = reader.reader(rank)
     length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
     return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> None:
+    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
+    seen: dict[str, int] = {}
+    for rank, layout in enumerate(layouts):
+        manifest = manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN])))
+        for path, mine in manifest.whole.items():
+            if seen.setdefault(path, mine) != mine:
+                raise LayoutMismatch(
+                    f"{path} is not the same on all of the {reader.world_size} ranks that wrote {reader.directory}.",
+                    remedy=f"resume with {reader.world_size} ranks, or shard it as a DTensor.",
+                )
 
 
 def _say(what: str) -> None:

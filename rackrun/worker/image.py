@@ -22,6 +22,7 @@ from rackrun.checkpoint.image import (
 )
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState, local_part
+from rackrun.worker.tensor_bytes import digest
 
 __all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
 
@@ -46,21 +47,29 @@ class StateImages:
         self._planned: tuple[list[TensorEntry], int] | None = None
         self._layout: ImageLayout | None = None
 
-    def describe(self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1) -> Shard:
+    def describe(
+        self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1, digests: bool = False
+    ) -> Shard:
         """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only, and
         all buffers, in which replicas may differ. With ``rank``, a tensor that is no box of a whole one carries its rank in
-        its name, and every rank describes its own.
+        its name, and every rank describes its own. ``digests``: of what this rank has as a whole, in the manifest.
 
         Raises `LayoutMismatch` for a dtype that no image holds.
         """
-        plain = msgspec.msgpack.encode(self._state.manifest(replica_class))
-        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
         tensors, entries, shared = {}, {}, {}
         for path, tensor in self._state.parts().items():
             entry = entry_of(path, tensor, rank)
             entries[entry.name], tensors[entry.name] = entry, local_part(tensor)
             if entry.name == path and not self._state.is_buffer(path):
                 shared[path] = tensors[path].nbytes
+        manifest = self._state.manifest(replica_class)
+        if digests:
+            whole = {
+                path: digest(tensors[path]) for path in shared if entries[path].box.sizes == entries[path].global_shape
+            }
+            manifest = msgspec.structs.replace(manifest, whole=whole)
+        plain = msgspec.msgpack.encode(manifest)
+        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
         for path in _others_share(shared, turn, turns):
             del tensors[path], entries[path]
         planned = list(entries.values()), padded

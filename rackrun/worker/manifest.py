@@ -62,3 +62,5 @@ class Manifest(msgspec.Struct, frozen=True):
     """Everything that is not a tensor, msgpack."""
     replica_class: str = ""
     lineage: Lineage = Lineage()
+    whole: dict[str, int] = {}
+    """Digests of the tensors that this rank has as a whole, where not all ranks are replicas: are they the same on all?"""

@@ -15,6 +15,7 @@ _STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
 _FIRST_UNITS_S = 600.0
 """Of the first; it may compile."""
 _COLD_FLOOR_S = 30.0
+_FIRST_COPY_S, _COPY_FACTOR = 60.0, 4.0
 _UNSURE_FLOOR_S = 20.0
 """Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
 
@@ -24,6 +25,7 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=100)
         self._expected_s = 0.0
         self._patience = 1.0
+        self._copy_s = 0.0
         self._units_in_generation = 0
         self.first_step_of_generation = False
 
@@ -47,8 +49,12 @@ class Pace:
         if nobody_lost:  # what looked like a hang was slowness
             self._patience = min(2 * self._patience, _PATIENCE_MAX)
 
-    def deadline_ms(self) -> int:
-        """Of the unit that begins now: so long without progress is a stall."""
+    def copied(self, seconds: float) -> None:
+        """A rank may hold the others up so long, with a copy of its state that overlaps with a unit."""
+        self._copy_s = max(self._copy_s, seconds)
+
+    def deadline_ms(self, *, copying: bool = False) -> int:
+        """Of the unit that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it."""
         expected, self._expected_s = self._expected_s, 0.0
         if len(self._seconds) < _WARM_UNITS:
             slowest = max(self._seconds, default=0.0)
@@ -56,7 +62,8 @@ class Pace:
         else:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
-        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor), expected))
+        copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
+        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
 
     def recovery_deadline_ms(self) -> int:
         return math.ceil(1000 * max(5 * self.median_s, 5.0))

@@ -46,9 +46,9 @@ class ReplicaCheck:
         return f"start {self._state.layout()} {self._state.content()}"
 
     def due(self) -> bool:
-        """Compare in the second unit of a run, and in the first of one that was resumed, whose optimizers have state already:
-        in the same one for everybody, whoever joined when, and again if that one is done again."""
-        return self._world.passed == max(self._world.began, Position(0))
+        """Compare in the unit after the first step since the run began or was resumed: the same one for everybody, whoever joined
+        when, and again if that one is done again."""
+        return self._world.passed == Position(self._world.began.step + 1)
 
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
@@ -107,6 +107,7 @@ class ReplicaCheck:
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""
+        self._told = self.changed_late = False  # what it was told after that does not count
         self._world.replica_class = manifest.replica_class
         self._state.lineage = manifest.lineage
         self._world.began = Position(manifest.lineage.began)

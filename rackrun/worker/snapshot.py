@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,7 @@ __all__ = ["Snapshots"]
 
 _CORES_A_THREAD = 8
 _THREADS_MAX = 4
+_SLICE_S = 0.05
 _SPARE_ROOM = 64
 """An arena has room for an image larger by one part in so many: plain state grows a little."""
 
@@ -80,13 +82,18 @@ class Snapshots:
         steps = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
         return Position(min(steps)) if steps else None
 
-    def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> None:
-        """``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
+    def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> bool:
+        """Whether one was begun. ``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
         if gate.mirrored == self._runtime.world.size:
             self._mirrored = self._runtime.page.mirrored
-        if self._fds[0] >= 0 and (now or at.step % (self._every or self._interval(at, gate)) == 0):
-            self.take(at.step, mirror=not gate.mirroring)
+        mirrored = self._runtime.world.has_mirrors
+        if self._fds[0] < 0 or (mirrored and gate.mirroring and not now):
+            return False  # what is on its way must not be written over, nor what all have elsewhere
+        due = now or at.step % (self._every or self._interval(at, gate)) == 0
+        if due:
+            self.take(at.step, mirror=mirrored and not gate.mirroring)
+        return due
 
     def _interval(self, at: Position, gate: GateSums) -> int:
         """A power of two: estimates that differ by noise seldom move it, and what it was before need not be known."""
@@ -107,7 +114,9 @@ class Snapshots:
         """Begin the snapshot of ``step``; ``mirror``: another tray shall have a copy of it. The state must not be changed before `settle`, but by a forward and backward."""
         self.settle()
         began = time.monotonic()
-        slot = 0 if 0 not in self._held.values() else 1 if 1 not in self._held.values() else self._held[min(self._held)]
+        free = [slot for slot in (0, 1) if slot not in self._held.values()]
+        older = [held for held in self._held if held != self._mirrored]
+        slot = free[0] if free else self._held[min(older)]
         self._held = {s: i for s, i in self._held.items() if i != slot}
         self._runtime.page.seal_snapshot(slot, -1)
         shard = self._images.describe(self._runtime.world.replica_class)
@@ -129,13 +138,19 @@ class Snapshots:
         copying.thread.start()
         self.cost_s = described + time.monotonic() - began
 
-    def settle(self) -> None:
-        """Wait until the snapshot in the making, if any, is sealed."""
+    @property
+    def copying(self) -> bool:
+        return self._copying is not None
+
+    def settle(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until the snapshot in the making, if any, is sealed. ``waiting`` is called now and then."""
         copying, self._copying = self._copying, None
         if copying is None or copying.thread is None:
             return
         began = time.monotonic()
-        copying.thread.join()
+        while copying.thread.is_alive():
+            copying.thread.join(_SLICE_S)
+            waiting()
         if copying.error is not None:
             raise copying.error
         if not copying.torn:
@@ -188,13 +203,17 @@ class Snapshots:
             copying.cpu_s = time.thread_time() - began
 
     # -- go back
-    def fetch(self, step: int, remote: str) -> int:
+    def fetch(self, step: int, remote: str, overtaken: Callable[[], bool]) -> int:
         """The lost rank's snapshot, from its agent: ``host:port/tray/index/incarnation``. Returns the descriptor of its arena.
         RuntimeError when that does not give it: the tray may be lost too."""
         try:
-            return _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "")
+            fd = _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "")
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"{remote} did not give its snapshot of step {step}: {error!r}") from error
+        if overtaken():  # nobody waits for it any more
+            os.close(fd)
+            raise RuntimeError("overtaken")
+        return fd
 
     def load(self, step: int, fetched: int | None) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
@@ -202,8 +221,9 @@ class Snapshots:
         Raises `StateLost` when a chunk of it is not what was sealed.
         """
         self.settle()
-        arena = self._own(step) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
+        arena: Arena | None = None
         try:
+            arena = self._own(step) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
             reader = arena.reader(step, owner=arena.rank)
             reader.verify()
             manifest = load_image(self._state, reader.payload)
@@ -214,7 +234,8 @@ class Snapshots:
             ) from error
         finally:
             if fetched is not None:
-                arena.close()
+                if arena is not None:
+                    arena.close()
                 os.close(fetched)
         for other, slot in list(self._held.items()):
             if other != step:

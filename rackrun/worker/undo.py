@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.plain import flatten
-from rackrun.worker.state import TrackedState, local_part
+from rackrun.worker.state import TrackedState
 
 __all__ = ["Undo"]
 
@@ -39,6 +39,23 @@ class Undo:
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
+        self._stands: tuple[bytes, list[int], int] = b"", [], -1
+
+    def committed(self) -> None:
+        """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
+        self._stands = self._state.encode_plain(), self.versions(), self._state.filled
+
+    def check_stands(self) -> None:
+        """Raises `StepError` when it has."""
+        plain, versions, filled = self._stands
+        if filled != self._state.filled or not versions:
+            return
+        changed = "a parameter" if versions != self.versions() else ""
+        if changed or plain != self._state.encode_plain():
+            raise StepError(
+                f"{changed or 'tracked state (a scheduler, an optimizer setting, ...)'} was changed between two steps, where it is lost when a step is done again.",
+                remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",
+            )
 
     def begin(self) -> None:
         """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
@@ -76,7 +93,8 @@ class Undo:
 
     def versions(self) -> list[int]:
         """Of all parameters, this rank's part: equal as long as nothing was written to them."""
-        return [local_part(parameter)._version for parameter in self._state.parameters()]
+        parameters = self._state.parameters()
+        return [(p._local_tensor if isinstance(p, DTensor) else p)._version for p in parameters]
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the

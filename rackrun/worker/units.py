@@ -81,6 +81,8 @@ class UnitRunner:
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
+        self._copies_beside = False
+        """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
         self._content = 0
         self._versions: list[int] = []
         self._world.may_leave_phase = lambda: self._undo.versions() == self._versions
@@ -133,6 +135,7 @@ class UnitRunner:
 
     def run(self, at: Position, body: Callable[[Step], T]) -> T:
         """Returns ``body``'s result once the unit is committed."""
+        self._undo.check_stands()
         unit = _Unit(at, body)
         self._recorded.append(unit)
         self._catch_up()
@@ -141,17 +144,21 @@ class UnitRunner:
 
     def finish(self) -> None:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
-        if self._durable is not None:
-            self._durable.finish()
         channel, boot = self._runtime.channel, self._runtime.boot
+        self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()
-            self._page.enter(Activity.WAITING)
-            self._reports.finished()
-            if self._world.wait_released():
-                break
+            if self._durable is not None:
+                self._durable.finish(lambda: self._world.broken)
+            if not self._world.broken:
+                self._reports.finished()
+                if self._world.wait_released():
+                    break
             self._recover()
             self._catch_up()
+            self._page.enter(Activity.WAITING)
+        if self._durable is not None:
+            self._durable.finish(lambda: False)
         self._world.close()
 
     def expect(self, seconds: float) -> None:
@@ -234,7 +241,8 @@ class UnitRunner:
         self._versions = self._undo.versions() if step.at.phase else []
         self._late.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
-        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, self._pace.deadline_ms())
+        deadline_ms = self._pace.deadline_ms(copying=self._copies_beside)
+        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, deadline_ms)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -267,7 +275,8 @@ class UnitRunner:
             loss=loss,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
-            draining=float(self._world.drain),
+            # A checkpoint is of a step: told in a phase, the world does one more step.
+            draining=float(self._world.drain and not (step.at.phase and self._durable is not None)),
             snapshot_cost_s=self._snapshots.cost_s,
             step_s=self._pace.median_s,
             changed_late=float(self._replicas.changed_late),
@@ -293,18 +302,33 @@ class UnitRunner:
         self._reports.committed(at, attempt, seconds, self._delivered_ids())
         for values in self._logs:
             self._reports.logged(values, at)
-        if not at.phase and self._replicas.some_are_unique:
-            self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
-        if not at.phase and self._durable is not None:
-            self._durable.save_if_due(at, gate, last=at.step == self._last_step)
         if not at.phase:
+            self._copies_beside = self._begin_copies(at, gate)
             self._pace.step_done()
+        self._undo.committed()
+
+    def _begin_copies(self, at: Position, gate: GateSums) -> bool:
+        """The same on all ranks."""
+        begun = False
+        if self._replicas.some_are_unique:
+            begun = self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
+        if self._durable is not None:
+            begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)
+        return begun
 
     def _settle(self) -> None:
         """The state may be changed from here on: what copies it has done so."""
-        self._snapshots.settle()
+        if not self._copying:
+            return
+        began = time.monotonic()
+        self._snapshots.settle(self._page.progress)
         if self._durable is not None:
-            self._durable.settle()
+            self._durable.settle(self._page.progress)
+        self._pace.copied(time.monotonic() - began)
+
+    @property
+    def _copying(self) -> bool:
+        return self._snapshots.copying or (self._durable is not None and self._durable.copying)
 
     def _discard(self, step: Step | None = None) -> None:
         self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
@@ -378,7 +402,9 @@ class UnitRunner:
                 self._replicas.adopt(self._snapshots.load(plan.rollback, None))
             elif restore.snapshot:
                 step, where = plan.rollback, restore.snapshot
-                fetched = world.attempt(plan, lambda: self._snapshots.fetch(step, where))
+                fetched = world.attempt(
+                    plan, lambda: self._snapshots.fetch(step, where, lambda: world.superseded(plan.generation))
+                )
                 self._replicas.adopt(self._snapshots.load(step, fetched))
         if communicator is not None:
             manifest = world.attempt(

@@ -130,6 +130,11 @@ class World:
     def size(self) -> int:
         return self.groups[0].size()
 
+    @property
+    def has_mirrors(self) -> bool:
+        """Snapshots are copied to other trays."""
+        return self._plan is not None and bool(self._plan.mirrors)
+
     # -- collectives
     def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
         """The generation to run in; None for a loopback into ``result``."""
