@@ -70,21 +70,19 @@ class SlotWriter:
         """The whole room of the slot, writable. Only what `seal` is told of belongs to the image."""
 
         self._crcs: list[int] = []
+        self._digested = 0
+        """So many bytes are in `_crcs`; the last one may be of a part of its chunk."""
 
     @property
     def index(self) -> int:
         return self._header.slot
 
     def filled(self, upto: int) -> None:
-        """The bytes before ``upto`` are final: digest their whole chunks now, while the copy goes on, so that `seal` has
-        less to do. One thread at a time; a byte that changes afterwards shows as damage."""
+        """The bytes before ``upto`` are final: digest them now, while they are in the cache and the copy goes on, so that
+        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage."""
         self._check_open()
-        size = self._arena.chunk_bytes
-        stop = min(upto, len(self.payload)) // size * size
         self._arena._file.check()
-        self._crcs += chunk_crcs(
-            self.payload[len(self._crcs) * size : max(stop, len(self._crcs) * size)], size
-        ).tolist()
+        self._digest(min(upto, len(self.payload)))
 
     def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
         """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
@@ -99,9 +97,12 @@ class SlotWriter:
                 remedy="create the arena with larger slots.",
             )
         arena._file.check()
-        ready = self._crcs[: payload_bytes // at.chunk_bytes]
-        rest = chunk_crcs(self.payload[len(ready) * at.chunk_bytes : payload_bytes], at.chunk_bytes, threads)
-        table = table_bytes(np.concatenate([np.array(ready, dtype=np.uint32), rest]))
+        if self._digested > payload_bytes:
+            del self._crcs[payload_bytes // at.chunk_bytes :]
+            self._digested = len(self._crcs) * at.chunk_bytes
+        self._digest(min(len(self._crcs) * at.chunk_bytes, payload_bytes))
+        rest = chunk_crcs(self.payload[self._digested : payload_bytes], at.chunk_bytes, threads)
+        table = table_bytes(np.concatenate([np.array(self._crcs, dtype=np.uint32), rest]))
         crash_point("arena.seal.digested")
         sealed = self._header._replace(state=SlotState.SEALED, payload_bytes=payload_bytes, layout_hash=layout_hash)
         sealed = sealed._replace(digest=manifest_digest(sealed, at.chunk_bytes, table))
@@ -132,6 +133,16 @@ class SlotWriter:
             raise CheckpointError(
                 f"slot {self.index} was sealed or abandoned already.", remedy="begin the next generation."
             )
+
+    def _digest(self, upto: int) -> None:
+        size = self._arena.chunk_bytes
+        while self._digested < upto:
+            index = self._digested // size
+            stop = min((index + 1) * size, upto)
+            if index == len(self._crcs):
+                self._crcs.append(0)
+            self._crcs[index] = crc(self.payload[self._digested : stop], self._crcs[index])
+            self._digested = stop
 
     def _check_ours(self) -> None:
         now = self._arena._header(self.index)
