@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from rackrun.checkpoint.arena import Arena
 
 __all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
+
+_AHEAD = 1
+"""Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
 
 register("arena.seal.digested", "arena.seal.tabled")
 change_points("arena.seal")
@@ -204,6 +210,21 @@ class SlotReader:
         """Every chunk. Raises `IntegrityError` at the first that is not what was sealed."""
         for index in range(len(self.crcs)):
             self.chunk(index)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Every chunk, in order, verified by a thread of its own while the caller works on those before. Raises as `chunk`."""
+        with ThreadPoolExecutor(1, "rackrun-verify") as pool:
+            ahead: deque[Future[memoryview]] = deque()
+            try:
+                for index in range(len(self.crcs)):
+                    ahead.append(pool.submit(self.chunk, index))
+                    if len(ahead) > _AHEAD:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for verified in ahead:
+                    verified.cancel()
 
     def __str__(self) -> str:
         header = self._header

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import mmap
 import time
 import uuid
 from collections import defaultdict
@@ -33,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
@@ -164,7 +164,7 @@ class RackrunStorageWriter(StorageWriter):
         }
         plain = packed(pickled, paths_in(plan))
         layout = plan_image([_entry_of(item) for item in tensors], len(plain))
-        payload = memoryview(mmap.mmap(-1, layout.total_bytes))
+        payload = np.empty(layout.total_bytes, dtype=np.uint8).data
         write_head(layout, plain, payload)
         for item in tensors:
             tensor = planner.resolve_data(item)

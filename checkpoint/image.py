@@ -8,7 +8,7 @@ writing into one that lies in read-only memory ends the process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
     "plan_image",
     "read_plain",
     "read_tensor",
+    "read_tensors",
     "write_head",
     "write_image",
     "write_tensor",
@@ -125,6 +126,37 @@ def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor
     if dtype is torch.complex32:  # a new one warns that it is experimental; one seen as pairs does not
         return torch.view_as_complex(_view(payload, torch.float16, (*entry.box.sizes, 2), start))
     return _view(payload, dtype, entry.box.sizes, start)
+
+
+def read_tensors(
+    layout: ImageLayout, tensors: Mapping[str, torch.Tensor], payload: Buffer, chunks: Iterable[Buffer]
+) -> None:
+    """Fill local tensors, all of the layout's, from ``payload``. Its bytes are believed as ``chunks`` of it come, in order; all
+    of them are asked for. Raises `LayoutMismatch` before anything is read; whatever ``chunks`` raises, the tensors are torn."""
+    _check_length(layout, payload)
+    for entry in layout.entries:
+        check_local(entry, tensors[entry.name])
+    memory, upto = memory_of(payload), 0
+    coming = iter(chunks)
+    with torch.no_grad():
+        for entry in layout.entries:
+            start, stop = layout.extents[entry.name]
+            place = bits_of(tensors[entry.name])
+            if place.is_contiguous():
+                flat, at = place.flatten().view(torch.uint8), start
+                while at < stop:
+                    while upto <= at:
+                        upto += len(next(coming))
+                    end = min(upto, stop)
+                    source = torch.frombuffer(memory, dtype=torch.uint8, count=end - at, offset=at)
+                    flat[at - start : end - start].copy_(source)
+                    at = end
+            elif place.numel():
+                while upto < stop:
+                    upto += len(next(coming))
+                place.copy_(_view(payload, place.dtype, tuple(place.shape), start))
+    for _ in coming:
+        pass
 
 
 def read_plain(layout: ImageLayout, payload: Buffer) -> bytes:
