@@ -7,7 +7,7 @@
 
 A ``checkpoint_id`` is a directory, and every save into it is a generation of its own: what was there before stays, until
 retention (``keep``) drops it. ``runs/a/gen-000000000123`` names one generation, to be written or read. What `rackrun --checkpoint-dir
-D` has written is read from ``D/run``, by the names that tensors have there.
+D` has written is read from ``D/run``, by the names that tensors have there (``model/param/...``).
 
 Tensors lie in each rank's safetensors image as the boxes that torch has planned. What is no tensor was pickled by torch's
 planner: those bytes travel as they are, in the plain part. torch's planner unpickles them again, whatever they are; so the
