@@ -3,13 +3,15 @@
     python benchmarks/checkpoint.py            a state of 1 GB (6 GB of memory, 3 GB of disk)
     python benchmarks/checkpoint.py --quick    256 MB
 
-One process, one thread, one rank: fp32 parameters and two moments. In every round each case runs once, in an order that changes;
-a ratio is taken within a round, and the median of all rounds is reported. CPU time of the process is measured too, because
-somebody else may be using the machine. Disk writes end with an fsync, for all; reads come from the page cache.
+One process, one rank, one thread unless it says otherwise; fp32 tensors of 4 MiB, a small one beside each. In every round each
+case runs once, in an order that changes; a ratio is taken within a round, and the median of all rounds is reported. CPU time
+of the process is measured too, because somebody else may be using the machine. Writes to disk end with an fsync, for all;
+reads come from the page cache.
 
-**Sealing** copies the state into an arena and takes the CRC32C of each chunk; **memcpy** copies as many bytes in one block. **Stall**: for how long a training loop that
-takes a snapshot in every step does not compute, before its step and at the fence after it. **Restore** verifies an arena's
-image and copies it into tensors, each in a thread of its own, so its ratio is of wall times; a **plain read** only copies.
+**Sealing** copies the state into an arena and takes the CRC32C of each chunk; **memcpy** copies as many bytes in one block.
+**Stall**: for how long a training loop that takes a snapshot in every step does not compute, before its step and at the fence
+after it. **Restore** verifies an arena's image and copies it into tensors, each in a thread of its own, so its ratio is of
+wall times; a **plain read** only copies.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from rackrun.checkpoint.reshard import fill, plan_reshard
 
 PLAIN = b"plain state"
 SIDE = 1024
-"""Tensors are 4 MiB each, and so many bytes of theirs make a megabyte: one small tensor for each large one."""
+"""Of a large tensor; a small one has as many elements."""
 WANTED = {"sealing": 0.45, "xor": 0.8, "restore": 0.8}
 STALL_MS_MAX = 10.0
 
