@@ -339,7 +339,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk that is measured; a temporary one")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    megabytes, rounds, disk_rounds = (256, 11, 3) if args.quick else (1024, 11, 3)
+    megabytes, rounds, disk_rounds = (256, 11, 3) if args.quick else (1024, 11, 7)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
     result: dict[str, Any] = {"machine": machine(), "quick": args.quick, "seed": args.seed, "megabytes": megabytes}

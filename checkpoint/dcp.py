@@ -6,8 +6,8 @@
     dcp.load(state, checkpoint_id="runs/a", storage_reader=RackrunStorageReader())        # its newest whole one
 
 A ``checkpoint_id`` is a directory, and every save into it is a generation of its own: what was there before stays, until
-retention (``keep``) drops it. ``runs/a/gen-000000000123`` names one generation, to be written or read. What `rackrun --checkpoint-dir
-D` has written is read from ``D/run``, by the names that tensors have there (``model/param/...``).
+retention (``keep``) drops it. ``runs/a/gen-000000000123`` names one generation, to be written or read. What
+``rackrun --checkpoint-dir D`` has written is read from ``D/run``, by the names that tensors have there (``model/param/...``).
 
 Tensors lie in each rank's safetensors image as the boxes that torch has planned. What is no tensor was pickled by torch's
 planner: those bytes travel as they are, in the plain part. torch's planner unpickles them again, whatever they are; so the
@@ -16,9 +16,10 @@ reader gives it only what ``torch.load(weights_only=True)`` takes, pickled anew.
 There is no stager here. Which tensors a rank writes is known after planning, and torch plans after staging, so no image can
 be laid out that early; torch's own ``DefaultStager`` does what is left, in pinned memory on a GPU.
 
-Traps. A cached plan names the generation of the save before: refused. torch swallows what `read_metadata` raises, so that is kept
-until torch's next call. torch's exception for all that goes wrong, ``CheckpointException``, is a BaseException; ours are
-in its ``failures``, by rank.
+Traps. A cached plan names the generation of the save before: refused. torch swallows what `read_metadata` raises, so that is
+kept until torch's next call. torch's exception for all that goes wrong, ``CheckpointException``, is a BaseException; ours
+are in its ``failures``, by rank. A rank's image is built in memory before it is written: a save takes as much again as the
+rank's part of the state.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class _Part:
 
 
 class RackrunStorageWriter(StorageWriter):
-    """Writes a durable generation into ``path``, or into what ``save(checkpoint_id=...)`` says. ``keep``: afterwards drop all but so
-    many of the newest, and what retention always keeps; None keeps all.
+    """Writes a durable generation into ``path``, or into what ``save(checkpoint_id=...)`` says. ``keep``: afterwards drop all
+    but so many of the newest, and what retention always keeps; None keeps all.
 
     Raises `CheckpointError` when storage does not take it, and `LayoutMismatch` for a dtype that images do not hold.
     """
@@ -204,12 +205,12 @@ class RackrunStorageWriter(StorageWriter):
 
 
 class RackrunStorageReader(StorageReader):
-    """Reads the newest whole generation in ``path``, or in what ``load(checkpoint_id=...)`` says, or the one that it names. All bytes are
-    verified before they reach a tensor; a dtype that differs is converted, as torch's own reader does.
+    """Reads the newest whole generation in ``path``, or in what ``load(checkpoint_id=...)`` says, or the one that it names.
+    All bytes are verified before they reach a tensor; a dtype that differs is converted, as torch's own reader does.
 
-    ``unsafe_pickle``: items that are no tensors may run any code when they are loaded. Raises `NoUsableGeneration`, `IntegrityError`
-    with the names of tensors and the chunk, `LayoutMismatch`, and `CheckpointError` for an item that only pickle can load.
-    Whatever is raised while tensors are read, the state is torn.
+    ``unsafe_pickle``: items that are no tensors may run any code when they are loaded. Raises `NoUsableGeneration`,
+    `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and `CheckpointError` for an item that only
+    pickle can load. Whatever is raised while tensors are read, the state is torn.
     """
 
     def __init__(self, path: Id | None = None, *, unsafe_pickle: bool = False) -> None:
