@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from rackrun.checkpoint.arena import Arena
 
 __all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
+
+_AHEAD = 1
+"""Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
 
 register("arena.seal.digested", "arena.seal.tabled")
 change_points("arena.seal")
@@ -70,21 +76,19 @@ class SlotWriter:
         """The whole room of the slot, writable. Only what `seal` is told of belongs to the image."""
 
         self._crcs: list[int] = []
+        self._digested = 0
+        """So many bytes are in `_crcs`; the last one may be of a part of its chunk."""
 
     @property
     def index(self) -> int:
         return self._header.slot
 
     def filled(self, upto: int) -> None:
-        """The bytes before ``upto`` are final: digest their whole chunks now, while the copy goes on, so that `seal` has
-        less to do. One thread at a time; a byte that changes afterwards shows as damage."""
+        """The bytes before ``upto`` are final: digest them now, while they are in the cache and the copy goes on, so that
+        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage."""
         self._check_open()
-        size = self._arena.chunk_bytes
-        stop = min(upto, len(self.payload)) // size * size
         self._arena._file.check()
-        self._crcs += chunk_crcs(
-            self.payload[len(self._crcs) * size : max(stop, len(self._crcs) * size)], size
-        ).tolist()
+        self._digest(min(upto, len(self.payload)))
 
     def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
         """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
@@ -99,9 +103,12 @@ class SlotWriter:
                 remedy="create the arena with larger slots.",
             )
         arena._file.check()
-        ready = self._crcs[: payload_bytes // at.chunk_bytes]
-        rest = chunk_crcs(self.payload[len(ready) * at.chunk_bytes : payload_bytes], at.chunk_bytes, threads)
-        table = table_bytes(np.concatenate([np.array(ready, dtype=np.uint32), rest]))
+        if self._digested > payload_bytes:
+            del self._crcs[payload_bytes // at.chunk_bytes :]
+            self._digested = len(self._crcs) * at.chunk_bytes
+        self._digest(min(len(self._crcs) * at.chunk_bytes, payload_bytes))
+        rest = chunk_crcs(self.payload[self._digested : payload_bytes], at.chunk_bytes, threads)
+        table = table_bytes(np.concatenate([np.array(self._crcs, dtype=np.uint32), rest]))
         crash_point("arena.seal.digested")
         sealed = self._header._replace(state=SlotState.SEALED, payload_bytes=payload_bytes, layout_hash=layout_hash)
         sealed = sealed._replace(digest=manifest_digest(sealed, at.chunk_bytes, table))
@@ -132,6 +139,16 @@ class SlotWriter:
             raise CheckpointError(
                 f"slot {self.index} was sealed or abandoned already.", remedy="begin the next generation."
             )
+
+    def _digest(self, upto: int) -> None:
+        size = self._arena.chunk_bytes
+        while self._digested < upto:
+            index = self._digested // size
+            stop = min((index + 1) * size, upto)
+            if index == len(self._crcs):
+                self._crcs.append(0)
+            self._crcs[index] = crc(self.payload[self._digested : stop], self._crcs[index])
+            self._digested = stop
 
     def _check_ours(self) -> None:
         now = self._arena._header(self.index)
@@ -193,6 +210,21 @@ class SlotReader:
         """Every chunk. Raises `IntegrityError` at the first that is not what was sealed."""
         for index in range(len(self.crcs)):
             self.chunk(index)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Every chunk, in order, verified by a thread of its own while the caller works on those before. Raises as `chunk`."""
+        with ThreadPoolExecutor(1, "rackrun-verify") as pool:
+            ahead: deque[Future[memoryview]] = deque()
+            try:
+                for index in range(len(self.crcs)):
+                    ahead.append(pool.submit(self.chunk, index))
+                    if len(ahead) > _AHEAD:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for verified in ahead:
+                    verified.cancel()
 
     def __str__(self) -> str:
         header = self._header

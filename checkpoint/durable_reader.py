@@ -85,12 +85,8 @@ class ShardReader:
         if not 0 <= index < len(self.crcs):
             raise IndexError(f"chunk {index} of {len(self.crcs)}")
         if self._kept[0] != index:
-            start = index * self.chunk_bytes
-            data = memoryview(bytearray(min(self.chunk_bytes, self.size - start)))
-            with _typed(self.path):
-                fill(self._files, self._fd, data, start, self.path)
-            if crc(data) != int(self.crcs[index]):
-                raise IntegrityError(f"chunk {index} of {self.path} does not match its CRC32C.", remedy=_OTHER)
+            data = _room(min(self.chunk_bytes, self.size - index * self.chunk_bytes))
+            self._load(index, data)
             self._kept = (index, data.toreadonly())
         return self._kept[1]
 
@@ -98,12 +94,22 @@ class ShardReader:
         """Bytes ``start`` to ``stop`` of the shard, verified."""
         if not 0 <= start <= stop <= self.size:
             raise IndexError(f"bytes {start} to {stop} of {self.size}")
-        out = memoryview(bytearray(stop - start))
+        out = _room(stop - start)
         for index in range(start // self.chunk_bytes, -(-stop // self.chunk_bytes) if stop > start else 0):
             first = index * self.chunk_bytes
-            low, high = max(start, first), min(stop, first + self.chunk_bytes)
-            out[low - start : high - start] = self.chunk(index)[low - first : high - first]
+            end = min(first + self.chunk_bytes, self.size)
+            low, high = max(start, first), min(stop, end)
+            if (low, high) == (first, end) and self._kept[0] != index:
+                self._load(index, out[low - start : high - start])
+            else:
+                out[low - start : high - start] = self.chunk(index)[low - first : high - first]
         return out.toreadonly()
+
+    def _load(self, index: int, into: memoryview) -> None:
+        with _typed(self.path):
+            fill(self._files, self._fd, into, index * self.chunk_bytes, self.path)
+        if crc(into) != int(self.crcs[index]):
+            raise IntegrityError(f"chunk {index} of {self.path} does not match its CRC32C.", remedy=_OTHER)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> list[tuple[int, str]]:
         """Read everything; (chunk, what is wrong with it) for each that is bad. ``progress`` gets the bytes of each."""
@@ -166,6 +172,11 @@ class GenerationReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _room(count: int) -> memoryview:
+    """Memory that numpy asks for in large pages and that nobody fills with zeros first."""
+    return np.empty(count, dtype=np.uint8).data
 
 
 def _read_fragment(files: Files, directory: Path, manifest: Manifest, record: ShardRecord) -> Fragment:

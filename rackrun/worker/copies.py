@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
-from rackrun.checkpoint.image import write_tensor
+from rackrun.checkpoint.image import write_tensor, write_tensors
 from rackrun.worker.image import Shard
 
 __all__ = ["HostCopies", "copies_from"]
@@ -26,12 +26,17 @@ class HostCopies:
     def unpin(self, address: int) -> None:
         """Before that memory goes."""
 
-    def copy(self, shard: Shard, into: memoryview, paths: Collection[str], ready: torch.cuda.Event | None) -> None:
-        """Any thread; returns when ``paths`` are there."""
+    def copy(
+        self,
+        shard: Shard,
+        into: memoryview,
+        paths: Collection[str],
+        ready: torch.cuda.Event | None,
+        filled: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Any thread; returns when ``paths`` are there. ``filled``: as of `write_tensors`; it need not be told."""
         del ready
-        for entry in shard.layout.entries:  # in the order of the image
-            if entry.name in paths:
-                write_tensor(shard.layout, entry.name, shard.tensors[entry.name], into)
+        write_tensors(shard.layout, {path: shard.tensors[path] for path in paths}, into, filled)
 
 
 class _GpuCopies(HostCopies):
@@ -54,7 +59,15 @@ class _GpuCopies(HostCopies):
     def unpin(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
-    def copy(self, shard: Shard, into: memoryview, paths: Collection[str], ready: torch.cuda.Event | None) -> None:
+    def copy(
+        self,
+        shard: Shard,
+        into: memoryview,
+        paths: Collection[str],
+        ready: torch.cuda.Event | None,
+        filled: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        del filled  # the bytes come to memory, not to a cache
         assert ready is not None
         torch.cuda.set_device(self._device)  # of this thread: else it would make a context on the first GPU
         with torch.cuda.stream(self._stream):

@@ -188,7 +188,7 @@ class Snapshots:
     ) -> None:
         began = time.thread_time()
         try:
-            self._device.copy(shard, writer.payload, later, ready)
+            self._device.copy(shard, writer.payload, later, ready, writer.filled)
             copying.torn = any(tensor._version != version for tensor, version in copying.versions)
             if copying.torn:  # the script has changed parameters where it may not
                 writer.abandon()

@@ -7,7 +7,7 @@ import mmap
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,11 @@ from rackrun.checkpoint.image import (
     plan_image,
     read_plain,
     read_tensor,
+    read_tensors,
+    write_head,
     write_image,
+    write_tensor,
+    write_tensors,
 )
 
 KNOWN = [
@@ -473,3 +477,55 @@ def test_the_first_eight_bytes_say_how_many_to_read() -> None:
     assert header_bytes(layout.header[:8], limit=LIMIT) == len(layout.header)
     with pytest.raises(IntegrityError, match="claims a header"):
         header_bytes(layout.header[:8], limit=len(layout.header) - 1)
+
+
+# -- telling what is there
+def test_bytes_that_are_told_to_be_filled_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = 1024
+    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", piece)
+    tensors = {
+        "large": torch.arange(5 * piece // 8 + 3),
+        "strided": torch.arange(2 * piece // 4, dtype=torch.int32).view(2, -1).t(),
+        **{f"small-{i}": torch.full((piece // 20,), i, dtype=torch.int16) for i in range(30)},
+        "early": torch.ones(3, dtype=torch.int8),
+    }
+    layout = plan_image(entries_of(tensors), plain=4)
+    payload = memoryview(bytearray(b"x" * layout.total_bytes))
+    told: list[tuple[int, bytes]] = []
+    write_head(layout, b"tail", payload)
+    write_tensor(layout, "early", tensors.pop("early"), payload)
+    write_tensors(layout, tensors, payload, lambda upto: told.append((upto, bytes(payload[:upto]))))
+    ends = [upto for upto, _ in told]
+    assert ends == sorted(ends)
+    assert all(data == payload[:upto] for upto, data in told)
+    assert max(b - a for a, b in zip([0, *ends], [*ends, layout.total_bytes], strict=True)) <= 2 * piece + len(
+        layout.header
+    )
+
+
+def test_tensors_are_filled_only_from_bytes_that_have_come() -> None:
+    wanted = {
+        "a": torch.arange(100, dtype=torch.float64),
+        "b": torch.arange(60, dtype=torch.int16).view(6, 10),
+        "c": torch.complex(torch.randn(5), torch.randn(5)),
+        "d": torch.tensor(True),
+        "e": torch.zeros(0, 3),
+    }
+    layout = plan_image(entries_of(wanted), plain=4)
+    image = bytearray(layout.total_bytes)
+    write_image(layout, wanted, b"tail", memoryview(image))
+    payload = memoryview(bytearray(layout.total_bytes))
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {
+        "b": torch.zeros(10, 6, dtype=torch.int16).t()
+    }
+
+    def chunks() -> Iterator[memoryview]:
+        for start in range(0, len(image), 37):
+            payload[start : start + 37] = image[start : start + 37]
+            yield payload[start : start + 37]
+
+    read_tensors(layout, found, payload, chunks())
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert payload == image
+    with pytest.raises(LayoutMismatch, match="'a'"):
+        read_tensors(layout, {**found, "a": torch.zeros(99)}, payload, [])
