@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ended, say
 from scripts import Samples, Script, adam, ddp, loss_of, net
 from torch import nn
@@ -16,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.durable import DurableStore
+from rackrun.worker.durable import DurableOptions
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 
@@ -220,3 +225,108 @@ def _copy(source: Path, target: Path) -> None:
 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
+
+
+# -- ranks that are not alike ------------------------------------------------------------------------------------------
+def fitted(make: Callable[[Run], nn.Module], steps: int, phase: Callable[[], None] | None = None) -> Script:
+    """Gradients are averaged by hand where no wrapper does it: ranks may train weights of their own."""
+
+    def main(run: Run) -> None:
+        model = make(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            if not isinstance(model, nn.parallel.DistributedDataParallel):
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if phase is not None:
+            run.every(1, phase)
+        for number in run.steps(steps):
+            step(number)
+
+    return main
+
+
+def two_of_a_kind(run: Run) -> nn.Module:
+    torch.manual_seed(run.rank // 2)
+    return net(hidden=40)
+
+
+def normed(run: Run) -> nn.Module:
+    return ddp(run, nn.BatchNorm1d(14))
+
+
+@pytest.mark.parametrize("make", [two_of_a_kind, normed])
+def test_every_rank_goes_on_with_what_is_its_own(
+    make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and shapes are equal on all ranks, contents are not."""
+    train(fitted(make, 5))
+    second = train(fitted(make, 9))
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    reference = train(fitted(make, 9))
+    assert second.state == reference.state, second
+    assert second.losses == {step: loss for step, loss in reference.losses.items() if step > 4}
+
+
+def test_what_differs_between_ranks_is_not_given_to_another_number_of_them(folder: Path, train: Train) -> None:
+    train(fitted(two_of_a_kind, 3))
+    ended = train(fitted(two_of_a_kind, 5), ranks=2, max_restarts=0)
+    assert ended.exit_code != 0
+    assert "can be read" in str(ended)
+
+
+def test_buffers_that_differ_are_found_in_a_resumed_run_too(folder: Path, train: Train) -> None:
+    train(fitted(normed, 5))
+    copy = folder.with_name("copy")
+    _copy(folder, copy)
+    reference = train(fitted(normed, 9))
+    _copy(copy, folder)
+    ended = train(fitted(normed, 9), kill={0: _moment(reference.moments[0], "committed Position(step=7")})
+    assert not ended.differences(reference), ended
+
+
+# -- ends and folders --------------------------------------------------------------------------------------------------
+def test_a_job_that_is_told_to_end_in_a_phase_ends_with_a_checkpoint(
+    folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "100")
+    ended = train(fitted(ddp, 30, phase=lambda: time.sleep(0.3)), drain_at=4)
+    assert ended.exit_code == 0, ended
+    assert generations(folder) == [max(ended.losses)]
+
+
+@pytest.fixture
+def rank_1_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_all = DurableOptions.from_environment
+
+    def of_this(facts: str) -> DurableOptions | None:
+        options = of_all(facts)
+        assert options is not None
+        return replace(options, directory=folder.with_name("own")) if os.environ["RANK"] == "1" else options
+
+    monkeypatch.setattr(DurableOptions, "from_environment", of_this)
+
+
+@pytest.mark.usefixtures("rank_1_elsewhere")
+def test_a_folder_that_hosts_do_not_share_is_named(train: Train, capfd: Any) -> None:
+    assert train(fitted(ddp, 9)).exit_code == 0
+    assert "not shared by all hosts" in capfd.readouterr().err
+
+
+def test_a_host_that_sees_no_checkpoint_does_not_let_the_job_begin_anew(
+    folder: Path, train: Train, request: pytest.FixtureRequest
+) -> None:
+    train(fitted(ddp, 5))
+    request.getfixturevalue("rank_1_elsewhere")
+    ended = train(fitted(ddp, 9))
+    assert ended.exit_code == 1
+    assert "1 of 3 see none" in str(ended)

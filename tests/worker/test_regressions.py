@@ -100,6 +100,40 @@ def test_a_world_of_one_goes_back_to_its_snapshot(train: Train) -> None:
     assert not ended.restarted
 
 
+class Counting(nn.Module):
+    """A buffer that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.seen: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum().detach()
+        return x
+
+
+def test_who_is_a_replica_is_asked_again_after_going_back_to_when_some_were(train: Train) -> None:
+    """Ranks 0 and 1 are replicas until a buffer changes after the gate, from step 5 on; rank 2 takes all back to step 4."""
+
+    def main(run: Run) -> None:
+        torch.manual_seed(run.rank // 2)
+        counting = Counting()
+
+        def count(step: int) -> None:
+            if step >= 5:
+                counting.seen += run.rank + 1
+
+        train_with(run, net(counting), count)
+
+    reference = train(main, snapshot_every=8)
+    first = moment(reference, 2, "committed Position(step=7") - 2
+    second = moment(reference, 1, f"committed Position(step={STEPS - 1}")
+    ended = train(main, snapshot_every=4, spares=3, kill={2: first, 1: second})
+    assert ended.exit_code == 0, ended
+    assert ended.losses == reference.losses, ended
+
+
 class Blocks(nn.Module):
     """Of one size."""
 
