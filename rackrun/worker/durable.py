@@ -213,7 +213,12 @@ class DurableCheckpoints:
         """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
         if step <= self._saved:
             return  # done again after a rollback: it is there
-        if self._saved > self._state.lineage.began and not self._store.path(self._saved).exists() and not self.writing:
+        if (
+            not last
+            and self._saved > self._state.lineage.began
+            and not self._store.path(self._saved).exists()
+            and not self.writing
+        ):
             self._complain(
                 f"the checkpoint of step {self._saved} is not whole: a rank was lost, or {self._store.root} is not shared by all hosts"
             )
