@@ -90,6 +90,7 @@ class Saving:
         """In the helper thread."""
         layout, writer = self.image.layout, self.writer
         if writer is None:
+            self.handle.staged.set_result(False)
             return
         try:
             staging.copy(layout, self.image.tensors, self.image.later, writer.payload, self.ready)
@@ -109,6 +110,8 @@ class Saving:
             writer.abandon()
         finally:
             self._let_go()
+            if not self.handle.staged.done():
+                self.handle.staged.set_result(False)
 
     def _let_go(self) -> None:
         """The caller may free what was copied."""
@@ -121,10 +124,11 @@ class Flush:
     """A committed generation on its way to disk. Its slot is not written over meanwhile."""
 
     def __init__(
-        self, handle: SaveHandle, store: DurableStore, arena: Arena, *, epoch: int, keep: int, peers: Peers
+        self, handle: SaveHandle, store: DurableStore, arena: Arena, *, epoch: int, keep: int, peers: Peers, former: int
     ) -> None:
+        """``former``: the generation before, of which all ranks have heard."""
         self._handle, self._store, self._arena, self._epoch, self._keep = handle, store, arena, epoch, keep
-        self._peers = peers
+        self._peers, self._former = peers, former
         self._lease = contextlib.ExitStack()
         self._failure = ""
         try:
@@ -147,7 +151,7 @@ class Flush:
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
         peers.say(f"durable/{generation}", outcome)
-        peers.forget(keys)
+        peers.forget([*keys, f"durable/{self._former}"])
         if not outcome:
             collect(self._store, Retention(self._keep), epoch=self._epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
         return outcome

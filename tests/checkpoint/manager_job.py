@@ -1,4 +1,4 @@
-"""A training script for torchrun: argv is the folder of the test, the folder on tmpfs, ddp or fsdp, and the last step.
+"""A training script for torchrun: argv is the folder of the test, the folder on tmpfs, ddp or fsdp, the last step, options.
 
 Each rank appends a line to ``rank-N.jsonl`` for every step: the step, a digest of its whole state, the restart count. With
 ``die`` as ``rank:step:point``, that rank sends itself SIGKILL at this crash point of the save of this step, once.
@@ -29,13 +29,13 @@ def digest(state: dict[str, Any]) -> str:
     """Of whole tensors, so that every world size gives the same."""
     found = hashlib.blake2b(digest_size=8)
     for name, value in state.items():
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + value.detach().numpy().tobytes())
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode() + whole.detach().numpy().tobytes())
     return found.hexdigest()
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    tensors: dict[str, Any] = dict(model.named_parameters())
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    tensors: dict[str, Any] = {name.removeprefix("module."): value for name, value in model.named_parameters()}
     for index, state in enumerate(optimizer.state.values()):
         tensors |= {f"{index}.{key}": value for key, value in state.items()}
     return digest(tensors)
@@ -57,10 +57,8 @@ def die_at(rank: int, die: str, once: Path) -> None:
     crashpoints.enable(handler)
 
 
-def main() -> None:
-    folder, shm, kind, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-    dist.init_process_group("gloo")
+def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any]) -> None:
+    """In a process group that exists."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -85,7 +83,9 @@ def main() -> None:
 
             if report is not None:
                 tiers = sorted(set(report.tiers.values()))
-                say(restored=report.step, tiers=tiers, state=whole(model, optimizer), passed=len(report.passed_over))
+                say(
+                    restored=report.step, tiers=tiers, state=digest_of(model, optimizer), passed=len(report.passed_over)
+                )
             if "die" in options:
                 die_at(rank, options["die"], folder / "died")
             while progress["step"] < steps:
@@ -95,14 +95,15 @@ def main() -> None:
                 model(data[rank::world]).square().mean().backward()
                 optimizer.step()
                 progress["step"] = at + 1
-                handle = checkpoints.save(at + 1)
-                say(step=at + 1, state=whole(model, optimizer))
+                checkpoints.save(at + 1 + 10 * rank * options.get("skew", 0))
+                say(step=at + 1, state=digest_of(model, optimizer))
             checkpoints.wait_until_finished()
-            say(finished=handle.step, committed=handle.committed.result(), failed=checkpoints.counters.failed)
+            say(finished=progress["step"], latest=checkpoints.latest(), failed=checkpoints.counters.failed)
         if options.get("keep"):
             checkpoints.close(keep_memory=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), json.loads(sys.argv[5]))
+    dist.destroy_process_group()

@@ -211,7 +211,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> type[Held]:
     return Held
 
 
-def test_the_optimizer_waits_for_the_copy_by_itself(manager: Callable[..., CheckpointManager], held: type[Held]) -> None:
+def test_the_optimizer_waits_for_the_copy_by_itself(
+    manager: Callable[..., CheckpointManager], held: type[Held]
+) -> None:
     one, training = manager(), Training()
     training.step()
     one.prepare(training.state)
@@ -245,7 +247,9 @@ def test_parameters_that_change_behind_the_fence_give_up_the_save(
     assert one.counters.failed == 1
 
 
-def test_a_guard_lets_parameters_be_changed_by_hand(manager: Callable[..., CheckpointManager], held: type[Held]) -> None:
+def test_a_guard_lets_parameters_be_changed_by_hand(
+    manager: Callable[..., CheckpointManager], held: type[Held]
+) -> None:
     one, training = manager(), Training()
     one.prepare(training.state)
     handle = one.save(1)
@@ -340,6 +344,7 @@ def test_a_shard_that_is_damaged_in_memory_is_read_from_disk(
     assert report is not None
     assert (report.step, report.tiers) == (5, {0: "shared"})
     assert training.bits() == whole.bits()
+    assert [two.save(step).committed.result() for step in (6, 7)] == [True, True]
 
 
 def test_with_every_copy_damaged_it_stops_with_the_reason(manager: Callable[..., CheckpointManager], shm: Path) -> None:
@@ -398,6 +403,16 @@ def test_a_generation_that_is_restored_again_and_again_is_given_up_unless_confir
     assert taken == [2, 2, 2, 2, 2, 2, 1]
 
 
+def test_a_restore_comes_before_the_first_save_and_once(manager: Callable[..., CheckpointManager]) -> None:
+    one = manager()
+    with pytest.raises(CheckpointError, match="not prepared"):
+        one.save(1)
+    one.prepare(Training().state)
+    one.save(1)
+    with pytest.raises(CheckpointError, match="already"):
+        one.restore()
+
+
 # -- storage that fails
 class Full(Files):
     def write(self, fd: int, data: memoryview) -> int:
@@ -427,7 +442,9 @@ def test_memory_that_is_not_there_is_refused_at_prepare(tmp_path: Path, shm: Pat
         one.prepare({"weights": torch.zeros(10_000)})
 
 
-def test_the_newest_durable_generations_stay_and_the_newest_that_was_read_back(manager: Callable[..., CheckpointManager], tmp_path: Path) -> None:
+def test_the_newest_durable_generations_stay_and_the_newest_that_was_read_back(
+    manager: Callable[..., CheckpointManager], tmp_path: Path
+) -> None:
     one = manager(keep=2)
     training = Training()
     one.prepare(training.state)
@@ -440,6 +457,33 @@ def test_the_newest_durable_generations_stay_and_the_newest_that_was_read_back(m
         "gen-000000000004",
         "gen-000000000005",
     ]
+
+
+def test_a_save_waits_for_the_disk_of_no_older_one(
+    manager: Callable[..., CheckpointManager], capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Stalled(Files):
+        go = threading.Event()
+
+        def write(self, fd: int, data: memoryview) -> int:
+            assert self.go.wait(30)
+            return super().write(fd, data)
+
+    one = manager(durable_every=1)
+    one._store.files = Stalled()
+    training = Training()
+    one.prepare(training.state)
+    handles = []
+    for step in range(1, 7):
+        training.step()
+        handles.append(one.save(step))
+        assert handles[-1].committed.result()
+    assert not handles[0].durable.done()
+    Stalled.go.set()
+    one.wait_until_finished()
+    assert [handle.durable.result() for handle in handles] == [True] + [False] * 5
+    assert one.counters.durable_passed_over == 5
+    assert capfd.readouterr().err.count("an older one is still being written") == 1
 
 
 # -- what stays and what goes
@@ -472,6 +516,15 @@ def test_a_process_that_exits_without_close_leaves_its_arena_and_ends(tmp_path: 
     with CheckpointManager(tmp_path / "other", memory=MemoryTier(shm)) as other:
         other.prepare({"w": found})
         assert len(arenas(shm)) == 1, "the arena of the dead job is gone, by its pid and start time"
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, shm: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoint.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0].replace("/dev/shm", str(shm))
+    for expected in ("", "rackrun: restored step 100"):
+        ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stderr.startswith(expected)
 
 
 def test_the_package_imports_without_torch() -> None:

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from tests.checkpoint import manager_job
 from tests.checkpoint.test_manager import flip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +44,7 @@ def torchrun(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS,
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
          "--max-restarts", "1", "--monitor-interval", "0.1", str(JOB), str(folder), str(shm), kind, str(steps),
          json.dumps(options)],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_family=True,
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         _, said = process.communicate(timeout=110)
@@ -81,48 +84,84 @@ def restored(folder: Path, ranks: int) -> dict[str, Any]:
     return said[0]
 
 
+def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, **options: Any) -> str:
+    """The same without torchrun: ranks as forks of this process, which has torch already. What they wrote to stderr."""
+    folder.mkdir(exist_ok=True)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    children = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                fd = os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(fd, 2)
+                sys.stderr = os.fdopen(2, "w", buffering=1)
+                try:
+                    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+                    manager_job.train(folder, shm, kind, steps, options)
+                    dist.destroy_process_group()
+                    code = 0
+                except BaseException:  # noqa: BLE001 - whatever it is, this fork ends here
+                    traceback.print_exc()
+            os._exit(code)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    said = (folder / "stderr.txt").read_text()
+    assert codes == [0] * ranks, said
+    return said
+
+
 @pytest.mark.parametrize(
-    ("kind", "ranks", "die"),
-    [("fsdp", 3, "1:4:arena.seal.digested"), ("ddp", 2, "0:4:arena.commit.one_copy")],
-    ids=["FSDP2, between copy and seal", "DDP, rank 0 between commit and its mark"],
+    ("kind", "ranks", "die", "committed"),
+    [("fsdp", 3, "1:4:arena.seal.digested", 3), ("ddp", 2, "0:4:arena.commit.one_copy", 4)],
+    ids=["FSDP2, before it has sealed", "DDP, rank 0 between commit and its mark"],
 )
-def test_a_worker_killed_in_the_middle_of_a_save_is_started_again_and_goes_on_bit_for_bit(
-    tmp_path: Path, shm: Path, kind: str, ranks: int, die: str
+def test_a_worker_killed_in_the_middle_of_a_save_is_started_again_and_the_run_is_the_one_without_a_fault(
+    tmp_path: Path, shm: Path, kind: str, ranks: int, die: str, committed: int
 ) -> None:
-    torchrun(tmp_path, shm, ranks, kind, die=die)
-    last = restored(tmp_path, ranks)
-    assert (tmp_path / "died").exists()
-    assert last["life"] == "1"
-    assert last["tiers"] == ["own_tray"]
-    assert last["restored"] == (3 if kind == "fsdp" else 4), "the newest that was committed"
-    assert last["state"] == states(tmp_path, ranks)[last["restored"]]
-    assert all(lines(tmp_path, rank)[-1]["committed"] for rank in range(ranks))
+    torchrun(tmp_path / "hurt", shm, ranks, kind, die=die)
+    assert (tmp_path / "hurt" / "died").exists()
+    last = restored(tmp_path / "hurt", ranks)
+    assert (last["restored"], last["life"], last["tiers"]) == (committed, "1", ["own_tray"])
+    for rank in range(ranks):
+        end = lines(tmp_path / "hurt", rank)[-1]
+        assert (end["finished"], end["latest"][1], end["failed"]) == (STEPS, STEPS, 0)
     assert list(shm.glob("rackrun-*/*/*")) == [], "a clean end leaves no memory behind"
 
-
-def test_it_is_the_run_without_a_fault(tmp_path: Path, shm: Path) -> None:
-    torchrun(tmp_path / "calm", shm, 2, "fsdp")
-    torchrun(tmp_path / "hurt", shm, 2, "fsdp", die="0:3:arena.begin.both_copies")
-    assert states(tmp_path / "hurt", 2) == states(tmp_path / "calm", 2)
+    forked(tmp_path / "calm", shm, ranks, kind)
+    assert states(tmp_path / "hurt", ranks) == states(tmp_path / "calm", ranks)
+    assert last["state"] == states(tmp_path / "calm", ranks)[committed]
 
 
 def test_another_number_of_ranks_goes_on_from_disk_and_from_memory(tmp_path: Path, shm: Path) -> None:
-    torchrun(tmp_path, shm, 3, "fsdp", 4, durable_every=4)
-    torchrun(tmp_path, shm, 2, "fsdp", 6, keep=True)
-    assert restored(tmp_path, 2)["tiers"] == ["shared"]
-    assert restored(tmp_path, 2)["restored"] == 4
-    assert restored(tmp_path, 2)["state"] == states(tmp_path, 3)[4]
-    torchrun(tmp_path, shm, 1, "ddp", 6)
-    assert restored(tmp_path, 1)["tiers"] == ["own_tray"]
-    assert restored(tmp_path, 1)["state"] == lines(tmp_path, 1)[-2]["state"]
+    forked(tmp_path, shm, 3, "fsdp", 4, durable_every=4)
+    saved = states(tmp_path, 3)[4]
+    forked(tmp_path, shm, 2, "fsdp", 4, keep=True)
+    last = restored(tmp_path, 2)
+    assert (last["restored"], last["tiers"], last["state"]) == (4, ["shared"], saved)
+
+    forked(tmp_path / "memory", shm, 3, "fsdp", 3, keep=True)
+    forked(tmp_path / "memory", shm, 2, "ddp", 4, keep=True)
+    last = restored(tmp_path / "memory", 2)
+    assert (last["restored"], last["tiers"], last["state"]) == (3, ["own_tray"], states(tmp_path / "memory", 3)[3])
+    arenas = [path.name[:19] for path in sorted(shm.glob("rackrun-*/*/*.arena"))]
+    assert arenas == ["rank-00000-of-00002", "rank-00001-of-00002"], "the other world's went with the first commit"
 
 
 def test_a_flipped_byte_in_one_arena_takes_all_ranks_to_the_older_generation(tmp_path: Path, shm: Path) -> None:
-    torchrun(tmp_path, shm, 2, "fsdp", 4, keep=True)
+    forked(tmp_path, shm, 2, "fsdp", 4, keep=True)
     (arena,) = shm.glob("rackrun-*/*/rank-00001-*.arena")
     flip(arena, 4)
-    said = torchrun(tmp_path, shm, 2, "fsdp", 5)
+    said = forked(tmp_path, shm, 2, "fsdp", 5)
     last = restored(tmp_path, 2)
     assert (last["restored"], last["passed"], last["tiers"]) == (3, 1, ["own_tray"])
     assert last["state"] == states(tmp_path, 2)[3]
     assert "is not what was sealed" in said
+
+
+def test_ranks_that_save_different_steps_commit_nothing(tmp_path: Path, shm: Path) -> None:
+    said = forked(tmp_path, shm, 2, "ddp", 2, skew=1)
+    assert "rank 1 has saved step 11, rank 0 step 1" in said
+    assert all(lines(tmp_path, rank)[-1]["latest"] is None for rank in range(2))
