@@ -96,7 +96,8 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
                 optimizer.step()
                 progress["step"] = at + 1
                 checkpoints.save(at + 1 + 10 * rank * options.get("skew", 0))
-                say(step=at + 1, state=digest_of(model, optimizer))
+                known = checkpoints.latest()
+                say(step=at + 1, state=digest_of(model, optimizer), committed=known.step if known else 0)
             checkpoints.wait_until_finished()
             say(finished=progress["step"], latest=checkpoints.latest(), failed=checkpoints.counters.failed)
         if options.get("keep"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from rackrun.checkpoint import crashpoints
 from tests.checkpoint import manager_job
 from tests.checkpoint.test_manager import flip
 
@@ -84,6 +86,9 @@ def restored(folder: Path, ranks: int) -> dict[str, Any]:
     return said[0]
 
 
+POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith(("arena.", "durable.", "retention."))]
+
+
 def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, **options: Any) -> str:
     """The same without torchrun: ranks as forks of this process, which has torch already. What they wrote to stderr."""
     folder.mkdir(exist_ok=True)
@@ -107,6 +112,15 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
                     traceback.print_exc()
             os._exit(code)
         children.append(pid)
+    if "die" in options:  # as torchrun does: the others are ended when one is dead
+        victim = int(options["die"].partition(":")[0])
+        children.insert(0, children.pop(victim))
+        if os.waitid(os.P_PID, children[0], os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL:
+            for pid in children[1:]:
+                os.kill(pid, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
+            return ""
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     said = (folder / "stderr.txt").read_text()
     assert codes == [0] * ranks, said
@@ -165,3 +179,38 @@ def test_ranks_that_save_different_steps_commit_nothing(tmp_path: Path, shm: Pat
     said = forked(tmp_path, shm, 2, "ddp", 2, skew=1)
     assert "rank 1 has saved step 11, rank 0 step 1" in said
     assert all(lines(tmp_path, rank)[-1]["latest"] is None for rank in range(2))
+
+
+def crash_and_go_on(folder: Path, shm: Path, seed: int) -> None:
+    """One rank is killed at a random edge of a save, a commit, a flush or a collection; the job goes on from what it left."""
+    chance = random.Random(seed)
+    kind = chance.choice(["ddp", "fsdp"])
+    die = f"{chance.randrange(2)}:{chance.randint(1, 6)}:{chance.choice(POINTS)}"
+    forked(folder, shm, 2, kind, durable_every=2, die=die)
+    committed = max(
+        (line["committed"] for rank in range(2) for line in lines(folder, rank) if "step" in line), default=0
+    )
+    if not (folder / "died").exists():
+        return
+    forked(folder, shm, 2, kind, durable_every=2)
+    reached = [[line["restored"] for line in lines(folder, rank) if "restored" in line] for rank in range(2)]
+    assert reached[0] == reached[1], die
+    assert (reached[0] or [0])[-1] >= committed, f"{die}: older than the last commit"
+    seen = states(folder, 2)
+    for rank in range(2):
+        assert lines(folder, rank)[-1]["finished"] == STEPS, die
+        assert all(
+            seen[line["restored"]] == line["state"] for line in lines(folder, rank) if line.get("restored") in seen
+        )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wherever_a_rank_dies_the_job_goes_on_from_its_last_commit(tmp_path: Path, shm: Path, seed: int) -> None:
+    crash_and_go_on(tmp_path, shm, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_wherever_a_rank_dies_the_job_goes_on_from_its_last_commit_in_many_places(tmp_path: Path, shm: Path) -> None:
+    for seed in range(int(os.environ.get("RACKRUN_SOAK_SEEDS", "40"))):
+        crash_and_go_on(tmp_path / str(seed), shm, 1000 + seed)
