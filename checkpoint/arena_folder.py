@@ -156,13 +156,14 @@ class ArenaFolder:
         return found
 
     # -- end
-    def leave(self, *, remove: bool) -> None:
-        """``remove``: nobody comes back, and the last to leave takes it all away. Else the arenas stay, for the same job."""
+    def leave(self, *, remove: bool, epoch: int) -> None:
+        """``remove``: nobody comes back, and the last to leave takes it all away, but for what a later epoch has taken. Else
+        the arenas stay, for the same job."""
         with contextlib.suppress(OSError), self._locked():
             if remove:
                 (self.path / _keeper_name(self._me)).unlink(missing_ok=True)
                 for path, (rank, _) in self.arenas().items():
-                    if rank == self._rank:
+                    if rank == self._rank and _epoch_of(path, self._job) <= epoch:
                         path.unlink(missing_ok=True)
                 mine = {self._me, *_restarter()}
                 if not any(keeper.alive() for keeper in self._keepers(self.path) if keeper not in mine):

@@ -88,6 +88,7 @@ class CheckpointManager:
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
         self._hooks: list[Any] = []
+        self._epoch = -1
         self._begun = self._closed = False
 
     # -- before training
@@ -127,13 +128,14 @@ class CheckpointManager:
         everyone = self._peers.gather("hello", hello, seconds=_SECONDS)
         self._seen = [one.seen for one in everyone]
         used = [g for one in everyone for g in (one.seen.newest_generation, *one.quarantined)]
+        self._epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
         slots = self._memory.slots if self._memory is not None else None
         return Place(
             job=self.job,
             peers=self._peers,
             store=self._store,
             folder=self._folder,
-            epoch=max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone)),
+            epoch=self._epoch,
             first=1 + max(0, *used),
             slots=slots or (3 if self._durable_every else 2),
             local_ranks=sum(one.host == host for one in everyone),
@@ -265,7 +267,7 @@ class CheckpointManager:
             self._sources.close()
             self._saver.close(seconds=2.0)
         if self._folder is not None:
-            self._folder.leave(remove=remove)
+            self._folder.leave(remove=remove, epoch=self._epoch)
 
     # -- helpers
     def _prepared(self) -> Contents:

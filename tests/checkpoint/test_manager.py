@@ -486,6 +486,29 @@ def test_a_save_waits_for_the_disk_of_no_older_one(
     assert capfd.readouterr().err.count("an older one is still being written") == 1
 
 
+# -- who may write
+def test_a_job_that_is_started_twice_fences_the_first_whose_end_takes_nothing_away(
+    manager: Callable[..., CheckpointManager], shm: Path
+) -> None:
+    first, second = manager(), manager()
+    trained(first, 2)
+    first.wait_until_finished()
+    training = trained(second, 4, Training(seed=1))
+    second.wait_until_finished()
+    late = first.save(3)
+    assert late.committed.result() is False
+    assert "has taken the arena" in late.failure
+    first.close()
+    assert len(arenas(shm)) == 1
+    crash(second)
+    third, found = manager(), Training(seed=2)
+    third.prepare(found.state)
+    report = third.restore()
+    assert report is not None
+    assert (report.step, report.tiers) == (4, {0: "own_tray"})
+    assert found.bits() == training.bits()
+
+
 # -- what stays and what goes
 def test_a_clean_close_leaves_no_memory_behind(manager: Callable[..., CheckpointManager], shm: Path) -> None:
     one = manager()
