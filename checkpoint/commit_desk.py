@@ -7,6 +7,8 @@ up before g + 1 is committed, which needs that rank's word.
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from rackrun.checkpoint.commit import (
@@ -69,6 +71,11 @@ class CommitDesk:
         self._peers.say(outcome_key, outcome)
         self._heard.append(outcome_key)
         return outcome
+
+    def decline(self, generation: int, mine: Sealed) -> None:
+        """Say that there is no shard, so that nobody waits for it; what becomes of the generation is not heard."""
+        with contextlib.suppress(PeersGone):
+            self._peers.say(f"sealed/{generation}/{self._peers.rank}", mine)
 
     def _decide(self, generation: int, mine: Sealed, keys: list[str]) -> Outcome:
         former = self._committer.newest

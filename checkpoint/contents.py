@@ -74,6 +74,8 @@ class Contents:
         known = self.modules.keys() | self.optimizers.keys() | self.tensors.keys()
         self.objects = {n: thing for n, thing in state.items() if n not in known and isinstance(thing, Stateful)}
         self.values = {n: value for n, value in state.items() if n not in known | self.objects.keys()}
+        self._known: dict[str, tuple[torch.Tensor, list[TensorEntry]]] = {}
+        """Name -> the tensor, and its entry if this rank has a part of it."""
         self._planned: tuple[list[TensorEntry], int] | None = None
         self._layout: ImageLayout | None = None
 
@@ -95,12 +97,24 @@ class Contents:
         """
         parts, plain = self._parts(), self._encode_plain()
         padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
-        planned = entries_of(parts), padded
+        planned = self._entries_of(parts), padded
         if self._layout is None or planned != self._planned:
             self._planned, self._layout = planned, plan_image(*planned)
         tensors = locals_of(parts)
         later = frozenset(name for name in tensors if self._is_settled(name))
         return Image(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"), later)
+
+    def _entries_of(self, parts: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+        """Computing boxes takes longer than all else: those of the same tensor as last time are kept."""
+        known, self._known = self._known, {}
+        for name, tensor in parts.items():
+            former, entries = known.get(name, (None, []))
+            same = former is tensor and all(
+                (entry.global_shape, entry.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for entry in entries
+            )
+            self._known[name] = tensor, entries if same else entries_of({name: tensor})
+        return [entry for _, entries in self._known.values() for entry in entries]
 
     # -- restore
     def targets(self, plain: Plain, saved: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:

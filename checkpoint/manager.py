@@ -23,10 +23,11 @@ death of processes; a host's memory is lost with it, and that is what the direct
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,6 +60,21 @@ class _Hello(msgspec.Struct, frozen=True):
     quarantined: tuple[int, ...]
 
 
+class _Agreed(msgspec.Struct, frozen=True):
+    epoch: int
+    """It fences every earlier writer."""
+    first: int
+    """Generation."""
+    hosts: dict[str, int]
+    """Host -> its ranks."""
+
+    @classmethod
+    def of(cls, everyone: Sequence[_Hello]) -> _Agreed:
+        used = [g for one in everyone for g in (one.seen.newest_generation, *one.quarantined)]
+        epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
+        return cls(epoch, 1 + max(0, *used), dict(collections.Counter(one.host for one in everyone)))
+
+
 class CheckpointManager:
     def __init__(
         self,
@@ -88,6 +104,8 @@ class CheckpointManager:
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
         self._hooks: list[Any] = []
+        self._seen: list[Seen] = []
+        """Every rank's, on rank 0."""
         self._epoch = -1
         self._begun = self._closed = False
 
@@ -121,24 +139,29 @@ class CheckpointManager:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()))
 
     def _agree(self) -> Place:
-        """On a number that fences every earlier writer, and on the first generation, with all ranks."""
+        """With all ranks."""
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
-        hello = _Hello(self._sources.look(), host, clock_ms, quarantined)
-        everyone = self._peers.gather("hello", hello, seconds=_SECONDS)
-        self._seen = [one.seen for one in everyone]
-        used = [g for one in everyone for g in (one.seen.newest_generation, *one.quarantined)]
-        self._epoch = max(everyone[0].clock_ms, *(one.seen.newest_epoch + 1 for one in everyone))
+        peers, agreed = self._peers, None
+        peers.say(f"hello/{peers.rank}", _Hello(self._sources.look(), host, clock_ms, quarantined))
+        if peers.rank == 0:
+            keys = [f"hello/{rank}" for rank in range(peers.world_size)]
+            everyone = peers.hear(keys, _Hello, seconds=_SECONDS)
+            self._seen = [one.seen for one in everyone]
+            agreed = _Agreed.of(everyone)
+            peers.forget(keys)
+        agreed = peers.hear_first("agreed", agreed, _Agreed, seconds=2 * _SECONDS)
+        self._epoch = agreed.epoch
         slots = self._memory.slots if self._memory is not None else None
         return Place(
             job=self.job,
-            peers=self._peers,
+            peers=peers,
             store=self._store,
             folder=self._folder,
-            epoch=self._epoch,
-            first=1 + max(0, *used),
+            epoch=agreed.epoch,
+            first=agreed.first,
             slots=slots or (3 if self._durable_every else 2),
-            local_ranks=sum(one.host == host for one in everyone),
+            local_ranks=agreed.hosts[host],
             keep=self._keep,
             seconds=_SECONDS,
         )

@@ -77,6 +77,12 @@ class Peers:
         self.say(f"{key}/{self.rank}", mine)
         return self.hear([f"{key}/{rank}" for rank in range(self.world_size)], type(mine), seconds=seconds)
 
+    def hear_first(self, key: str, mine: M | None, kind: type[M], *, seconds: float) -> M:
+        """What rank 0 gives, on all ranks."""
+        if self.rank == 0:
+            self.say(key, mine)
+        return self.hear([key], kind, seconds=seconds)[0]
+
     def forget(self, keys: Iterable[str]) -> None:
         """What everybody has heard."""
         try:

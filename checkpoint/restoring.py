@@ -67,13 +67,13 @@ class _Filled(msgspec.Struct, frozen=True):
 def restore(
     contents: Contents, sources: Sources, seen: Sequence[Seen], peers: Peers, probation: Probation
 ) -> RestoreReport | None:
-    """Collective. None: there is nothing to restore. Raises `NoUsableGeneration` on all ranks when there is something and
+    """Collective; ``seen`` is every rank's, on rank 0. None: there is nothing to restore. Raises `NoUsableGeneration` on all ranks when there is something and
     none of it can be used, `LayoutMismatch` on all when it is of another state; tensors are torn then."""
     began = time.monotonic()
     chooser = _Chooser(sources, seen, probation) if peers.rank == 0 else None
     for attempt in itertools.count():
-        said = chooser.choose() if chooser is not None else _Plan()
-        said = peers.gather(f"restore/{attempt}/plan", said, seconds=_SECONDS)[0]
+        mine = chooser.choose() if chooser is not None else None
+        said = peers.hear_first(f"restore/{attempt}/plan", mine, _Plan, seconds=_SECONDS)
         if said.nothing:
             return None
         if said.plan is None:
@@ -81,8 +81,7 @@ def restore(
                 said.problem, remedy="bring a lost host back, or begin anew under another name of the job."
             )
         filling = _Filling(contents, sources, said.plan, peers.rank, peers.world_size)
-        mine = filling.run()
-        everyone = peers.gather(f"restore/{attempt}/filled", mine, seconds=_SECONDS)
+        everyone = peers.gather(f"restore/{attempt}/filled", filling.run(), seconds=_SECONDS)
         if mismatch := next((one.mismatch for one in everyone if one.mismatch), ""):
             raise LayoutMismatch(mismatch, remedy="build the state as it was saved, or give another directory.")
         if not any(one.problem for one in everyone):

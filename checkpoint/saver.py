@@ -120,6 +120,7 @@ class Saver:
         handle = SaveHandle(self._next, step)
         self._next += 1
         if self._lost:
+            self._desk.decline(handle.generation, Sealed(step=step, failure=self._lost))
             handle.fail(self._lost)
             return handle
         saving = Saving(handle, image)
