@@ -22,7 +22,6 @@ import contextlib
 import os
 import secrets
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from rackrun.checkpoint.arena_file import ArenaFile, change_points, lock, unlock
 from rackrun.checkpoint.arena_format import Geometry, Kind, SlotHeader, SlotState, Superblock
@@ -119,11 +118,6 @@ class Arena:
         except BaseException:
             file.close()
             raise
-
-    @property
-    def path(self) -> Path | None:
-        """None: in a memfd."""
-        return self._file.path
 
     @property
     def rank(self) -> int:
