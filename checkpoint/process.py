@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Process", "begin_session", "end_session"]
+__all__ = ["NOBODY", "Process", "begin_session", "end_session", "process_of"]
 
 _sessions: set[int] = set()
 
@@ -49,6 +49,11 @@ def begin_session() -> Process:
 
 def end_session(process: Process) -> None:
     _sessions.discard(process.session)
+
+
+def process_of(pid: int) -> Process:
+    """Another process of this pid namespace, as a whole."""
+    return Process(pid, _start_time(pid), _namespace(), 0)
 
 
 def _start_time(pid: int) -> int:

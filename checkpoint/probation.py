@@ -1,0 +1,66 @@
+"""What is remembered of generations across restarts, beside the durable ones: which turned out bad, and how often each was
+restored without proving good. A job that ends again and again after the same restore goes on to an older generation.
+
+Files of a few bytes; what storage refuses is not remembered, and never an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Probation"]
+
+_QUARANTINED, _RESTORED = "quarantined", "restored"
+_NAME = re.compile(r"(quarantined|restored)-(\d{12,20})", re.ASCII)
+_REASON_BYTES_MAX = 4096
+
+
+class Probation:
+    """In ``directory``, which all ranks see. One rank writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def quarantined(self) -> dict[int, str]:
+        """Generation -> why."""
+        return {
+            generation: path.read_bytes()[:_REASON_BYTES_MAX].decode(errors="replace")
+            for generation, path in self._of(_QUARANTINED)
+        }
+
+    def attempts(self) -> dict[int, int]:
+        """Generation -> restores that nobody has confirmed."""
+        return {generation: path.stat().st_size for generation, path in self._of(_RESTORED)}
+
+    def quarantine(self, generation: int, reason: str) -> None:
+        self._append(_QUARANTINED, generation, reason.encode()[:_REASON_BYTES_MAX])
+
+    def restored(self, generation: int) -> None:
+        self._append(_RESTORED, generation, b".")
+
+    def confirm(self, generation: int) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory / _name(_RESTORED, generation)).unlink()
+
+    def _append(self, what: str, generation: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (self.directory / _name(what, generation)).open("ab") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _of(self, what: str) -> Iterator[tuple[int, Path]]:
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self.directory)):
+                match = _NAME.fullmatch(name)
+                if match and match[1] == what:
+                    yield int(match[2]), self.directory / name
+
+
+def _name(what: str, generation: int) -> str:
+    return f"{what}-{generation:012d}"

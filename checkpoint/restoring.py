@@ -1,0 +1,188 @@
+"""One restore: all ranks take the newest generation for which every shard has a verified source, each from its nearest.
+
+Rank 0 chooses (`rackrun.checkpoint.choose`) from what all of them see; each fills its tensors, from its own shard where that
+has its boxes, from all shards where they do not (another world size, mesh or sharding). When a source turns out bad on one
+rank, all of them choose again without it: nobody ever mixes steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rackrun.checkpoint.choose import Holding, RestorePlan, Tier, choose
+from rackrun.checkpoint.contents import Contents, decode_plain
+from rackrun.checkpoint.entries import entries_of, locals_of
+from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch, NoUsableGeneration
+from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
+from rackrun.checkpoint.peers import Peers
+from rackrun.checkpoint.probation import Probation
+from rackrun.checkpoint.reshard import Fetch, fill, plan_reshard
+from rackrun.checkpoint.sources import Seen, ShardBytes, Sources, newest_records
+
+__all__ = ["RestoreReport", "restore"]
+
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What was restored, as this rank saw it."""
+
+    generation: int
+    step: int
+    world_size: int
+    """Of the run that saved it."""
+    tiers: Mapping[int, str]
+    """Shard (rank of that run) -> where this rank read it: ``own_tray`` is memory, ``shared`` is the directory."""
+    bytes: int
+    seconds: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values by name. Dicts and lists that were prepared are changed in place too."""
+    passed_over: Mapping[int, str] = field(default_factory=dict)
+    """Newer generation -> why it was not taken."""
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    plan: RestorePlan | None = None
+    nothing: bool = False
+    """Nothing was ever committed."""
+    problem: str = ""
+
+
+class _Filled(msgspec.Struct, frozen=True):
+    failed: list[tuple[int, Tier]] = []
+    """(owner, where) of what could not be read."""
+    problem: str = ""
+    mismatch: str = ""
+    """The state does not fit what was saved."""
+
+
+def restore(
+    contents: Contents, sources: Sources, seen: Sequence[Seen], peers: Peers, probation: Probation
+) -> RestoreReport | None:
+    """Collective; ``seen`` is every rank's, on rank 0. None: there is nothing to restore. Raises `NoUsableGeneration` on all ranks when there is something and
+    none of it can be used, `LayoutMismatch` on all when it is of another state; tensors are torn then."""
+    began = time.monotonic()
+    chooser = _Chooser(sources, seen, probation) if peers.rank == 0 else None
+    for attempt in itertools.count():
+        mine = chooser.choose() if chooser is not None else None
+        said = peers.hear_first(f"restore/{attempt}/plan", mine, _Plan, seconds=_SECONDS)
+        if said.nothing:
+            return None
+        if said.plan is None:
+            raise NoUsableGeneration(
+                said.problem, remedy="bring a lost host back, or begin anew under another name of the job."
+            )
+        filling = _Filling(contents, sources, said.plan, peers.rank, peers.world_size)
+        everyone = peers.gather(f"restore/{attempt}/filled", filling.run(), seconds=_SECONDS)
+        if mismatch := next((one.mismatch for one in everyone if one.mismatch), ""):
+            raise LayoutMismatch(mismatch, remedy="build the state as it was saved, or give another directory.")
+        if not any(one.problem for one in everyone):
+            values = filling.finish()
+            return RestoreReport(
+                generation=said.plan.generation,
+                step=said.plan.step,
+                world_size=len(said.plan.sources),
+                tiers={owner: shard.tier.name.lower() for owner, shard in sorted(filling.shards.items())},
+                bytes=filling.bytes,
+                seconds=time.monotonic() - began,
+                values=values,
+                passed_over=said.plan.passed_over,
+            )
+        if chooser is not None:
+            chooser.without(said.plan.generation, everyone)
+    raise AssertionError
+
+
+class _Chooser:
+    """On rank 0."""
+
+    def __init__(self, sources: Sources, seen: Sequence[Seen], probation: Probation) -> None:
+        common = set(seen[0].durable).intersection(*(one.durable for one in seen))
+        on_disk, disk_records = sources.on_disk(common)
+        self._inventory: list[Holding] = [*(holding for one in seen for holding in one.holdings), *on_disk]
+        self._records = newest_records([*disk_records, *(record for one in seen for record in one.records)])
+        self._probation = probation
+
+    def choose(self) -> _Plan:
+        if not self._records:
+            return _Plan(nothing=True)
+        quarantined, attempts = self._probation.quarantined(), self._probation.attempts()
+        try:
+            plan = choose(self._inventory, self._records, quarantined=quarantined, attempts=attempts)
+        except CheckpointError as error:
+            return _Plan(problem=error.what)
+        return _Plan(plan)
+
+    def without(self, generation: int, everyone: Sequence[_Filled]) -> None:
+        failed = {(generation, *pair) for one in everyone for pair in one.failed}
+        for problem in sorted({one.problem for one in everyone if one.problem}):
+            print(f"rackrun: generation {generation}: {problem}", file=sys.stderr, flush=True)
+        self._inventory = [h for h in self._inventory if (h.generation, h.owner, h.tier) not in failed]
+
+
+class _Filling:
+    """One rank's part of one attempt."""
+
+    def __init__(self, contents: Contents, sources: Sources, plan: RestorePlan, rank: int, world_size: int) -> None:
+        self._contents, self._sources, self._plan = contents, sources, plan
+        self._world = len(plan.sources)
+        self._own = rank % self._world
+        self._rank, self._same = rank, self._world == world_size
+        self.shards: dict[int, ShardBytes] = {}
+        self.bytes = 0
+        self._reading = self._own
+        """The shard that is being read."""
+        self._layouts: dict[int, ImageLayout] = {}
+
+    def run(self) -> _Filled:
+        try:
+            self._fill()
+        except LayoutMismatch as error:
+            return _Filled(problem=error.what, mismatch=error.what)
+        except CheckpointError as error:
+            owner = self._reading
+            tiers = [self.shards[owner].tier] if owner in self.shards else [s.tier for s in self._plan.sources[owner]]
+            return _Filled(failed=[(owner, tier) for tier in tiers], problem=error.what)
+        return _Filled()
+
+    def finish(self) -> dict[str, Any]:
+        return self._contents.put(self._plain, self._tensors)
+
+    def _fill(self) -> None:
+        own = self._layout(self._own)
+        self._plain = decode_plain(bytes(self._read(self._own, *own.extents[PLAIN])))
+        parts = self._contents.targets(self._plain, own.by_name)
+        targets, self._tensors = entries_of(parts), locals_of(parts)
+        mine = [target for target in targets if own.by_name.get(target.name) == target]
+        others = [target for target in targets if own.by_name.get(target.name) != target]
+        self._carry_out(plan_reshard([own], mine), [self._own], mine)
+        if others:
+            owners = range(self._world)
+            layouts = [self._layout(owner) for owner in owners]
+            self._carry_out(plan_reshard(layouts, others, turn=self._rank), owners, others)
+
+    def _carry_out(self, plan: list[Fetch], owners: Sequence[int], targets: Sequence[TensorEntry]) -> None:
+        tensors = {target.name: self._tensors[target.name] for target in targets}
+        fill(plan, tensors, lambda shard, start, stop: self._read(owners[shard], start, stop))
+
+    def _layout(self, owner: int) -> ImageLayout:
+        if owner not in self._layouts:
+            self._reading = owner
+            self.shards[owner] = self._sources.shard(self._plan, owner)
+            size = self.shards[owner].size
+            length = header_bytes(self._read(owner, 0, min(8, size)), limit=size)
+            self._layouts[owner] = parse_image(self._read(owner, 0, length), limit=size)
+        return self._layouts[owner]
+
+    def _read(self, owner: int, start: int, stop: int) -> memoryview:
+        self._reading = owner
+        self.bytes += stop - start
+        return self.shards[owner].read(start, stop)

@@ -1,0 +1,169 @@
+"""One save, as whoever asked for it sees it, and its two threads' work: copy, seal, commit; then write to disk.
+
+Nothing here raises into training. What goes wrong is the `SaveHandle.failure` of that save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.arena_slot import SlotWriter
+from rackrun.checkpoint.contents import Image
+from rackrun.checkpoint.durable import DurableStore, GenerationWriter
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.peers import Peers
+from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint.staging import Staging
+
+__all__ = ["Counters", "Flush", "SaveHandle", "Saving"]
+
+_ORPHANS_S = 24 * 3600.0
+_FLUSH_S = 24 * 3600.0
+
+
+@dataclass
+class Counters:
+    """Of this rank. ``stall_s``: what training waited for, in `save` and at the fence."""
+
+    saves: int = 0
+    committed: int = 0
+    failed: int = 0
+    durable: int = 0
+    durable_failed: int = 0
+    durable_passed_over: int = 0
+    """They were due while an older one was still being written."""
+    stall_s: float = 0.0
+
+
+class SaveHandle:
+    """Four futures of a bool, in the order in which they are done: True when it is so, False when it will never be."""
+
+    def __init__(self, generation: int, step: int) -> None:
+        self.generation, self.step = generation, step
+        self.staged: Future[bool] = Future()
+        """The state may be changed."""
+        self.sealed: Future[bool] = Future()
+        """This rank's image is whole."""
+        self.committed: Future[bool] = Future()
+        """Every rank's is."""
+        self.durable: Future[bool] = Future()
+        """It is on disk. False also where that was not due."""
+        self.failure = ""
+
+    def fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self.end()
+
+    def end(self) -> None:
+        """What is not so by now never will be."""
+        for future in (self.staged, self.sealed, self.committed, self.durable):
+            if not future.done():
+                future.set_result(False)
+
+    def __repr__(self) -> str:
+        done = [
+            n for n in ("staged", "sealed", "committed", "durable") if (f := getattr(self, n)).done() and f.result()
+        ]
+        return f"SaveHandle(generation={self.generation}, step={self.step}, {', '.join(done) or 'begun'}{self.failure and ': '}{self.failure})"
+
+
+@dataclass
+class Saving:
+    """A shard on its way into a slot."""
+
+    handle: SaveHandle
+    image: Image
+    writer: SlotWriter | None = None
+    ready: torch.cuda.Event | None = None
+    failure: str = ""
+    """Why there is no slot."""
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Of what is copied while the next step runs."""
+
+    def copy_and_seal(self, staging: Staging) -> None:
+        """In the helper thread."""
+        layout, writer = self.image.layout, self.writer
+        if writer is None:
+            self.handle.staged.set_result(False)
+            return
+        try:
+            staging.copy(layout, self.image.tensors, self.image.later, writer.payload, self.ready)
+            torn = any(tensor._version != version for tensor, version in self.versions)
+            self._let_go()
+            self.handle.staged.set_result(not torn)
+            if torn:
+                self.failure = (
+                    "parameters were changed before they were copied: call guard() before whatever changes them"
+                )
+                writer.abandon()
+                return
+            writer.seal(layout.total_bytes, layout.layout_hash)
+            self.handle.sealed.set_result(True)
+        except Exception as error:  # noqa: BLE001 - told to all ranks as this one's failure
+            self.failure = f"{type(error).__name__}: {error}"
+            writer.abandon()
+        finally:
+            self._let_go()
+            if not self.handle.staged.done():
+                self.handle.staged.set_result(False)
+
+    def _let_go(self) -> None:
+        """The caller may free what was copied."""
+        self.versions.clear()
+        self.image.tensors.clear()
+        self.writer = None
+
+
+class Flush:
+    """A committed generation on its way to disk. Its slot is not written over meanwhile."""
+
+    def __init__(
+        self, handle: SaveHandle, store: DurableStore, arena: Arena, *, epoch: int, keep: int, peers: Peers, former: int
+    ) -> None:
+        """``former``: the generation before, of which all ranks have heard."""
+        self._handle, self._store, self._arena, self._epoch, self._keep = handle, store, arena, epoch, keep
+        self._peers, self._former = peers, former
+        self._lease = contextlib.ExitStack()
+        self._failure = ""
+        try:
+            self._lease.enter_context(arena.lease(handle.generation))
+        except CheckpointError as error:
+            self._failure = error.what
+
+    def run(self) -> str:
+        """All ranks run it; rank 0 finishes. Why it is not on disk; "" when it is. Raises `PeersGone`."""
+        generation, peers = self._handle.generation, self._peers
+        writer = self._store.writer(generation, self._handle.step, self._epoch, peers.world_size)
+        with self._lease:
+            if not self._failure:
+                self._write(writer)
+        peers.say(f"written/{generation}/{peers.rank}", self._failure)
+        if peers.rank != 0:
+            return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
+        keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
+        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        if not outcome and not writer.finish():
+            outcome = str(writer.failure or "a shard is gone")
+        peers.say(f"durable/{generation}", outcome)
+        peers.forget([*keys, f"durable/{self._former}"])
+        if not outcome:
+            collect(self._store, Retention(self._keep), epoch=self._epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
+        return outcome
+
+    def _write(self, writer: GenerationWriter) -> None:
+        rank = self._peers.rank
+        try:
+            reader = self._arena.reader(self._handle.generation)
+            written = writer.write_shard(
+                rank, reader, reader.layout_hash, reader.crcs, chunk_bytes=self._arena.chunk_bytes
+            )
+        except CheckpointError as error:
+            self._failure = error.what
+        else:
+            self._failure = "" if written else f"rank {rank}: {writer.failure}"

@@ -1,0 +1,205 @@
+"""What this rank could restore from: arenas that it sees, and durable generations, told alike so that `choose` takes both.
+
+A durable shard is known by the digest that its sealed image had: it is computed from the checksums in its fragment, so that a
+shard on disk stands in for a damaged one in memory, generation by generation. A durable generation without a commit record
+(its host's memory is gone) gives one: it was written after the commit, and its manifest is its word for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.arena_folder import ArenaFolder
+from rackrun.checkpoint.arena_format import SlotHeader, SlotState, manifest_digest, table_bytes
+from rackrun.checkpoint.arena_slot import SlotInfo, SlotReader
+from rackrun.checkpoint.choose import Holding, RestorePlan, Tier
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable_reader import GenerationReader
+from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.records import CommitRecord, Copy
+
+__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "newest_records"]
+
+DISK = "disk"
+_DURABLE_MAX = 8
+"""The newest ones are looked at."""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says that it sees."""
+
+    place: str = ""
+    """Ranks of one place see the same arenas."""
+    holdings: tuple[Holding, ...] = ()
+    """In memory, verified. Each arena is looked at by one rank of its place."""
+    records: tuple[CommitRecord, ...] = ()
+    durable: tuple[tuple[int, str], ...] = ()
+    """(generation, digest of its manifest), newest first."""
+    newest_generation: int = -1
+    newest_epoch: int = -1
+
+
+class Sources:
+    """Opened for one restore."""
+
+    def __init__(self, folder: ArenaFolder | None, store: DurableStore, *, rank: int, world: int) -> None:
+        self._folder, self._store = folder, store
+        self._rank, self._world = rank, world
+        self._arenas: dict[tuple[int, int], tuple[Arena, SlotReader]] = {}
+        """(generation, owner) -> where."""
+        self._opened: list[Arena] = []
+        self._durable: dict[int, GenerationReader] = {}
+
+    def look(self) -> Seen:
+        """Every byte in memory that counts is verified here."""
+        durable = []
+        with contextlib.suppress(CheckpointError):
+            durable = self._store.generations()[:_DURABLE_MAX]
+        newest = max((info.generation for info in durable), default=-1)
+        epoch = max((info.epoch for info in durable), default=-1)
+        holdings: list[Holding] = []
+        for arena, mine in self._visible():
+            epoch = max(epoch, arena.epoch)
+            for info in arena.slots():
+                newest = max(newest, info.generation)
+                if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.kind != "data":
+                    continue
+                try:
+                    reader = arena.reader(info.generation, owner=info.owner)
+                    if mine:
+                        reader.verify()
+                except CheckpointError as error:
+                    print(f"rackrun: {error.what}", file=sys.stderr, flush=True)
+                    continue
+                self._arenas[info.generation, info.owner] = arena, reader
+                if mine:
+                    holdings.append(_in_memory(info, self.place))
+        return Seen(
+            place=self.place,
+            holdings=tuple(holdings),
+            records=tuple(self._folder.commits()) if self._folder is not None else (),
+            durable=tuple((info.generation, info.digest) for info in durable),
+            newest_generation=newest,
+            newest_epoch=epoch,
+        )
+
+    @property
+    def place(self) -> str:
+        return self._folder.place if self._folder is not None else ""
+
+    def on_disk(self, common: set[tuple[int, str]]) -> tuple[list[Holding], list[CommitRecord]]:
+        """The shards of the durable generations that all ranks see, and a record of each."""
+        holdings: list[Holding] = []
+        records = []
+        for generation, _ in sorted(common):
+            with contextlib.suppress(CheckpointError):
+                found = _durable_holdings(self._reader(generation))
+                copies = [
+                    Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash)
+                    for h in found
+                ]
+                records.append(CommitRecord.of(generation, found[0].step, found[0].epoch, copies=copies))
+                holdings += found
+        return holdings, records
+
+    def shard(self, plan: RestorePlan, owner: int) -> ShardBytes:
+        """The nearest that can be opened. Raises `NoUsableGeneration`."""
+        for source in plan.sources[owner]:
+            if (
+                source.tier is Tier.OWN_TRAY
+                and source.holder == self.place
+                and (plan.generation, owner) in self._arenas
+            ):
+                return ShardBytes(Tier.OWN_TRAY, self._arenas[plan.generation, owner][1], None)
+            if source.tier is Tier.SHARED:
+                with contextlib.suppress(CheckpointError):
+                    reader = self._reader(plan.generation)
+                    return ShardBytes(Tier.SHARED, None, (reader, owner))
+        raise NoUsableGeneration(
+            f"rank {self._rank} reaches no copy of the shard of rank {owner} in generation {plan.generation}.",
+            remedy="write durable generations: memory is read on its own host only.",
+        )
+
+    def close(self) -> None:
+        self._arenas.clear()
+        for arena in self._opened:
+            arena.close()
+        self._opened.clear()
+        for reader in self._durable.values():
+            reader.close()
+        self._durable.clear()
+
+    def _visible(self) -> list[tuple[Arena, bool]]:
+        """Arenas, and whether it is for this rank to verify them."""
+        found = []
+        for path, (rank, _) in self._folder.arenas().items() if self._folder is not None else ():
+            if self._folder is not None and (arena := self._folder.attach(path)) is not None:
+                self._opened.append(arena)
+                found.append((arena, rank % self._world == self._rank))
+        return found
+
+    def _reader(self, generation: int) -> GenerationReader:
+        if generation not in self._durable:
+            self._durable[generation] = self._store.open(generation)
+        return self._durable[generation]
+
+
+class ShardBytes:
+    """One shard's verified bytes."""
+
+    def __init__(self, tier: Tier, memory: SlotReader | None, disk: tuple[GenerationReader, int] | None) -> None:
+        self.tier = tier
+        self._memory, self._disk = memory, disk
+
+    @property
+    def size(self) -> int:
+        if self._memory is not None:
+            return len(self._memory.payload)
+        assert self._disk is not None
+        return self._disk[0].reader(self._disk[1]).size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if self._memory is not None:
+            return self._memory.payload[start:stop]  # verified when it was looked at
+        assert self._disk is not None
+        return self._disk[0].read(self._disk[1], start, stop)
+
+
+def newest_records(told: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """One for each generation: of the larger epoch, should there be two."""
+    found: dict[int, CommitRecord] = {}
+    for record in sorted(told, key=lambda record: record.epoch):
+        found[record.generation] = record
+    return list(found.values())
+
+
+def _in_memory(info: SlotInfo, place: str) -> Holding:
+    return Holding(
+        generation=info.generation, step=info.step, epoch=info.epoch, owner=info.owner, holder=place, domain=place,
+        tier=Tier.OWN_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash, verified=True,
+    )  # fmt: skip
+
+
+def _durable_holdings(reader: GenerationReader) -> list[Holding]:
+    """Their bytes are verified when they are read."""
+    manifest = reader.manifest
+    found = []
+    for rank in range(manifest.world_size):
+        shard = reader.reader(rank)
+        header = SlotHeader(
+            b"", 0, kind="data", generation=manifest.generation, step=manifest.step, owner=rank,
+            payload_bytes=shard.size, layout_hash=shard.layout_hash,
+        )  # fmt: skip
+        digest = manifest_digest(header, shard.chunk_bytes, table_bytes(shard.crcs)).hex()
+        found.append(
+            Holding(
+                generation=manifest.generation, step=manifest.step, epoch=manifest.epoch, owner=rank, holder=DISK,
+                domain=DISK, tier=Tier.SHARED, digest=digest, layout_hash=shard.layout_hash, verified=True,
+            )
+        )  # fmt: skip
+    return found
