@@ -38,6 +38,8 @@ check: $(READY)
 bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)
 	@$(PY) benchmarks/rack.py
+	@$(PY) benchmarks/snapshots.py $(ARGS)
+	@$(PY) benchmarks/checkpoint.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
