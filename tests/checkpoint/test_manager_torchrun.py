@@ -133,7 +133,10 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "die", "committed"),
-    [("fsdp", 3, "1:4:arena.seal.digested", 3), ("ddp", 2, "0:4:arena.commit.one_copy", 4)],
+    [
+        ("fsdp", 3, "1:4:arena.seal.digested", 3),
+        pytest.param("ddp", 2, "0:4:arena.commit.one_copy", 4, marks=pytest.mark.soak),
+    ],
     ids=["FSDP2, before it has sealed", "DDP, rank 0 between commit and its mark"],
 )
 def test_a_worker_killed_in_the_middle_of_a_save_is_started_again_and_the_run_is_the_one_without_a_fault(

@@ -65,6 +65,7 @@ def test_a_tray_and_the_holder_of_its_copies_are_lost_together(
     assert not trained.contradictions, trained
 
 
+@pytest.mark.soak
 def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
     """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
     first = [

@@ -30,11 +30,17 @@ MODES = ("ddp", "fsdp")
 SOAK_SEEDS = range(100, 100 + int(os.environ.get("RACKRUN_SOAK_SEEDS", "20")))
 
 
-def stories(plots: Mapping[str, Mapping[str, Plot]], *steps: int | None) -> list[Any]:
+def stories(plots: Mapping[str, Mapping[str, Plot]], *steps: int | None, sharded: int = 99) -> list[Any]:
+    """``sharded``: so many of FSDP2's at once; the others are a soak."""
     return [
-        pytest.param(mode, story, id=f"{mode}: {title}")
+        pytest.param(
+            mode,
+            story,
+            id=f"{mode}: {title}",
+            marks=[pytest.mark.soak] if mode == "fsdp" and number >= sharded else [],
+        )
         for mode in MODES
-        for title, story in chapters(plots[mode], steps).items()
+        for number, (title, story) in enumerate(chapters(plots[mode], steps).items())
     ]
 
 
@@ -48,7 +54,7 @@ def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, referen
     assert all((recovery["rollback"] is None) == (mode == "ddp") for recovery in trained.recoveries), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0))
+@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, sharded=1))
 def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Before the second step nobody knows who is whose replica, and before the first snapshot a shard has no copy: the
     world may have to begin again, to the same end."""
@@ -57,7 +63,7 @@ def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, refe
     assert len(trained.recoveries) == 1, trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_END, None, None, None))
+@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_END, None, None, None, sharded=1))
 def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Two of them may be lost in one attempt of a phase: the second when it has noticed nothing of the first yet."""
     trained = train(mode, told(story), spares=len(story))
@@ -66,7 +72,7 @@ def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, refere
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, sharded=2))
 def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, reference: Reference) -> None:
     trained = train(mode, told(story), spares=2 * len(story))
     trained.assert_same_training(reference(mode), told(story))
@@ -107,7 +113,7 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
     assert [recovery["rollback"] for recovery in trained.recoveries] == [4, 4, 8], trained
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_connections_break_though_nobody_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """The step is done again in place, by the same ranks."""
     faults = [

@@ -132,6 +132,7 @@ def test_a_stopped_agent_is_fenced_when_its_lease_ends(
     assert not ran.left_behind
 
 
+@pytest.mark.soak
 def test_a_preload_that_leaves_a_thread_behind_is_not_forked(
     run_rackrun: Callable[..., Any], tmp_path: Path, script: str
 ) -> None:

@@ -86,7 +86,10 @@ def script(tmp_path: Path) -> str:
     return "train.py"
 
 
-@pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["to the console", "to the console and a file"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], id="to the console", marks=pytest.mark.soak), pytest.param(["--tee", "3"], id="and to a file")],
+)
 def test_a_gibibyte_of_output_takes_no_memory(
     options: list[str], start_rackrun: Callable[..., Any], tmp_path: Path
 ) -> None:

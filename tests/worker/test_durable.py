@@ -135,7 +135,7 @@ def test_a_rank_lost_after_the_resumption_is_replaced(
     copy = folder.with_name("copy")
     _copy(folder, copy)
     reference = train(trained(make, 8))
-    for moment in range(0, len(reference.moments[1]), 13):
+    for moment in range(0, len(reference.moments[1]), 23):
         _copy(copy, folder)
         ended = train(trained(make, 8), kill={1: moment})
         assert not ended.differences(reference), ended
