@@ -108,7 +108,14 @@ class ElasticGroup(dist.ProcessGroup):
 
     # -- collectives
     @_not_compiled
-    def _run(self, name: str, result: Any, loopback: Callable[[], None], *args: Any) -> dist.Work:
+    def _run(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        *args: Any,
+        then: Callable[[], None] | None = None,
+    ) -> dist.Work:
         generation = self.world.enter_collective(self, name, result)
         communicator = self.communicator
         if communicator is None or generation is None:
@@ -122,7 +129,7 @@ class ElasticGroup(dist.ProcessGroup):
             self.world.collective_failed(generation, error, result)
             loopback()
             return Done(result)
-        return Guarded(self.world, generation, work, result, loopback)
+        return Guarded(self.world, generation, work, result, loopback, then)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
@@ -180,6 +187,9 @@ class ElasticGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceScatterOptions()
 
+        if len(outputs) == 1 and outputs[0].device.type == "cpu" and len({tensor.numel() for tensor in inputs[0]}) == 1:
+            return self.reduce_scatter_single(outputs[0], torch.cat([tensor.reshape(-1) for tensor in inputs[0]]), opts)
+
         def loopback() -> None:
             for output, row in zip(outputs, inputs, strict=True):
                 output.copy_(row[self.rank()])
@@ -194,7 +204,16 @@ class ElasticGroup(dist.ProcessGroup):
             output.copy_(input.reshape(self.size(), -1)[self.rank()].view_as(output))
             _sum_of_equals([output], opts, self.size())
 
-        return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
+        if input.device.type != "cpu":
+            return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
+        # gloo does the same, in a work whose wait knows no time limit: a lost wake-up would hold this rank for ever.
+        whole, sums = input.detach().clone(), dist.AllreduceOptions()
+        sums.reduceOp = opts.reduceOp
+
+        def take_part() -> None:
+            output.copy_(whole.reshape(self.size(), -1)[self.rank()].view_as(output))
+
+        return self._run("allreduce", output, loopback, [whole], sums, then=take_part)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 

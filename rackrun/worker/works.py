@@ -52,11 +52,18 @@ class Guarded(dist.Work):
     """
 
     def __init__(
-        self, world: World, generation: int, work: dist.Work, result: Any, loopback: Callable[[], None]
+        self,
+        world: World,
+        generation: int,
+        work: dist.Work,
+        result: Any,
+        loopback: Callable[[], None],
+        then: Callable[[], None] | None = None,
     ) -> None:
+        """``then`` makes ``result`` of what ``work`` gave."""
         super().__init__()
         self._world, self._generation, self._work = world, generation, work
-        self._result, self._loopback = result, loopback
+        self._result, self._loopback, self._then = result, loopback, then
         self._future: torch.futures.Future[Any] | None = None
         self._settling = threading.Lock()
         self._over = False
@@ -117,6 +124,8 @@ class Guarded(dist.Work):
         with self._settling:
             if self._over:
                 return
+            if error is None and self._then is not None:
+                self._then()
             self._over = True
         world = self._world
         if error is not None:
