@@ -192,10 +192,10 @@ class Striker:
 
         run, pass_gate, all_reduce = group.ElasticGroup._run, world.World.pass_gate, world.dist.all_reduce
 
-        def patched_run(elastic_group: Any, *args: Any) -> Any:
+        def patched_run(elastic_group: Any, *args: Any, **more: Any) -> Any:
             if not self._in_gate:
                 self.here("entering a collective")
-            work = run(elastic_group, *args)
+            work = run(elastic_group, *args, **more)
             if isinstance(work, works.Guarded):
                 self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
             return work
