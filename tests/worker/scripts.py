@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -48,11 +49,17 @@ def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    steps: int = STEPS,
+    average: bool = False,
+    before: Callable[[int], None] = lambda _: None,
+    after: Callable[[int], None] = lambda _: None,
+    between: Callable[[int], None] = lambda _: None,
     noisy: bool = False,
     workers: int = 0,
     **tracked: Any,
 ) -> None:
-    """The plain loop: accumulate the micro-batches, step, zero the gradients."""
+    """The plain loop: accumulate the micro-batches, step, zero the gradients. ``average``: gradients are summed by hand where DDP
+    does not do it. ``after`` is called at the end of each step, in it; ``before`` and ``between``, before and after it, outside."""
     run.track(model=model, optimizer=optimizer, **tracked)
     data = run.loader(Samples(noisy=noisy), num_workers=workers)
 
@@ -60,11 +67,17 @@ def fit(
     def step(step: Step) -> None:
         for batch in data:
             step.backward(loss_of(model, batch))
+        if average and not isinstance(model, DDP):
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
+        after(int(step))
 
-    for number in run.steps(STEPS):
+    for number in run.steps(steps):
+        before(number)
         step(number)
+        between(number)
 
 
 def ddp(run: Run, *layers: nn.Module, **options: Any) -> DDP:

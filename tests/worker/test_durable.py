@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Ended, say
-from scripts import Samples, Script, adam, ddp, loss_of, net
+from scripts import Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -228,29 +227,14 @@ def _copy(source: Path, target: Path) -> None:
 
 
 # -- ranks that are not alike ------------------------------------------------------------------------------------------
-def fitted(make: Callable[[Run], nn.Module], steps: int, phase: Callable[[], None] | None = None) -> Script:
+def fitted(make: Callable[[Run], nn.Module], steps: int, phase: Callable[[Run], None] | None = None) -> Script:
     """Gradients are averaged by hand where no wrapper does it: ranks may train weights of their own."""
 
     def main(run: Run) -> None:
         model = make(run)
-        optimizer = adam(model)
-        run.track(model=model, optimizer=optimizer)
-        data = run.loader(Samples())
-
-        @run.step
-        def step(step: Step) -> None:
-            for batch in data:
-                step.backward(loss_of(model, batch))
-            if not isinstance(model, nn.parallel.DistributedDataParallel):
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-
         if phase is not None:
-            run.every(1, phase)
-        for number in run.steps(steps):
-            step(number)
+            run.every(1, lambda: phase(run))
+        fit(run, model, adam(model), steps=steps, average=True)
 
     return main
 
@@ -299,7 +283,12 @@ def test_a_job_that_is_told_to_end_in_a_phase_ends_with_a_checkpoint(
     folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "100")
-    ended = train(fitted(ddp, 30, phase=lambda: time.sleep(0.3)), drain_at=4)
+
+    def until_told(run: Run) -> None:
+        while run._units.passed.step == 4 and not run._world.drain:
+            time.sleep(0.001)  # the control thread hears of it, and tells nobody
+
+    ended = train(fitted(ddp, 30, phase=until_told), drain_at=4)
     assert ended.exit_code == 0, ended
     assert generations(folder) == [max(ended.losses)]
 

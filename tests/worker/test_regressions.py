@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, say
-from scripts import STEPS, Samples, adam, ddp, loss_of, net
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,23 +29,7 @@ Train = Callable[..., Ended]
 
 
 def train_with(run: Run, model: nn.Module, after: Callable[[int], None] = lambda _: None, **tracked: Any) -> None:
-    optimizer = adam(model)
-    run.track(model=model, optimizer=optimizer, **tracked)
-    data = run.loader(Samples())
-
-    @run.step
-    def step(step: Step) -> None:
-        for batch in data:
-            step.backward(loss_of(model, batch))
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        after(int(step))
-
-    for number in run.steps(STEPS):
-        step(number)
+    fit(run, model, adam(model), average=True, after=after, **tracked)
 
 
 def moment(ended: Ended, rank: int, said: str, nth: int = 0) -> int:
@@ -154,31 +137,21 @@ def test_an_evaluation_leaves_no_trace_in_the_next_step_of_a_sharded_model(train
 
     def main(run: Run) -> None:
         model = fully_shard(Blocks())
-        optimizer = adam(model)
-        run.track(model=model, optimizer=optimizer)
-        data = run.loader(Samples())
-
-        @run.step
-        def step(step: Step) -> None:
-            for batch in data:
-                step.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
 
         def evaluate() -> None:
             with torch.no_grad():
                 model(torch.ones(2, 10))
 
-        run.every(4, evaluate)
-        for number in run.steps(STEPS):
-            lost_now = run.rank == 1 and number == 4 and run._units._came_in == BEGIN
-            if killing and lost_now:
+        def before(number: int) -> None:
+            if not killing or number != 4 or run._units._came_in != BEGIN or run._world.generation != 1:
+                return
+            if run.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            while killing and number == 4 and run._units._came_in == BEGIN and run._world.generation == 1:
-                if run._world.broken:  # so that the survivors are between two units, and discard nothing
-                    break
-                time.sleep(0.001)
-            step(number)
+            with run._world._changed:  # so that the survivors are between two units, and discard nothing
+                run._world._changed.wait_for(lambda: run._world.broken)
+
+        run.every(4, evaluate)
+        fit(run, model, adam(model), before=before)
 
     killing = False
     reference = train(main, snapshot_every=2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ended, say
-from scripts import Samples, adam, loss_of, net
+from scripts import adam, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -25,20 +25,7 @@ Train = Callable[..., Ended]
 
 
 def steps(run: Run, model: nn.Module, total: int, between: Callable[[int], None] = lambda _: None) -> None:
-    optimizer = adam(model)
-    run.track(model=model, optimizer=optimizer)
-    data = run.loader(Samples())
-
-    @run.step
-    def step(step: Step) -> None:
-        for batch in data:
-            step.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for number in run.steps(total):
-        step(number)
-        between(number)
+    fit(run, model, adam(model), steps=total, between=between)
 
 
 def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: Train) -> None:
