@@ -15,6 +15,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     Event,
     JournalFailed,
+    SnapshotDamaged,
     SnapshotMirrored,
     StopRequested,
     TimerFired,
@@ -140,6 +141,8 @@ class ControlPlane:
                 self._stalled(event, record)
             case SnapshotMirrored():
                 self._job.recovery.mirrored(record, event)
+            case SnapshotDamaged():
+                self._job.recovery.damaged(record, event)
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
             case _:

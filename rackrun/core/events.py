@@ -151,6 +151,16 @@ class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
     """All that it keeps of this worker now, oldest first."""
 
 
+class SnapshotDamaged(_WorkerEvent, frozen=True, kw_only=True):
+    """A snapshot from which this worker was to be restored does not match its checksums; nothing of it was used."""
+
+    generation: Generation
+    step: Step
+    where: str
+    """`Restore.snapshot`; "": this worker's own."""
+    because: str
+
+
 class TimerFired(_Event, frozen=True, kw_only=True):
     name: str
 
@@ -178,5 +188,6 @@ WorkerEvent: TypeAlias = (
     | WorkerExited
     | WorkerFinished
     | SnapshotMirrored
+    | SnapshotDamaged
 )
 Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed

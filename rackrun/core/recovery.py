@@ -16,6 +16,7 @@ from rackrun.core import verdict
 from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    SnapshotDamaged,
     SnapshotMirrored,
     WorkerExited,
     WorkerParked,
@@ -113,6 +114,14 @@ class Recovery:
         if waiting:
             self._note = f"{tray} lost, with the snapshots that {named(waiting)} would have restored"
             self._break(self._note, at_ms)
+
+    def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
+        """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
+        if event.where:
+            self.snapshots.damaged(event.where, event.step)
+        if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
+            self._note = f"the snapshot of step {event.step} for rank {record.rank} is damaged ({event.because})"
+            self._break(self._note, event.at_ms)
 
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""

@@ -49,6 +49,17 @@ class Snapshots:
         others = [one for one in self._copies.get(rank, ()) if (one.tray, one.slot, one.incarnation) != same]
         self._copies[rank] = [copy, *others][:KEPT_MAX]
 
+    def damaged(self, where: str, step: Step) -> None:
+        """Nobody is to restore from this one again."""
+        for held in (self._left, self._copies):
+            for rank, holders in held.items():
+                held[rank] = [
+                    replace(holder, steps=tuple(s for s in holder.steps if s != step))
+                    if holder.where == where
+                    else holder
+                    for holder in holders
+                ]
+
     def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
         """What its own tray has comes first."""
         ranks = sorted({*self._left, *self._copies})

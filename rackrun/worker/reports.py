@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rackrun.core.events import WorkerFinished, WorkerReady, WorkerResumed
-from rackrun.core.ids import Generation, Position
+from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerReady, WorkerResumed
+from rackrun.core.ids import Generation, Position, Step
 from rackrun.core.wire import Logged, UnitCommitted
 from rackrun.worker.runtime import Runtime
 
@@ -32,6 +32,19 @@ class Reports:
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 WorkerResumed(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
+            )
+
+    def damaged(self, generation: Generation, step: int, where: str, because: str) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                SnapshotDamaged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=generation,
+                    step=Step(step),
+                    where=where,
+                    because=because,
+                )
             )
 
     def finished(self) -> None:

@@ -30,7 +30,6 @@ from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interva
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.core.ids import Position
-from rackrun.errors import StateLost
 from rackrun.link.boot import SNAPSHOT_JOB
 from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
@@ -39,13 +38,17 @@ from rackrun.worker.manifest import Manifest
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
 
-__all__ = ["Snapshots"]
+__all__ = ["Damaged", "Snapshots"]
 
 _CORES_A_THREAD = 8
 _THREADS_MAX = 4
 _SLICE_S = 0.05
 _SPARE_ROOM = 64
 """An arena has room for an image larger by one part in so many: plain state grows a little."""
+
+
+class Damaged(Exception):
+    """A snapshot is not what was sealed. Nothing of it was used."""
 
 
 @dataclass
@@ -218,7 +221,8 @@ class Snapshots:
     def load(self, step: int, fetched: int | None) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
 
-        Raises `StateLost` when a chunk of it is not what was sealed.
+        Raises `Damaged` when a chunk of it is not what was sealed: the state is untouched then, and an older snapshot of
+        this rank is still there.
         """
         self.settle()
         arena: Arena | None = None
@@ -228,19 +232,16 @@ class Snapshots:
             reader.verify()
             manifest = load_image(self._state, reader.payload)
         except CheckpointError as error:
-            raise StateLost(
-                f"the snapshot of step {step} is damaged: {error.what}",
-                remedy="check this host's memory; the job starts again.",
-            ) from error
+            if fetched is None:
+                self._forget(step)
+            raise Damaged(error.what) from error
         finally:
             if fetched is not None:
                 if arena is not None:
                     arena.close()
                 os.close(fetched)
-        for other, slot in list(self._held.items()):
-            if other != step:
-                del self._held[other]
-                self._runtime.page.seal_snapshot(slot, -1)
+        for later in [other for other in self._held if other > step]:
+            self._forget(later)
         if fetched is not None:
             self._runtime.world.replica_class = (
                 manifest.replica_class
@@ -252,11 +253,12 @@ class Snapshots:
     def _own(self, step: int) -> Arena:
         arena = self._arenas[self._held[step]] if step in self._held else None
         if arena is None:
-            raise StateLost(
-                f"this rank has no snapshot of step {step}.",
-                remedy="please report this: the plan named one that is not there.",
-            )
+            raise Damaged("it is not there")
         return arena
+
+    def _forget(self, step: int) -> None:
+        if (slot := self._held.pop(step, None)) is not None:
+            self._runtime.page.seal_snapshot(slot, -1)
 
 
 def _threads() -> int:

@@ -34,7 +34,7 @@ from rackrun.worker.reports import Reports
 from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
-from rackrun.worker.snapshot import Snapshots
+from rackrun.worker.snapshot import Damaged, Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
@@ -397,15 +397,7 @@ class UnitRunner:
         settle_restores()
         self._settle()
         if plan.rollback is not None:
-            restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
-            if restore is None:
-                self._replicas.adopt(self._snapshots.load(plan.rollback, None))
-            elif restore.snapshot:
-                step, where = plan.rollback, restore.snapshot
-                fetched = world.attempt(
-                    plan, lambda: self._snapshots.fetch(step, where, lambda: world.superseded(plan.generation))
-                )
-                self._replicas.adopt(self._snapshots.load(step, fetched))
+            self._go_back(plan, plan.rollback, fresh=fresh)
         if communicator is not None:
             manifest = world.attempt(
                 plan,
@@ -423,9 +415,37 @@ class UnitRunner:
                 self._replicas.adopt(manifest)
                 self._replicas.unique.take_place(world.rank)
         if plan.rollback is not None:
+            if (
+                communicator is not None
+            ):  # a newcomer that has begun its loop can go back no further, and others may have to
+                world.attempt(plan, lambda: communicator.inner.barrier().wait())
             world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
+
+    def _go_back(self, plan: Plan, step: int, *, fresh: bool) -> None:
+        """Raises `Superseded` when this rank's snapshot of ``step`` is damaged, after the coordinator was told: it plans again."""
+        world = self._world
+        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+        if restore is not None and not restore.snapshot:
+            return  # from a replica that goes back itself
+        where, fetched = "", None
+        if restore is not None:
+            where = restore.snapshot
+            fetched = world.attempt(
+                plan, lambda: self._snapshots.fetch(step, where, lambda: world.superseded(plan.generation))
+            )
+        try:
+            self._replicas.adopt(self._snapshots.load(step, fetched))
+        except Damaged as damaged:
+            print(
+                f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "
+                f"{where.partition(':')[0] or 'this host'}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._reports.damaged(plan.generation, step, where, str(damaged))
+            raise Superseded from damaged
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
         """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:

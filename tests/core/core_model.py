@@ -29,6 +29,7 @@ from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import (
     Event,
     Failure,
+    SnapshotDamaged,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -94,6 +95,8 @@ class Cluster:
         self.up_trays: dict[TrayId, bool] = {}  # False: dead, its lease has not lapsed
         self.processes: dict[tuple[SlotId, int], Process] = {}
         self.arenas: dict[tuple[SlotId, int], dict[int, Chain]] = {}
+        self.rotten: set[tuple[SlotId, int, int]] = set()
+        """Snapshots of which a bit has flipped: slot, incarnation, step."""
         self.plans: dict[int, Plan] = {}
         self.gates: dict[tuple[int, int], set[int]] = {}
         self.jammed: set[int] = set()
@@ -228,7 +231,12 @@ class Cluster:
             return out if process.reported or process.state != "running" else [*out, "report"]
         if process.state == "starting":
             out.append("start")
-        elif process.state == "resuming" and not process.down and self._restored(process) is not None:
+        elif (
+            process.state == "resuming"
+            and not process.down
+            and not process.reported
+            and self._restored(process) is not None
+        ):
             out.append("resume")
         elif process.state == "running":
             out += self._training_actions(process)
@@ -297,7 +305,10 @@ class Cluster:
                 for step in sorted(arena)[:-2]:
                     del arena[step]
             case "resume":
-                self._resume(process)
+                if (bad := self._rotten_source(process)) is None:
+                    self._resume(process)
+                else:
+                    self._tell_of_damage(process, *bad)
 
     def _say(self, process: Process, kind: type[Event], **fields: object) -> None:
         process.up.append(kind(slot=process.slot, incarnation=process.incarnation, **fields))
@@ -372,6 +383,28 @@ class Cluster:
             return process.chain
         restore = next(r for r in plan.restores if r.rank == process.rank)
         return self._fetch(restore, plan, at)
+
+    def _rotten_source(self, process: Process) -> tuple[int, str] | None:
+        """Step and place, when the snapshot that this member goes back to is not what it was."""
+        plan = process.plan
+        assert plan is not None
+        if plan.rollback is None:
+            return None
+        where, key = "", (process.slot, process.incarnation, plan.rollback)
+        if not process.stateful:
+            where = next(r for r in plan.restores if r.rank == process.rank).snapshot
+            if not where:
+                return None
+            _, tray, index, incarnation = where.split("/")
+            key = (SlotId(f"{tray}/{index}"), int(incarnation), plan.rollback)
+        return (plan.rollback, where) if key in self.rotten else None
+
+    def _tell_of_damage(self, process: Process, step: int, where: str) -> None:
+        process.reported = True
+        if not where:
+            del self.arenas[process.slot, process.incarnation][step]
+        generation = Generation(process.generation)
+        self._say(process, SnapshotDamaged, generation=generation, step=Step(step), where=where, because="chunk 0")
 
     def _fetch(self, restore: Restore, plan: Plan, at: int) -> Chain | None:
         if restore.snapshot:

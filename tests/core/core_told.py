@@ -11,6 +11,7 @@ from rackrun.core.control_plane import ControlPlane, View
 from rackrun.core.events import (
     Event,
     Failure,
+    SnapshotDamaged,
     SnapshotMirrored,
     TimerFired,
     TrayJoined,
@@ -122,6 +123,13 @@ class Told:
                 where=f"{holder}:2/{slot}/{who['incarnation']}",
                 steps=tuple(Step(step) for step in steps),
             )
+        )
+
+    def finds_damaged(self, slot: str, step: int, where: str = "") -> Sequence[Command]:
+        """``where``: of the lost worker that ``slot`` replaces; its own if empty."""
+        generation = Generation(self.view.generation)
+        return self.tell(
+            SnapshotDamaged(**self._who(slot), generation=generation, step=Step(step), where=where, because="chunk 0")
         )
 
     def finishes(self, slot: str) -> Sequence[Command]:

@@ -48,7 +48,9 @@ def step(cluster: Cluster, rng: random.Random) -> None:
 
 def fault(cluster: Cluster, rng: random.Random) -> None:
     alive = [process for process in cluster.processes.values() if process.alive]
-    kind = rng.choice(["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair"])
+    kind = rng.choice(
+        ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
+    )
     up = [tray for tray, lives in cluster.up_trays.items() if lives]
     gone = [tray for tray, lives in cluster.up_trays.items() if not lives]
     missing = [tray for number in range(5) if (tray := TrayId(f"tray-{number}")) not in cluster.up_trays]
@@ -60,6 +62,9 @@ def fault(cluster: Cluster, rng: random.Random) -> None:
         cluster.tray_dies(rng.choice(up))
     elif kind == "jam":
         cluster.jammed.add(cluster.announced)
+    elif kind == "rot":
+        kept = [(*owner, step) for owner, arena in cluster.arenas.items() for step in arena]
+        cluster.rotten.update(rng.sample(kept, min(len(kept), 3)))
     elif kind == "timeout" and cluster.pending(*TIMEOUTS):
         cluster.fire(cluster.pending(*TIMEOUTS)[0])
     elif kind in ("hang", "silent") and alive:
@@ -83,6 +88,7 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
         plans = cluster.plans.values()
         seen[f"exit {cluster.stopped.exit_code}"] += 1
         seen["swaps"] += sum(bool(plan.restores) and plan.rollback is None for plan in plans)
+        seen["damaged"] += any("is damaged" in line for line in cluster.log)
         seen["rollbacks"] += sum(plan.rollback is not None for plan in plans)
         seen["absorbs"] += sum(not plan.restores and plan.committed.step >= 0 for plan in plans)
     # The storm is worth its name: everything has happened, often.
@@ -90,3 +96,4 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
     assert seen["swaps"] > SEEDS / 2, seen
     assert seen["rollbacks"] > SEEDS / 20, seen
     assert seen["absorbs"] > SEEDS / 20, seen
+    assert seen["damaged"] > SEEDS / 300, seen

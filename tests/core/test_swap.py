@@ -321,6 +321,37 @@ def test_a_holder_that_is_lost_while_it_is_read_makes_another_plan_at_once() -> 
     assert only(BreakGeneration, told.tray_lost(holder))
 
 
+def test_a_damaged_snapshot_of_a_survivor_is_replaced_by_its_copy_on_another_tray() -> None:
+    told = three_trays()
+    for slot in ("a/0", "b/0", "b/1"):
+        told.mirrors(slot, "c", 2, 4)
+    told.tray_lost("b")
+    assert plan_in(told.park_all(passed=5, snapshots=[2, 4])).rollback == 4
+    assert only(BreakGeneration, told.finds_damaged("a/0", 4))
+    told.parks("a/0", 5, snapshots=[2])
+    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+    assert plan.rollback == 4
+    assert {r.rank: r.snapshot.rpartition("/")[0] for r in plan.restores}[0] == "c:2/a/0"
+
+
+def test_a_damaged_copy_is_not_tried_again_and_all_go_back_to_the_older_step() -> None:
+    told = three_trays()
+    for slot in ("b/0", "b/1"):
+        told.mirrors(slot, "c", 2, 4)
+    told.tray_lost("b")
+    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+    (bad,) = [r.snapshot for r in plan.restores if r.rank == 2]
+    assert only(BreakGeneration, told.finds_damaged(ranks(plan)[Rank(2)], 4, bad))
+    plan = plan_in(told.park_all(passed=5, snapshots=[2, 4]))
+    assert plan.rollback == 2
+
+
+def test_a_damage_that_is_told_late_is_remembered_but_breaks_nothing(rack: Told) -> None:
+    rack.train("unique")
+    assert not rack.finds_damaged(rack.members[0], 4)
+    assert rack.view.phase == "training"
+
+
 def test_the_workers_own_tray_is_asked_first() -> None:
     told = three_trays()
     who = told.incarnation["b/0"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Ended, say
@@ -110,6 +111,51 @@ def test_storage_that_stands_still_delays_no_step(
     assert ended.exit_code == 0, ended
     assert len(ended.losses) == 9
     assert "is passed over: an older one is still being written; training goes on" in capfd.readouterr().err
+
+
+def sharded(hidden: int = 14) -> nn.Module:
+    model = net(hidden=hidden)
+    for layer in (model[0], model[-1]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def flip_a_bit(run: Run, step: int) -> None:
+    """In the payload of this rank's snapshot of ``step``, in the memory that outlives this process."""
+    snapshots = run._units._snapshots
+    slot = snapshots._held[step]
+    arena = snapshots._arenas[slot]
+    assert arena is not None
+    payload = np.frombuffer(arena.reader(step, owner=arena.rank).payload, np.uint8)
+    at = payload.ctypes.data - arena.memory()[0] + len(payload) // 2
+    os.pwrite(snapshots._fds[slot], bytes([payload[len(payload) // 2] ^ 4]), at)
+
+
+def lost_after(ended: Ended, rank: int, step: int) -> int:
+    """The first moment of ``rank`` after it has committed ``step`` and what its loop does then."""
+    return ended.moments[rank].index(f"committed {Position(step)}") + 1
+
+
+@pytest.mark.parametrize("whose", ["a survivor's", "the lost rank's"])
+def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
+    whose: str, train: Train, capfd: Any
+) -> None:
+    def main(run: Run) -> None:
+        def between(number: int) -> None:
+            if number == 5 and run.rank == (0 if whose == "a survivor's" else 1):
+                flip_a_bit(run, 4)
+
+        steps(run, sharded(), 8, between)
+
+    def plain(run: Run) -> None:
+        steps(run, sharded(), 8)
+
+    reference = train(plain, spares=0)
+    ended = train(main, snapshot_every=2, kill={1: lost_after(reference, 1, 5)})
+    assert not ended.differences(reference), ended
+    assert [plan.rollback for plan in ended.plans][:2] == [4, 2], str(ended)
+    assert not ended.restarted
+    assert "the snapshot of step 4 is damaged, and not used" in capfd.readouterr().err
 
 
 def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_ten(train: Train) -> None:
