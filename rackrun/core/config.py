@@ -15,6 +15,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Slots held back, out of those that exist. WORLD_SIZE is the rest."""
     max_restarts: int = 3
     """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
+    start_over: bool = False
+    """When the last copy of some state is lost: begin again, from the newest checkpoint on disk or from step 0. Else the job stops, unless it has just begun."""
     join_timeout_ms: int = 600_000
     """From the start until ``trays_min`` have joined; then the job stops with a reason."""
     last_call_ms: int = 1_000

@@ -36,6 +36,8 @@ __all__ = ["ABSORBS_MAX", "STALL_PATIENCE_MS", "Ladder", "Recovery", "named"]
 
 ABSORBS_MAX = 3
 """Steps done again in place, in a row, without one that is committed."""
+FEW_STEPS = 10
+"""Done again without asking: at the beginning, copies are not everywhere yet."""
 STALL_GATHER_MS = 50
 STALL_PATIENCE_MS = 500
 """How long those that have not reported a stall are waited for, after the first window."""
@@ -249,7 +251,22 @@ class Recovery:
         told = self._told() or "a rollback was broken off"
         if self.world.stateful():
             told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
-        self.ladder.restart(f"{told}, and no copy of its state is left", first, at_ms)
+        because = f"{told}, and no copy of its state is left"
+        if self.config.start_over or self._has_just_begun(committed):
+            self.ladder.restart(because, first, at_ms)
+        else:
+            self.ladder.stop(
+                3,
+                because,
+                remedy="keep checkpoints on disk (--checkpoint-dir), or let it begin again from step 0 (--lost-state restart).",
+            )
+
+    def _has_just_begun(self, committed: Position) -> bool:
+        """As far as anybody tells who lives, or has been seen to end."""
+        if committed.step >= FEW_STEPS:
+            return False
+        ends = [loss.exit for loss in self._losses.values()]
+        return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
 
     def _staff(self) -> dict[Rank, WorkerRecord] | None:
         """A ready spare for each lost rank; None if they are still to be waited for (or if there is no hope)."""

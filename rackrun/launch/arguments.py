@@ -71,6 +71,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerMode
     checkpoints: dict[str, str]
     """The workers' environment that says where to and how often."""
+    start_over: bool
+    """Begin again when the last copy of some state is lost."""
     quiet: bool
     role: str
     local_addr: str | None
@@ -125,6 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
             "from one to the next. Default: about as many as take five minutes."),
         add("--checkpoint-keep", "--checkpoint_keep", action=env, type=int, default=3, metavar="N", help="How many of the "
             "newest stay."),
+        add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default="stop", help="When the last copy "
+            "of some state is lost and there is no --checkpoint-dir: stop with the reason, or begin again from step 0."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),
@@ -184,6 +188,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         token_file=token_file,
         ledger=args.ledger,
         checkpoints=_checkpoints(args),
+        start_over=args.checkpoint_dir is not None or args.lost_state == "restart",
         quiet=args.quiet,
         role=args.role,
         local_addr=args.local_addr,

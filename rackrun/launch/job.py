@@ -53,6 +53,7 @@ async def host(
         trays_max=options.nodes_max * options.trays,
         spares=options.spares,
         max_restarts=options.max_restarts,
+        start_over=options.start_over,
         join_timeout_ms=options.join_timeout_ms,
         last_call_ms=options.last_call_ms,
     )

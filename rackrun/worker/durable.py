@@ -83,6 +83,8 @@ class DurableCheckpoints:
         self._store = DurableStore(options.directory, JOB)
         self._flushes: list[_Flush] = []
         self._saved = -1
+        self._doubtful = False
+        """Whoever was lost may not have written its part of the last one."""
         self._complained: set[str] = set()
 
     # -- at the start
@@ -197,13 +199,24 @@ class DurableCheckpoints:
         if last or gate.draining:
             self.save(at.step, last=True)  # whether or not an older one is still being written
             return True
-        if (at.step + 1) % every:
+        if not gate.writing and at.step > self._saved:
+            self._doubtful = False
+        if (at.step + 1) % every and (not gate.cut_short or gate.writing):
             return False
         if gate.writing:
             self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
             return False
         self.save(at.step)
         return True
+
+    def somebody_was_lost(self) -> None:
+        self._doubtful = True
+
+    def cut_short(self, step: int) -> bool:
+        """Whether the last checkpoint is not whole and will not be: ``step``, beyond it, is to be one, rather than the next that is due.
+        One that is done again is made whole by whoever has taken a place."""
+        begun = self._state.lineage.began < self._saved < step
+        return self._doubtful and begun and not self.writing and not self._store.path(self._saved).exists()
 
     def _every(self, gate: GateSums) -> int:
         step_s = gate.step_s / self._world.size

@@ -45,6 +45,8 @@ class GateSums(NamedTuple):
     """Ranks whose last snapshot that was to go there is there."""
     writing: float
     """Ranks whose last checkpoint is still being written."""
+    cut_short: float
+    """Ranks that have found the last checkpoint not whole, after a loss."""
     ahead: float
     """Ranks that have begun a later unit already, before a rollback."""
 

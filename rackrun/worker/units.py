@@ -283,6 +283,7 @@ class UnitRunner:
             mirroring=float(self._page.mirroring),
             mirrored=float(self._page.mirrored >= 0),
             writing=float(self._durable is not None and self._durable.writing),
+            cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
         )
         self._world.pass_gate(step.at, mine)
@@ -383,6 +384,8 @@ class UnitRunner:
                 continue
             break
         self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
+        if self._durable is not None:
+            self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))
 
     def _take_place(self, plan: Plan, rank: int) -> None:

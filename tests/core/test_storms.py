@@ -22,6 +22,7 @@ def storm(seed: int) -> Cluster:
         trays_max=trays,
         spares=rng.randint(0, min(4, trays * slots - 1)),
         max_restarts=4,
+        start_over=rng.random() < 0.7,
         no_progress_max=20,
     )
     cluster = Cluster(config, slots, units, rng.choice(["replicas", "pairs", "unique"]))

@@ -188,11 +188,40 @@ def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: Told) -> None:
     assert plan_in(rack.exits("a/1", snapshots=[4])).rollback == 4
 
 
-def test_without_any_copy_the_world_starts_again(rack: Told) -> None:
+def test_without_any_copy_the_job_stops_and_says_what_is_lost(rack: Told) -> None:
     rack.train("unique")
     rack.exits("a/1")
-    assert len(every(FenceWorker, rack.park_all(passed=5))) == 5
+    stop = stop_in(rack.park_all(passed=50))
+    assert stop.exit_code == 3
+    assert stop.because == "rank 1 lost (SIGKILL) at step 50, and no copy of its state is left"
+    assert "--checkpoint-dir" in stop.remedy
+
+
+def test_without_any_copy_the_world_starts_again_if_it_may() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, start_over=True))
+    told.join("a", 3)
+    told.train("unique")
+    told.exits("a/1")
+    assert len(every(FenceWorker, told.park_all(passed=50))) == 2
+    assert told.view.phase == "restarting"
+
+
+def test_a_job_that_has_just_begun_starts_again_whatever_it_has_lost(rack: Told) -> None:
+    rack.train("unique")
+    rack.exits("a/1")
+    rack.park_all(passed=5)
     assert rack.view.phase == "restarting"
+
+
+def test_when_all_are_lost_what_they_had_done_is_told_by_their_ends() -> None:
+    for step, phase in ((5, "setup"), (50, "stopped")):
+        told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+        told.join("a", 2)
+        told.train()
+        for slot in told.members:
+            told.exits(slot, step=step)
+        told.park_all()
+        assert told.view.phase == phase
 
 
 def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> None:

@@ -25,6 +25,8 @@ OURS = {
     "--checkpoint_every",
     "--checkpoint-keep",
     "--checkpoint_keep",
+    "--lost-state",
+    "--lost_state",
     "--preload",
     "--quiet",
 }

@@ -183,6 +183,7 @@ class TinyCluster:
         batch: tuple[int, int] = (12, 2),
         deadline_s: float = DEADLINE_S,
         max_restarts: int = 3,
+        start_over: bool = False,
         drain_at: int | None = None,
         **elastic: Any,
     ) -> None:
@@ -195,7 +196,14 @@ class TinyCluster:
         }
         self._slots = ranks + spares
         self._core = ControlPlane(
-            JobConfig(trays_min=1, trays_max=1, spares=spares, max_restarts=max_restarts, join_timeout_ms=30_000)
+            JobConfig(
+                trays_min=1,
+                trays_max=1,
+                spares=spares,
+                max_restarts=max_restarts,
+                start_over=start_over or "RACKRUN_CHECKPOINT_DIR" in os.environ,
+                join_timeout_ms=30_000,
+            )
         )
         self._children: dict[Worker, _Child] = {}
         self._dead: dict[Worker, _Child] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable_writer import GenerationWriter
 from rackrun.worker.durable import DurableOptions
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -138,6 +140,30 @@ def test_a_rank_lost_after_the_resumption_is_replaced(
         _copy(copy, folder)
         ended = train(trained(make, 8), kill={1: moment})
         assert not ended.differences(reference), ended
+
+
+@pytest.mark.parametrize("make", [sharded, ddp])
+def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
+    make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is lost while it writes its part of step 19's. The next would be due after step 39."""
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "20")
+
+    def main(run: Run) -> None:
+        write = GenerationWriter.write_shard
+
+        def lost(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+            if run.rank == 1 and run.generation == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(self, *args, **kwargs)
+
+        GenerationWriter.write_shard = lost  # type: ignore[method-assign]
+        trained(make, 36)(run)
+
+    ended = train(main)
+    assert ended.exit_code == 0, ended
+    assert len(ended.plans) == 1, ended
+    assert 19 <= min(generations(folder)) < 35
 
 
 def test_a_job_whose_last_copy_is_lost_begins_again_from_the_disk_and_not_from_nothing(
