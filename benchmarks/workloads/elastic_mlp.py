@@ -14,9 +14,10 @@ import rackrun
 
 BATCH = 4  # of each rank
 RANKS = int(os.environ.get("BENCH_RANKS", "4"))
-
-
 SNAPSHOT_EVERY = os.environ.get("BENCH_SNAPSHOT_EVERY")
+BLOCKS = [int(steps) or None for steps in os.environ.get("BENCH_SNAPSHOT_BLOCKS", "").split()]
+"""Steps from one snapshot to the next in blocks of BENCH_BLOCK_STEPS, in turn; 0 is the automatic interval."""
+BLOCK_STEPS = int(os.environ.get("BENCH_BLOCK_STEPS", "1"))
 
 
 @rackrun.elastic(
@@ -52,6 +53,8 @@ def main(run: rackrun.Run) -> None:
         optimizer.zero_grad()
 
     for step in run.steps(args.steps):
+        if BLOCKS:
+            run._units._snapshots._every = BLOCKS[int(step) // BLOCK_STEPS % len(BLOCKS)]
         train_step(step)
         marks.write(rank=run.rank, step=int(step), loss=seen["loss"], attempt=int(seen["attempt"]))
 
