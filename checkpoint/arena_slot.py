@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
 
-_AHEAD = 1
 """Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
 
 register("arena.seal.digested", "arena.seal.tabled")
@@ -206,25 +203,20 @@ class SlotReader:
             )
         return data
 
-    def verify(self) -> None:
-        """Every chunk. Raises `IntegrityError` at the first that is not what was sealed."""
-        for index in range(len(self.crcs)):
-            self.chunk(index)
+    def verify(self, threads: int = 1) -> None:
+        """Every chunk. Raises `IntegrityError` at one that is not what was sealed."""
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Every chunk, in order, verified by a thread of its own while the caller works on those before. Raises as `chunk`."""
-        with ThreadPoolExecutor(1, "rackrun-verify") as pool:
-            ahead: deque[Future[memoryview]] = deque()
-            try:
-                for index in range(len(self.crcs)):
-                    ahead.append(pool.submit(self.chunk, index))
-                    if len(ahead) > _AHEAD:
-                        yield ahead.popleft().result()
-                while ahead:
-                    yield ahead.popleft().result()
-            finally:
-                for verified in ahead:
-                    verified.cancel()
+        def check(first: int) -> None:
+            for index in range(first, len(self.crcs), threads):
+                self.chunk(index)
+
+        threads = max(min(threads, len(self.crcs)), 1)
+        if threads == 1:
+            check(0)
+            return
+        with ThreadPoolExecutor(threads, "rackrun-verify") as pool:
+            for checked in [pool.submit(check, first) for first in range(threads)]:
+                checked.result()
 
     def __str__(self) -> str:
         header = self._header

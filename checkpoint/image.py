@@ -8,11 +8,13 @@ writing into one that lies in read-only memory ends the process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rackrun.checkpoint.errors import FormatVersionError, IntegrityError, LayoutMismatch
 from rackrun.checkpoint.layout import PLAIN, Buffer, ImageLayout, TensorEntry, header_bytes, parse_image, plan_image
@@ -38,6 +40,7 @@ __all__ = [
 
 PIECE_BYTES = 2**20
 """Small enough for a core's cache, large enough for a thread to hand over the interpreter at its two ends."""
+Bytes = NDArray[np.uint8]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -128,34 +131,35 @@ def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor
     return _view(payload, dtype, entry.box.sizes, start)
 
 
-def read_tensors(
-    layout: ImageLayout, tensors: Mapping[str, torch.Tensor], payload: Buffer, chunks: Iterable[Buffer]
-) -> None:
-    """Fill local tensors, all of the layout's, from ``payload``. Its bytes are believed as ``chunks`` of it come, in order; all
-    of them are asked for. Raises `LayoutMismatch` before anything is read; whatever ``chunks`` raises, the tensors are torn."""
+def read_tensors(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], payload: Buffer, threads: int = 1) -> None:
+    """Fill local tensors, all of the layout's, from ``payload``. Raises `LayoutMismatch` before anything is written."""
     _check_length(layout, payload)
     for entry in layout.entries:
         check_local(entry, tensors[entry.name])
-    memory, upto = np.frombuffer(payload, dtype=np.uint8), 0
-    coming = iter(chunks)
+    memory = np.frombuffer(payload, dtype=np.uint8)
+    pieces: list[tuple[Bytes, Bytes]] = []
     with torch.no_grad():
         for entry in layout.entries:
             start, stop = layout.extents[entry.name]
             place = bits_of(tensors[entry.name])
-            if place.is_cpu and place.is_contiguous():
-                flat, at = place.flatten().view(torch.uint8).numpy(), start
-                while at < stop:
-                    while upto <= at:
-                        upto += len(next(coming))
-                    end = min(upto, stop)
-                    np.copyto(flat[at - start : end - start], memory[at:end])
-                    at = end
+            if stop - start > PIECE_BYTES and place.is_cpu and place.is_contiguous():
+                flat = place.flatten().view(torch.uint8).numpy()
+                for at in range(0, stop - start, PIECE_BYTES):
+                    end = min(at + PIECE_BYTES, stop - start)
+                    pieces.append((flat[at:end], memory[start + at : start + end]))
             elif place.numel():
-                while upto < stop:
-                    upto += len(next(coming))
                 place.copy_(_view(payload, place.dtype, tuple(place.shape), start))
-    for _ in coming:
-        pass
+
+    def fill(first: int) -> None:
+        for into, source in pieces[first::threads]:
+            np.copyto(into, source)
+
+    if threads <= 1:
+        fill(0)
+        return
+    with ThreadPoolExecutor(threads, "rackrun-read") as pool:
+        for filled in [pool.submit(fill, first) for first in range(threads)]:
+            filled.result()
 
 
 def read_plain(layout: ImageLayout, payload: Buffer) -> bytes:

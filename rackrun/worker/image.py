@@ -18,7 +18,7 @@ from rackrun.checkpoint.image import (
     parse_image,
     plan_image,
     read_plain,
-    read_tensor,
+    read_tensors,
 )
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState, local_part
@@ -101,14 +101,12 @@ def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
     return entry
 
 
-def load_image(state: TrackedState, payload: memoryview) -> Manifest:
+def load_image(state: TrackedState, payload: memoryview, threads: int = 1) -> Manifest:
     """Put a verified image of this rank's own shard in place."""
     layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
     manifest = manifest_in(read_plain(layout, payload))
     tensors = state.allocate(manifest)
-    with torch.no_grad():
-        for info in manifest.tensors:
-            tensors[info.path].copy_(read_tensor(layout, info.path, payload))
+    read_tensors(layout, {info.path: local_part(tensors[info.path]) for info in manifest.tensors}, payload, threads)
     state.load_plain(manifest, tensors)
     return manifest
 

@@ -229,8 +229,9 @@ class Snapshots:
         try:
             arena = self._own(step) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
             reader = arena.reader(step, owner=arena.rank)
-            reader.verify()
-            manifest = load_image(self._state, reader.payload)
+            threads = _threads_of_all()
+            reader.verify(threads)
+            manifest = load_image(self._state, reader.payload, threads)
         except CheckpointError as error:
             if fetched is None:
                 self._forget(step)
@@ -262,7 +263,14 @@ class Snapshots:
 
 
 def _threads() -> int:
+    """Beside training."""
     return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // _CORES_A_THREAD))
+
+
+def _threads_of_all() -> int:
+    """While nobody trains: the host's ranks share its cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _fetch(remote: str, step: int, token: str) -> int:

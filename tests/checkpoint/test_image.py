@@ -7,7 +7,7 @@ import mmap
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -503,7 +503,9 @@ def test_bytes_that_are_told_to_be_filled_are_final(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_tensors_are_filled_only_from_bytes_that_have_come() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", 37)
     wanted = {
         "a": torch.arange(100, dtype=torch.float64),
         "b": torch.arange(60, dtype=torch.int16).view(6, 10),
@@ -514,18 +516,11 @@ def test_tensors_are_filled_only_from_bytes_that_have_come() -> None:
     layout = plan_image(entries_of(wanted), plain=4)
     image = bytearray(layout.total_bytes)
     write_image(layout, wanted, b"tail", memoryview(image))
-    payload = memoryview(bytearray(layout.total_bytes))
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {
         "b": torch.zeros(10, 6, dtype=torch.int16).t()
     }
-
-    def chunks() -> Iterator[memoryview]:
-        for start in range(0, len(image), 37):
-            payload[start : start + 37] = image[start : start + 37]
-            yield payload[start : start + 37]
-
-    read_tensors(layout, found, payload, chunks())
+    with pytest.raises(LayoutMismatch, match="'b'"):
+        read_tensors(layout, {**found, "b": torch.zeros(99)}, image, threads)
+    assert not found["a"].any()
+    read_tensors(layout, found, image, threads)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    assert payload == image
-    with pytest.raises(LayoutMismatch, match="'a'"):
-        read_tensors(layout, {**found, "a": torch.zeros(99)}, payload, [])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,13 +19,17 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from rackrun.checkpoint import reshard
+from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.boxes import Box
+from rackrun.checkpoint.digest import chunk_crcs
+from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.entries import box_of
 from rackrun.checkpoint.errors import IntegrityError, LayoutMismatch
 from rackrun.checkpoint.image import bits_of, write_image
 from rackrun.checkpoint.layout import Buffer, ImageLayout, TensorEntry, parse_image, plan_image
 from rackrun.checkpoint.reshard import fill, plan_reshard
 
+Read = Callable[[int, int, int], Buffer]
 DTYPES = ["float32", "bfloat16", "bool", "float8_e4m3fn", "complex64", "complex128", "int64"]
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 11, 12, 13])
 
@@ -151,6 +157,54 @@ def test_rows_become_columns_from_every_world_size_to_every_other(before: int, a
     shards = Shards(full, saved.entries(full))
     for target in wanted.entries(full):
         assert_equal_to_a_gather(full, target, restored(shards, target))
+
+
+@pytest.mark.parametrize("before", range(1, 9))
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_every_world_size_is_restored_into_every_other_from_arenas_and_from_disk(
+    tier: str, before: int, tmp_path: Path
+) -> None:
+    """What was sealed, and verified when it is read; uneven rows and columns, and more ranks than rows."""
+    full = {
+        "w": torch.randn(13, 11),
+        "b": torch.randn(7).bfloat16(),
+        "step": torch.tensor(5),
+        "h": torch.randn(3, 5, 2),
+    }
+    by_row = {"w": [Shard(0)], "b": [Shard(0)], "step": [Replicate()], "h": [Shard(0)]}
+    by_column = {"w": [Shard(1)], "b": [Replicate()], "step": [Replicate()], "h": [Shard(2)]}
+    shards = Shards(full, World((before,), by_row).entries(full))
+    with contextlib.ExitStack() as kept:
+        read = (in_arenas if tier == "memory" else on_disk)(shards, kept, tmp_path)
+        for after in range(1, 9):
+            for placed in (by_row, by_column):
+                for target in World((after,), placed).entries(full):
+                    tensors = {entry.name: blank(entry) for entry in target}
+                    fill(plan_reshard(shards.layouts, target), tensors, read)
+                    assert_equal_to_a_gather(full, target, tensors)
+
+
+def in_arenas(shards: Shards, kept: contextlib.ExitStack, folder: Path) -> Read:
+    readers = []
+    for rank, image in enumerate(shards.images):
+        arena = kept.enter_context(
+            Arena.create(folder / f"{rank}", job="j", rank=rank, epoch=1, slots=1, payload_bytes=len(image))
+        )
+        writer = arena.begin(1, 1)
+        writer.payload[: len(image)] = image
+        writer.seal(len(image), "layout")
+        readers.append(arena.reader(1))
+        readers[-1].verify()
+    return lambda shard, start, stop: readers[shard].payload[start:stop]
+
+
+def on_disk(shards: Shards, kept: contextlib.ExitStack, folder: Path) -> Read:
+    store = DurableStore(folder, "j")
+    writer = store.writer(1, 1, 1, len(shards.images))
+    for rank, image in enumerate(shards.images):
+        assert writer.write_shard(rank, memoryview(image), "layout", chunk_crcs(memoryview(image)))
+    assert writer.finish()
+    return kept.enter_context(store.open(1)).read
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------
