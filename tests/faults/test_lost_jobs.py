@@ -65,6 +65,16 @@ def test_a_tray_and_the_holder_of_its_copies_are_lost_together(
     assert not trained.contradictions, trained
 
 
+def test_without_checkpoints_such_a_loss_ends_the_job_with_the_reason(train: Train) -> None:
+    trained = train(
+        "fsdp", [Fault(name="both", place="backward", rank=1, step=12, then="AGENT AND HOLDER")], spares=8, trays=3
+    )
+    assert trained.ran.exit_code == 3, trained
+    assert "no copy of its state is left" in trained.ran.stderr, trained
+    assert "--checkpoint-dir" in trained.ran.stderr, trained
+    assert not trained.ran.left_behind, trained
+
+
 @pytest.mark.soak
 def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
     """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
