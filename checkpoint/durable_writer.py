@@ -71,11 +71,19 @@ register(
 )
 
 
+class Sliced(Protocol):
+    """Bytes that are read by slices."""
+
+    nbytes: int
+
+    def __getitem__(self, wanted: slice, /) -> memoryview: ...
+
+
 class SealedPayload(Protocol):
     """What an arena's reader offers."""
 
     @property
-    def payload(self) -> memoryview: ...
+    def payload(self) -> memoryview | Sliced: ...
 
 
 class GenerationWriter:
@@ -99,17 +107,18 @@ class GenerationWriter:
         crcs: np.ndarray | Sequence[int],
         *,
         chunk_bytes: int = CHUNK_BYTES,
+        share_of: tuple[str, str] | None = None,
     ) -> bool:
         """True once the rank's file and fragment are on disk, whoever wrote them. ``crcs``: the sealed CRC32C of each
-        ``chunk_bytes`` of ``payload``. Never raises for what storage or the payload does."""
+        ``chunk_bytes`` of ``payload``; ``share_of`` as in `Fragment`. Never raises for what storage or the payload does."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} of {self.world_size}")
         fragment: Fragment | None = None
         try:
             data = payload if isinstance(payload, memoryview) else payload.payload
-            fragment = self._fragment(rank, data.nbytes, layout_hash, crcs, chunk_bytes)
+            fragment = self._fragment(rank, data.nbytes, layout_hash, crcs, chunk_bytes, share_of)
             if not self._has(fragment):
-                self._write(fragment, data.cast("B"))
+                self._write(fragment, data.cast("B") if isinstance(data, memoryview) else data)
         except (OSError, Refused, CheckpointError) as error:
             return self._failed(error, fragment)
         except (ValueError, BufferError) as error:  # the lease is over and the view released
@@ -139,7 +148,13 @@ class GenerationWriter:
 
     # -- a shard
     def _fragment(
-        self, rank: int, size: int, layout_hash: str, crcs: np.ndarray | Sequence[int], chunk_bytes: int
+        self,
+        rank: int,
+        size: int,
+        layout_hash: str,
+        crcs: np.ndarray | Sequence[int],
+        chunk_bytes: int,
+        share_of: tuple[str, str] | None,
     ) -> Fragment:
         fragment = Fragment(
             job=self._store.job,
@@ -151,6 +166,7 @@ class GenerationWriter:
             chunk_bytes=chunk_bytes,
             crcs=np.asarray(crcs, dtype="<u4").tobytes(),
             layout_hash=layout_hash,
+            share_of=share_of,
         )
         try:
             fragment.check()
@@ -175,7 +191,7 @@ class GenerationWriter:
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
-    def _write(self, fragment: Fragment, data: memoryview) -> None:
+    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
@@ -337,7 +353,7 @@ class GenerationWriter:
                     pass
 
 
-def _checked_chunks(data: memoryview, fragment: Fragment) -> Iterator[memoryview]:
+def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
     """Private copies of the chunks, each compared with its sealed CRC32C."""
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):
