@@ -29,6 +29,7 @@ from rackrun.checkpoint.durable_reader import GenerationReader
 from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch
 from rackrun.checkpoint.image import header_bytes, parse_image, write_head, write_tensor
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
+from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.reshard import fill, plan_reshard
 from rackrun.checkpoint.retention import Retention, collect
 from rackrun.core.ids import Position
@@ -43,6 +44,7 @@ from rackrun.worker.state import TrackedState
 __all__ = ["DurableCheckpoints", "DurableOptions"]
 
 JOB = "run"
+_LISTED_MAX = 32
 _TRIED_MAX = 5
 _ORPHANS_S = 24 * 3600.0
 _EVERY_S = 300.0
@@ -81,6 +83,7 @@ class DurableCheckpoints:
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
+        self._probation = Probation(self._store.directory)
         self._flushes: list[_Flush] = []
         self._saved = -1
         self._doubtful = False
@@ -89,38 +92,55 @@ class DurableCheckpoints:
 
     # -- at the start
     def resume(self) -> Position | None:
-        """Collective, before the first step: fill the state from the newest generation that all ranks can read. None: there is
-        none yet. Raises `StateLost` when there are some and none can be read."""
+        """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
+        been resumed from again and again in vain. None: there is none yet. Raises `StateLost` when there are some and none can
+        be used."""
         try:
             self._options.directory.mkdir(parents=True, exist_ok=True)
-            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_TRIED_MAX]
+            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_LISTED_MAX]
         except (OSError, CheckpointError) as error:
             raise UsageError(
                 f"the checkpoint directory {self._options.directory} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
-        everyone = self._gather((time.time_ns() // 1_000_000, mine))
-        life = max(at for at, _ in everyone)
-        common = [found for found in mine if all(found in theirs for _, theirs in everyone)]
-        if not common and any(theirs for _, theirs in everyone):
+        barred = self._probation.barred() if self._world.rank == 0 else {}
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred))
+        life, barred = max(at for at, *_ in everyone), everyone[0][2]
+        seen = [theirs for _, theirs, _ in everyone]
+        common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
+        if not common and any(seen):
             raise UsageError(
-                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for _, theirs in everyone)} of {len(everyone)} see none.",
+                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
             )
-        position = None
-        for generation, _ in common:
-            position = self._try(generation)
-            if position is not None:
-                break
+        position = self._first_usable(common, barred)
         if common and position is None:
             raise StateLost(
-                f"none of {len(common)} checkpoints in {self._store.directory} can be read.",
-                remedy="see what is said above; or give another --checkpoint-dir to begin anew.",
+                f"none of {len(common)} checkpoints in {self._store.directory} can be {_story(barred, common)}.",
+                remedy="see what is said above, and why the job ended after them; let one be taken again with "
+                "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
             )
         began = position.step if position else -1
         self._saved = began
         self._state.lineage = Lineage(began=began, life=life, facts=self._options.facts)
         return position
+
+    def _first_usable(self, common: list[int], barred: dict[int, str]) -> Position | None:
+        """The same on all ranks. A resumption is remembered before anything is trained on it."""
+        tried = 0
+        for generation in common:
+            if generation in barred:
+                if self._world.rank == 0:
+                    _say(f"the checkpoint of step {generation} is {barred[generation]}")
+                continue
+            if (position := self._try(generation)) is not None:
+                if self._world.rank == 0:
+                    self._probation.restored(generation)
+                return position
+            tried += 1
+            if tried == _TRIED_MAX:
+                break
+        return None
 
     def _try(self, generation: int) -> Position | None:
         """Whether every rank could read it."""
@@ -294,12 +314,15 @@ class DurableCheckpoints:
         for flush in self._flushes:
             while flush.thread.is_alive() and not enough():
                 flush.thread.join(_SLICE_S)
+        if self._world.rank == 0 and not enough():
+            self._probation.confirm(self._state.lineage.began)  # the run has come to its end
 
     def _write(self, step: int, layout: ImageLayout, payload: memoryview, *, last: bool) -> None:
         life = self._state.lineage.life
         writer = self._store.writer(step, step, life, self._world.size)
         written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         if written and writer.finish():
+            self._probation.confirm(self._state.lineage.began)
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
                 self._store,
@@ -337,6 +360,11 @@ def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> No
                     f"{path} is not the same on all of the {reader.world_size} ranks that wrote {reader.directory}.",
                     remedy=f"resume with {reader.world_size} ranks, or shard it as a DTensor.",
                 )
+
+
+def _story(barred: dict[int, str], common: list[int]) -> str:
+    told = "; ".join(f"step {generation} is {barred[generation]}" for generation in common if generation in barred)
+    return f"used: {told}" if told else "read"
 
 
 def _say(what: str) -> None:
