@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from rackrun.checkpoint.crashpoints import crash_point, register
@@ -116,7 +117,8 @@ class GenerationWriter:
         fragment: Fragment | None = None
         try:
             data = payload if isinstance(payload, memoryview) else payload.payload
-            fragment = self._fragment(rank, data.nbytes, layout_hash, crcs, chunk_bytes, share_of)
+            fragment = self._fragment(rank, data.nbytes, layout_hash, crcs, chunk_bytes)
+            fragment = msgspec.structs.replace(fragment, share_of=share_of)
             if not self._has(fragment):
                 self._write(fragment, data.cast("B") if isinstance(data, memoryview) else data)
         except (OSError, Refused, CheckpointError) as error:
@@ -148,13 +150,7 @@ class GenerationWriter:
 
     # -- a shard
     def _fragment(
-        self,
-        rank: int,
-        size: int,
-        layout_hash: str,
-        crcs: np.ndarray | Sequence[int],
-        chunk_bytes: int,
-        share_of: tuple[str, str] | None,
+        self, rank: int, size: int, layout_hash: str, crcs: np.ndarray | Sequence[int], chunk_bytes: int
     ) -> Fragment:
         fragment = Fragment(
             job=self._store.job,
@@ -166,7 +162,6 @@ class GenerationWriter:
             chunk_bytes=chunk_bytes,
             crcs=np.asarray(crcs, dtype="<u4").tobytes(),
             layout_hash=layout_hash,
-            share_of=share_of,
         )
         try:
             fragment.check()
