@@ -27,6 +27,7 @@ from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
 from rackrun.worker.image import StateImages
 from rackrun.worker.manifest import Lineage
+from rackrun.worker.reports import Reports
 from rackrun.worker.resumption import Resumption, say
 from rackrun.worker.room import Room
 from rackrun.worker.runtime import Runtime
@@ -69,6 +70,7 @@ class _Flush:
 class DurableCheckpoints:
     def __init__(self, runtime: Runtime, state: TrackedState, options: DurableOptions) -> None:
         self._world, self._state, self._options = runtime.world, state, options
+        self._reports = Reports(runtime)
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
@@ -83,7 +85,13 @@ class DurableCheckpoints:
     # -- at the start
     def resume(self) -> Position | None:
         """As `rackrun.worker.resumption.Resumption.run`."""
-        position, life = Resumption(self._world, self._state, self._store, self._options.facts).run()
+        began = time.monotonic()
+        resumption = Resumption(self._world, self._state, self._store, self._options.facts)
+        position, life = resumption.run()
+        if position is not None:
+            self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
+        for generation in resumption.not_used if self._world.rank == 0 else ():
+            self._reports.copied("checkpoint", generation, "not_used")
         self._saved = position.step if position else -1
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
@@ -103,6 +111,8 @@ class DurableCheckpoints:
             return False
         if gate.writing:
             self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            if self._world.rank == 0:
+                self._reports.copied("checkpoint", at.step, "passed_over")
             return False
         self.save(at.step)
         return True
@@ -143,15 +153,14 @@ class DurableCheckpoints:
             turns=len(kin),
             digests=len(kin) < self._world.size,
         )
+        began = time.monotonic()
         try:
             memory = self._room.take(shard.layout.total_bytes)
         except MemoryPlanError as error:
             self._given_up = step
             remedy = "put fewer ranks on this host or shard the state over more; a larger --checkpoint-every asks less often."
-            self._complain(
-                f"the checkpoint of step {step} is given up, there is no memory for it: {error.what} Remedy: {remedy}",
-                reason="memory",
-            )
+            why = f"is given up, there is no memory for it: {error.what} Remedy: {remedy}"
+            self._failed(step, why, reason="memory")
             return
         payload = memoryview(memory)[: shard.layout.total_bytes]
         later = {path for path in shard.tensors if self._state.is_settled(path)}
@@ -170,13 +179,11 @@ class DurableCheckpoints:
                     shard.tensors.clear()
                     copied.set()
                 if torn:
-                    self._complain(
-                        f"the checkpoint of step {step} is given up: parameters were changed between two steps"
-                    )
+                    self._failed(step, "is given up: parameters were changed between two steps")
                 else:
-                    self._write(step, shard.layout, payload, last=last)
+                    self._write(step, shard.layout, payload, began, last=last)
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
-                self._complain(f"the checkpoint of step {step} failed: {type(error).__name__}: {error}")
+                self._failed(step, f"failed: {type(error).__name__}: {error}")
             finally:
                 self._room.give_back(memory)
 
@@ -207,12 +214,13 @@ class DurableCheckpoints:
         if self._world.rank == 0 and not enough():
             self._probation.confirm(self._state.lineage.began)  # the run has come to its end
 
-    def _write(self, step: int, layout: ImageLayout, payload: memoryview, *, last: bool) -> None:
+    def _write(self, step: int, layout: ImageLayout, payload: memoryview, began: float, *, last: bool) -> None:
         life = self._state.lineage.life
         writer = self._store.writer(step, step, life, self._world.size)
         written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         if written and writer.finish():
             self._probation.confirm(self._state.lineage.began)
+            self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
                 self._store,
@@ -223,7 +231,11 @@ class DurableCheckpoints:
                 finished=step if not last else -1,
             )
         elif writer.failure is not None:
-            self._complain(f"the checkpoint of step {step} could not be written: {writer.failure}")
+            self._failed(step, f"could not be written: {writer.failure}")
+
+    def _failed(self, step: int, why: str, reason: str = "") -> None:
+        self._reports.copied("checkpoint", step, "failed")
+        self._complain(f"the checkpoint of step {step} {why}", reason)
 
     def _complain(self, what: str, reason: str = "") -> None:
         """Once for each reason: a full disk stays full."""

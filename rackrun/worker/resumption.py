@@ -41,6 +41,8 @@ class Resumption:
     def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
         self._probation = Probation(store.directory)
+        self.not_used: list[int] = []
+        """Generations that are newer than the one that was taken."""
 
     def run(self) -> tuple[Position | None, int]:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
@@ -80,11 +82,13 @@ class Resumption:
             if generation in barred:
                 if self._world.rank == 0:
                     say(f"the checkpoint of step {generation} is {barred[generation]}")
+                self.not_used.append(generation)
                 continue
             if (position := self._try(generation)) is not None:
                 if self._world.rank == 0:
                     self._probation.restored(generation)
                 return position
+            self.not_used.append(generation)
             tried += 1
             if tried == _TRIED_MAX:
                 break

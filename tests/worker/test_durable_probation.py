@@ -64,6 +64,9 @@ def test_after_three_resumptions_in_vain_the_next_older_one_is_taken(folder: Pat
     told = capfd.readouterr().err
     assert f"the checkpoint of step {newest} is passed over: resumed from 3 times" in told
     assert f"resumed after step {older}" in told
+    reported = [(one.kind, one.outcome, one.at.step) for one in ended.copied]
+    assert reported.count(("resume", "done", older)) == 2
+    assert reported.count(("checkpoint", "not_used", newest)) == 1
     assert older not in probation.attempts(), "something newer was finished since"
 
 
