@@ -10,11 +10,9 @@ msgpack, which knows lists and dicts only: they come back in the containers that
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,12 +22,10 @@ from rackrun.checkpoint.entries import entries_of, locals_of
 from rackrun.checkpoint.errors import LayoutMismatch
 from rackrun.checkpoint.image import plan_image
 from rackrun.checkpoint.layout import ImageLayout, TensorEntry
+from rackrun.checkpoint.plain import OptimizerPlain, Plain, pack_plain
 
-__all__ = ["Contents", "Image", "Plain", "decode_plain"]
+__all__ = ["Contents", "Image"]
 
-_LENGTH = struct.Struct("<Q")
-_PLAIN_ROOM = 1024
-"""The plain part is padded to a multiple of this, so that a counter that grows by a digit does not change the layout."""
 _TENSOR = "__rackrun_tensor__"
 
 
@@ -37,19 +33,6 @@ _TENSOR = "__rackrun_tensor__"
 class Stateful(Protocol):
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
-
-
-class OptimizerPlain(msgspec.Struct, frozen=True):
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    """Parameter -> what is no tensor."""
-    tensors: dict[str, dict[str, tuple[bool, bool]]]
-    """Parameter -> key -> (of the parameter's shape, on the CPU)."""
-
-
-class Plain(msgspec.Struct, frozen=True):
-    optimizers: dict[str, OptimizerPlain]
-    values: dict[str, Any]
 
 
 class Image(NamedTuple):
@@ -96,13 +79,12 @@ class Contents:
         Raises `LayoutMismatch` for tensors that are no box of a whole one, and values that are not plain.
         """
         parts, plain = self._parts(), self._encode_plain()
-        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
-        planned = self._entries_of(parts), padded
+        planned = self._entries_of(parts), len(plain)
         if self._layout is None or planned != self._planned:
             self._planned, self._layout = planned, plan_image(*planned)
         tensors = locals_of(parts)
         later = frozenset(name for name in tensors if self._is_settled(name))
-        return Image(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"), later)
+        return Image(self._layout, tensors, plain, later)
 
     def _entries_of(self, parts: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
         """Computing boxes takes longer than all else: those of the same tensor as last time are kept."""
@@ -222,7 +204,7 @@ class Contents:
         }
         values |= {name: _without_tensors(name, thing.state_dict()) for name, thing in self.objects.items()}
         try:
-            return msgspec.msgpack.encode(Plain(optimizers, values | self.values))
+            return pack_plain(Plain(optimizers, values | self.values))
         except (TypeError, OverflowError, ValueError) as error:
             raise LayoutMismatch(
                 f"the state holds something that is neither a tensor nor plain data: {error}.",
@@ -253,12 +235,6 @@ class Contents:
                     state[key] = torch.zeros(entry.global_shape, dtype=_dtype(entry), device=device)
             if not state and not plain.state.get(parameter_name):
                 optimizer.state.pop(parameter, None)
-
-
-def decode_plain(part: bytes) -> Plain:
-    """The plain part of an image."""
-    (length,) = _LENGTH.unpack_from(part)
-    return msgspec.msgpack.decode(part[_LENGTH.size : _LENGTH.size + length], type=Plain, strict=False)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -60,6 +60,7 @@ class ShardReader:
         self._fragment = _read_fragment(files, directory, manifest, record)
         self.chunk_bytes = self._fragment.chunk_bytes
         self.crcs: np.ndarray = self._fragment.chunk_crcs()
+        self.share_of = self._fragment.share_of
         with _typed(self.path):
             self._fd = files.open(self.path, os.O_RDONLY)
             try:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from rackrun.checkpoint.crashpoints import crash_point, register
@@ -71,11 +72,19 @@ register(
 )
 
 
+class Sliced(Protocol):
+    """Bytes that are read by slices."""
+
+    nbytes: int
+
+    def __getitem__(self, wanted: slice, /) -> memoryview: ...
+
+
 class SealedPayload(Protocol):
     """What an arena's reader offers."""
 
     @property
-    def payload(self) -> memoryview: ...
+    def payload(self) -> memoryview | Sliced: ...
 
 
 class GenerationWriter:
@@ -99,17 +108,19 @@ class GenerationWriter:
         crcs: np.ndarray | Sequence[int],
         *,
         chunk_bytes: int = CHUNK_BYTES,
+        share_of: tuple[str, str] | None = None,
     ) -> bool:
         """True once the rank's file and fragment are on disk, whoever wrote them. ``crcs``: the sealed CRC32C of each
-        ``chunk_bytes`` of ``payload``. Never raises for what storage or the payload does."""
+        ``chunk_bytes`` of ``payload``; ``share_of`` as in `Fragment`. Never raises for what storage or the payload does."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} of {self.world_size}")
         fragment: Fragment | None = None
         try:
             data = payload if isinstance(payload, memoryview) else payload.payload
             fragment = self._fragment(rank, data.nbytes, layout_hash, crcs, chunk_bytes)
+            fragment = msgspec.structs.replace(fragment, share_of=share_of)
             if not self._has(fragment):
-                self._write(fragment, data.cast("B"))
+                self._write(fragment, data.cast("B") if isinstance(data, memoryview) else data)
         except (OSError, Refused, CheckpointError) as error:
             return self._failed(error, fragment)
         except (ValueError, BufferError) as error:  # the lease is over and the view released
@@ -175,7 +186,7 @@ class GenerationWriter:
             return self._files.stat(path.with_name(shard_name(fragment.rank, self.world_size))).st_size == fragment.size
         return False
 
-    def _write(self, fragment: Fragment, data: memoryview) -> None:
+    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
@@ -337,7 +348,7 @@ class GenerationWriter:
                     pass
 
 
-def _checked_chunks(data: memoryview, fragment: Fragment) -> Iterator[memoryview]:
+def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
     """Private copies of the chunks, each compared with its sealed CRC32C."""
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):

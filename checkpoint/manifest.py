@@ -68,6 +68,9 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int
     crcs: bytes
     layout_hash: str
+    share_of: tuple[str, str] | None = None
+    """Digest and layout hash of the sealed image that this file is a part of: together with the other shards of the
+    generation it has all of it. None: the file is the image."""
 
     def chunk_crcs(self) -> np.ndarray:
         return np.frombuffer(self.crcs, dtype="<u4")

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rackrun.checkpoint.choose import ATTEMPTS_MAX
+
 __all__ = ["Probation"]
 
 _QUARANTINED, _RESTORED = "quarantined", "restored"
@@ -27,14 +29,28 @@ class Probation:
 
     def quarantined(self) -> dict[int, str]:
         """Generation -> why."""
-        return {
-            generation: path.read_bytes()[:_REASON_BYTES_MAX].decode(errors="replace")
-            for generation, path in self._of(_QUARANTINED)
-        }
+        found = {}
+        for generation, path in self._of(_QUARANTINED):
+            with contextlib.suppress(OSError):
+                found[generation] = path.read_bytes()[:_REASON_BYTES_MAX].decode(errors="replace")
+        return found
 
     def attempts(self) -> dict[int, int]:
         """Generation -> restores that nobody has confirmed."""
-        return {generation: path.stat().st_size for generation, path in self._of(_RESTORED)}
+        found = {}
+        for generation, path in self._of(_RESTORED):
+            with contextlib.suppress(OSError):
+                found[generation] = path.stat().st_size
+        return found
+
+    def barred(self) -> dict[int, str]:
+        """Generation -> why no restore takes it."""
+        tried = {
+            generation: f"passed over: resumed from {times} times, and nothing newer was finished"
+            for generation, times in self.attempts().items()
+            if times >= ATTEMPTS_MAX
+        }
+        return tried | {generation: f"quarantined: {why}" for generation, why in self.quarantined().items()}
 
     def quarantine(self, generation: int, reason: str) -> None:
         self._append(_QUARANTINED, generation, reason.encode()[:_REASON_BYTES_MAX])
@@ -43,8 +59,15 @@ class Probation:
         self._append(_RESTORED, generation, b".")
 
     def confirm(self, generation: int) -> None:
+        """It has proven good: what was restored from it went on to something newer, or to the end."""
         with contextlib.suppress(OSError):
             (self.directory / _name(_RESTORED, generation)).unlink()
+
+    def forget(self, generation: int) -> None:
+        """It is gone, or shall be taken again."""
+        self.confirm(generation)
+        with contextlib.suppress(OSError):
+            (self.directory / _name(_QUARANTINED, generation)).unlink()
 
     def _append(self, what: str, generation: int, data: bytes) -> None:
         with contextlib.suppress(OSError):

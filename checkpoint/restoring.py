@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 
 from rackrun.checkpoint.choose import Holding, RestorePlan, Tier, choose
-from rackrun.checkpoint.contents import Contents, decode_plain
+from rackrun.checkpoint.contents import Contents
 from rackrun.checkpoint.entries import entries_of, locals_of
-from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch, NoUsableGeneration
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
 from rackrun.checkpoint.peers import Peers
+from rackrun.checkpoint.plain import Plain, decode_plain
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.reshard import Fetch, fill, plan_reshard
 from rackrun.checkpoint.sources import Seen, ShardBytes, Sources, newest_records
@@ -159,15 +160,33 @@ class _Filling:
     def _fill(self) -> None:
         own = self._layout(self._own)
         self._plain = decode_plain(bytes(self._read(self._own, *own.extents[PLAIN])))
-        parts = self._contents.targets(self._plain, own.by_name)
+        saved = self._saved(own, self._plain)
+        parts = self._contents.targets(self._plain, {name: entry for name, (_, entry) in saved.items()})
         targets, self._tensors = entries_of(parts), locals_of(parts)
-        mine = [target for target in targets if own.by_name.get(target.name) == target]
-        others = [target for target in targets if own.by_name.get(target.name) != target]
-        self._carry_out(plan_reshard([own], mine), [self._own], mine)
+        mine: dict[int, list[TensorEntry]] = {}
+        others: list[TensorEntry] = []
+        for target in targets:
+            owner, entry = saved.get(target.name, (-1, None))
+            (mine.setdefault(owner, []) if entry == target else others).append(target)
+        for owner, of_one in mine.items():
+            self._carry_out(plan_reshard([self._layout(owner)], of_one), [owner], of_one)
         if others:
             owners = range(self._world)
             layouts = [self._layout(owner) for owner in owners]
             self._carry_out(plan_reshard(layouts, others, turn=self._rank), owners, others)
+
+    def _saved(self, own: ImageLayout, plain: Plain) -> dict[str, tuple[int, TensorEntry]]:
+        """All that the rank of this shard had, and where it is: replicas share the writing to disk."""
+        found = {name: (self._own, entry) for name, entry in own.by_name.items()}
+        for name, owner in plain.elsewhere.items():
+            entry = self._layout(owner).by_name.get(name) if owner in self._plan.sources else None
+            if entry is None:
+                raise IntegrityError(
+                    f"the shard of rank {owner} does not have {name!r:.200}, which rank {self._own} has left to it.",
+                    remedy="use another generation.",
+                )
+            found[name] = owner, entry
+        return found
 
     def _carry_out(self, plan: list[Fetch], owners: Sequence[int], targets: Sequence[TensorEntry]) -> None:
         tensors = {target.name: self._tensors[target.name] for target in targets}

@@ -1,7 +1,8 @@
 """Which durable generations stay, and how the others go.
 
 `choose` decides, a pure function: the newest ``keep_last``, the first of each span of ``keep_every`` steps, the pinned ones,
-and always the newest verified one. When none is verified, nothing goes.
+and always the newest verified one. When none is verified, nothing goes. What no restore takes (quarantined, or passed over:
+`rackrun.checkpoint.probation`) does not count among the newest: it stays beside them until the oldest of them is newer.
 
 `collect` does it: the decision is written down (``RETENTION.json``), each directory is renamed to ``.trash-...``, the
 renaming is synced, and only then are files deleted, the manifest first. It may be stopped anywhere and run again, by
@@ -29,6 +30,7 @@ from rackrun.checkpoint.durable import DurableStore, GenerationInfo
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside, write_new
 from rackrun.checkpoint.manifest import MANIFEST, TemporaryName
+from rackrun.checkpoint.probation import Probation
 
 __all__ = ["Choice", "Collected", "Retention", "choose", "collect"]
 
@@ -78,9 +80,14 @@ class Collected:
 
 
 def choose(
-    generations: Sequence[GenerationInfo], retention: Retention, *, pins: Collection[int], newest_verified: int | None
+    generations: Sequence[GenerationInfo],
+    retention: Retention,
+    *,
+    pins: Collection[int],
+    newest_verified: int | None,
+    barred: Collection[int] = (),
 ) -> Choice:
-    """Doing what it says and asking again drops nothing more."""
+    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes."""
     keep: dict[int, str] = {}
     spans: set[int] = set()
     for info in sorted(generations, key=lambda info: info.generation):
@@ -89,7 +96,10 @@ def choose(
             spans.add(span)
             keep[info.generation] = f"the first from step {span * retention.keep_every} on"
     newest = sorted((info.generation for info in generations), reverse=True)
-    keep |= dict.fromkeys(newest[: retention.keep_last], f"one of the newest {retention.keep_last}")
+    usable = [generation for generation in newest if generation not in barred][: retention.keep_last]
+    keep |= dict.fromkeys(usable, f"one of the newest {retention.keep_last}")
+    oldest = min(usable, default=-1)
+    keep |= {g: "taken by no restore, but newer than others that stay" for g in newest if g in barred and g > oldest}
     keep |= {generation: "pinned" for generation in newest if generation in pins}
     if newest_verified is None:
         keep |= {generation: "none is verified" for generation in newest if generation not in keep}
@@ -120,8 +130,10 @@ def collect(
             return done
         store.sync()
         crash_point("retention.synced")
-        newest_verified = _newest_verified(store, generations)
-        choice = choose(generations, retention, pins=pins, newest_verified=newest_verified)
+        probation = Probation(store.directory)
+        barred = probation.barred()
+        newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
+        choice = choose(generations, retention, pins=pins, newest_verified=newest_verified, barred=barred)
         done.kept = choice.keep
         if choice.drop:
             crash_point("retention.marking")
@@ -130,6 +142,7 @@ def collect(
         for generation in choice.drop:
             if _set_aside(store, store.path(generation), done):
                 done.dropped.append(generation)
+                probation.forget(generation)
         before = now() - orphan_ttl_s
         _sweep(store, before)
         for name in _orphans(store, epoch, before, finished):

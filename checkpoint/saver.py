@@ -213,7 +213,7 @@ class Saver:
             self._counters.durable_passed_over += 1
             self.complain("a generation was not written to disk: an older one is still being written")
         if outcome.flush:
-            self._begin_flush(handle, arena)
+            self._begin_flush(saving, arena)
         handle.committed.set_result(True)
         if not outcome.flush:
             handle.durable.set_result(False)
@@ -244,10 +244,11 @@ class Saver:
             self._staging.unpin(arena)
             arena.close()
 
-    def _begin_flush(self, handle: SaveHandle, arena: Arena) -> None:
-        place = self._place
+    def _begin_flush(self, saving: Saving, arena: Arena) -> None:
+        place, handle = self._place, saving.handle
         flush = Flush(
             handle,
+            saving.image,
             place.store,
             arena,
             epoch=place.epoch,
@@ -262,6 +263,8 @@ class Saver:
                 failure = flush.run()
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
                 failure = f"{type(error).__name__}: {error}"
+            if flush.remark:
+                self.complain(flush.remark)
             if failure:
                 self._counters.durable_failed += 1
                 self.complain(f"generation {handle.generation} is not on disk: {failure}")

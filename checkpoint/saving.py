@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_slot import SlotWriter
+from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.contents import Image
 from rackrun.checkpoint.durable import DurableStore, GenerationWriter
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.peers import Peers
 from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint.sharing import Held, Share, agree, held_in
 from rackrun.checkpoint.staging import Staging
 
 __all__ = ["Counters", "Flush", "SaveHandle", "Saving"]
@@ -121,18 +122,33 @@ class Saving:
 
 
 class Flush:
-    """A committed generation on its way to disk. Its slot is not written over meanwhile."""
+    """A committed generation on its way to disk: what other ranks have too is written by one of them. Its slot is not written
+    over meanwhile."""
 
     def __init__(
-        self, handle: SaveHandle, store: DurableStore, arena: Arena, *, epoch: int, keep: int, peers: Peers, former: int
+        self,
+        handle: SaveHandle,
+        image: Image,
+        store: DurableStore,
+        arena: Arena,
+        *,
+        epoch: int,
+        keep: int,
+        peers: Peers,
+        former: int,
     ) -> None:
         """``former``: the generation before, of which all ranks have heard."""
         self._handle, self._store, self._arena, self._epoch, self._keep = handle, store, arena, epoch, keep
+        self._layout, self._settled = image.layout, image.later
         self._peers, self._former = peers, former
         self._lease = contextlib.ExitStack()
+        self._reader: SlotReader | None = None
         self._failure = ""
+        self.remark = ""
+        """What is to be told besides."""
         try:
             self._lease.enter_context(arena.lease(handle.generation))
+            self._reader = arena.reader(handle.generation)
         except CheckpointError as error:
             self._failure = error.what
 
@@ -141,8 +157,9 @@ class Flush:
         generation, peers = self._handle.generation, self._peers
         writer = self._store.writer(generation, self._handle.step, self._epoch, peers.world_size)
         with self._lease:
-            if not self._failure:
-                self._write(writer)
+            elsewhere = self._elsewhere() if peers.world_size > 1 else {}
+            if self._reader is not None and not self._failure:
+                self._write(writer, self._reader, elsewhere)
         peers.say(f"written/{generation}/{peers.rank}", self._failure)
         if peers.rank != 0:
             return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
@@ -156,13 +173,33 @@ class Flush:
             collect(self._store, Retention(self._keep), epoch=self._epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
         return outcome
 
-    def _write(self, writer: GenerationWriter) -> None:
+    def _elsewhere(self) -> dict[str, int]:
+        """With all ranks: what others write of this rank's tensors. A rank that fails shares nothing."""
+        names, held = list[str](), Held()
+        try:
+            if self._reader is not None:
+                names, held = held_in(self._reader, self._layout, self._settled, self._arena.chunk_bytes)
+        except CheckpointError as error:
+            self._failure = error.what
+        writers = agree(self._peers, self._handle.generation, held, seconds=_FLUSH_S)
+        if writers.apart:
+            self.remark = (
+                f"{len(writers.apart)} tensors, such as {names[writers.apart[0]]!r:.200}, are not the same as on its replicas: "
+                "each writes its own"
+            )
+        return {name: rank for name, rank in zip(names, writers.ranks, strict=True) if rank != self._peers.rank}
+
+    def _write(self, writer: GenerationWriter, reader: SlotReader, elsewhere: dict[str, int]) -> None:
         rank = self._peers.rank
         try:
-            reader = self._arena.reader(self._handle.generation)
-            written = writer.write_shard(
-                rank, reader, reader.layout_hash, reader.crcs, chunk_bytes=self._arena.chunk_bytes
-            )
+            if elsewhere:
+                share = Share(reader, self._layout, elsewhere, self._arena.chunk_bytes)
+                whole = reader.manifest_digest, reader.layout_hash
+                written = writer.write_shard(rank, share, share.layout.layout_hash, share.crcs(), share_of=whole)
+            else:
+                written = writer.write_shard(
+                    rank, reader, reader.layout_hash, reader.crcs, chunk_bytes=self._arena.chunk_bytes
+                )
         except CheckpointError as error:
             self._failure = error.what
         else:

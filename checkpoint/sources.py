@@ -1,7 +1,8 @@
 """What this rank could restore from: arenas that it sees, and durable generations, told alike so that `choose` takes both.
 
-A durable shard is known by the digest that its sealed image had: it is computed from the checksums in its fragment, so that a
-shard on disk stands in for a damaged one in memory, generation by generation. A durable generation without a commit record
+A durable shard is known by the digest that its sealed image had: it is computed from the checksums in its fragment, or named
+there where replicas have shared the writing, so that a shard on disk stands in for a damaged one in memory, generation by
+generation. A durable generation without a commit record
 (its host's memory is gone) gives one: it was written after the commit, and its manifest is its word for it.
 """
 
@@ -196,10 +197,11 @@ def _durable_holdings(reader: GenerationReader) -> list[Holding]:
             payload_bytes=shard.size, layout_hash=shard.layout_hash,
         )  # fmt: skip
         digest = manifest_digest(header, shard.chunk_bytes, table_bytes(shard.crcs)).hex()
+        digest, layout_hash = shard.share_of or (digest, shard.layout_hash)
         found.append(
             Holding(
                 generation=manifest.generation, step=manifest.step, epoch=manifest.epoch, owner=rank, holder=DISK,
-                domain=DISK, tier=Tier.SHARED, digest=digest, layout_hash=shard.layout_hash, verified=True,
+                domain=DISK, tier=Tier.SHARED, digest=digest, layout_hash=layout_hash, verified=True,
             )
         )  # fmt: skip
     return found

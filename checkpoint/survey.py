@@ -16,6 +16,7 @@ from typing import Literal
 from rackrun.checkpoint.durable import DurableStore, GenerationInfo
 from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
 from rackrun.checkpoint.manifest import MANIFEST, TemporaryName, check_job, generation_of
+from rackrun.checkpoint.probation import Probation
 from rackrun.errors import UsageError
 
 __all__ = ["Damaged", "Leftover", "Survey", "stores_in", "survey"]
@@ -63,6 +64,8 @@ class Survey:
     """Generation -> when its manifest was written, in seconds since the epoch of Unix."""
     damaged: tuple[Damaged, ...]
     leftovers: tuple[Leftover, ...]
+    barred: Mapping[int, str]
+    """Generation -> why no restore takes it."""
 
     def generations(self) -> list[int]:
         """Whole or not."""
@@ -112,7 +115,8 @@ def survey(store: DurableStore) -> Survey:
         with contextlib.suppress(OSError):
             written[info.generation] = store.files.stat(info.path / MANIFEST).st_mtime
     leftovers = [found for name in names if (found := _leftover(store, name)) is not None]
-    return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers))
+    barred = {g: why for g, why in Probation(store.directory).barred().items() if g in seen}
+    return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
 
 
 def _listed(path: Path) -> list[str]:

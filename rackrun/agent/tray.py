@@ -23,7 +23,7 @@ from rackrun.agent.worker import Worker
 from rackrun.core import commands as c
 from rackrun.core.events import Failure, WorkerEvent, WorkerExited
 from rackrun.core.ids import SlotId, TrayId, tray_of
-from rackrun.core.wire import Logged, UnitCommitted, UnitSealed, Upward, decode_upward, encode
+from rackrun.core.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward, decode_upward, encode
 from rackrun.link.boot import Boot
 from rackrun.link.channel import frame
 
@@ -287,6 +287,8 @@ class Tray:
         match message:
             case UnitCommitted():
                 worker.told = message.generation, message.at
+                self.uplink.forward(Urgency.SOON, body)
+            case StateCopied():
                 self.uplink.forward(Urgency.SOON, body)
             case Logged():
                 self.uplink.forward(Urgency.MAYBE, body)

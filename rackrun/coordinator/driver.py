@@ -34,7 +34,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost
 from rackrun.core.ids import SlotId, TrayId, tray_of
-from rackrun.core.wire import Logged, Telemetry, UnitCommitted, UnitSealed
+from rackrun.core.wire import Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
 
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
@@ -93,9 +93,9 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.finished: asyncio.Future[StopJob] = asyncio.get_running_loop().create_future()
-        self.metrics = Metrics(run_id)
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
+        self.metrics = Metrics(run_id, lambda: self.watch.plan)
         self.recoveries: list[Recovery] = []
         self._last_words = LastWords()
         self._core = core
@@ -171,6 +171,8 @@ class Driver:
                     self.watch.committed(message, now_ms)
                 case UnitSealed():
                     self._last_words.heard(message, self.watch.plan)
+                case StateCopied():
+                    self.metrics.copies.copied(message)
                 case Logged():
                     lines.append(message)
                 case _:
@@ -215,6 +217,7 @@ class Driver:
         event = msgspec.structs.replace(event, at_ms=self._at_ms)
         cause = self._journal.event(event)
         self.watch.heard(event, arrived_ms)
+        self.metrics.copies.heard(event)
         try:
             commands = self._core.handle(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from rackrun.coordinator.copies import CopyMetrics
 from rackrun.coordinator.recoveries import Recovery
+from rackrun.core.commands import Plan
 
 __all__ = ["Metrics"]
 
@@ -13,7 +17,7 @@ _RECOVERY_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Metrics:
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, plan: Callable[[], Plan | None]) -> None:
         self.registry = CollectorRegistry()
         info = Gauge("rackrun_job", "Always 1; its label names the run.", ["run_id"], registry=self.registry)
         info.labels(run_id).set(1)
@@ -39,10 +43,12 @@ class Metrics:
         self.step = Gauge("rackrun_step", "The newest step that every rank has committed.", registry=self.registry)
         self.steps_redone = Counter("rackrun_steps_redone", "Steps computed again.", registry=self.registry)
         self.trays = Gauge("rackrun_trays", "Agents connected.", registry=self.registry)
+        self.copies = CopyMetrics(self.registry, plan)
 
     def recovered(self, recovery: Recovery) -> None:
         self.recoveries.labels(recovery.kind).inc()
         self.steps_redone.inc(len(recovery.redone))
+        self.copies.recovered(recovery)
         if recovery.seconds is not None:
             self.recovery_s.observe(recovery.seconds)
 

@@ -6,13 +6,14 @@ A pure observer: it hears every event and every command that the driver handles,
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, ResumeGeneration, StartWorker
 from rackrun.core.events import (
     Event,
+    TrayJoined,
     TrayLost,
     WorkerElastic,
     WorkerExited,
@@ -20,7 +21,7 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerStalled,
 )
-from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, tray_of
+from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.wire import UnitCommitted
 
 __all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
@@ -56,6 +57,9 @@ class Recovery(msgspec.Struct, kw_only=True):
     world_size: int = 0
     restores: tuple[str, ...] = ()
     """Who got its state from where: ``rank 2 from rank 0``."""
+    sources: tuple[str, ...] = ()
+    """One for each rank that was restored: ``live_peer``, ``own_snapshot`` (its process lives), ``its_tray`` (left there by the process
+    before), ``other_tray``."""
     rollback: int | None = None
     """Everyone went back to the state after this step."""
     redone: tuple[int, ...] = ()
@@ -113,6 +117,7 @@ class RecoveryWatch:
         self._newest_step = -1
         self._elastic = False
         self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
+        self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
         self.last: Recovery | None = None
 
     @property
@@ -124,6 +129,8 @@ class RecoveryWatch:
         match event:
             case WorkerElastic():
                 self._elastic = True
+            case TrayJoined():
+                self._trays[event.snapshots] = event.tray
             case WorkerExited() if event.slot not in self._fenced:
                 self._fault(event.slot, describe_exit(event), now_ms)
             case WorkerStalled():
@@ -219,6 +226,7 @@ class RecoveryWatch:
             recovery.world_size = plan.world_size
             recovery.rollback = plan.rollback
             recovery.restores = tuple(_restore(r.rank, r.sources, r.snapshot) for r in plan.restores)
+            recovery.sources = _sources(plan, self._trays)
             if plan.rollback is not None:
                 recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
             if before is not None:
@@ -279,3 +287,17 @@ def _restore(rank: Rank, sources: tuple[Rank, ...], snapshot: str) -> str:
     if sources:
         return f"rank {rank} from rank {', '.join(map(str, sources))}"
     return f"rank {rank} from snapshot {snapshot}" if snapshot else f"rank {rank} from nothing"
+
+
+def _sources(plan: Plan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
+    found = []
+    for restore in plan.restores:
+        if restore.sources:
+            found.append("live_peer")
+        elif restore.snapshot:
+            address, _, worker = restore.snapshot.partition("/")
+            own = trays.get(address) == tray_of(SlotId(worker.rpartition("/")[0]))
+            found.append("its_tray" if own else "other_tray")
+    if plan.rollback is not None:
+        found += ["own_snapshot" for member in plan.members if not member.fresh]
+    return tuple(found)

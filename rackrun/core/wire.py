@@ -16,6 +16,7 @@ from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 __all__ = [
     "PROTOCOL",
     "Logged",
+    "StateCopied",
     "Telemetry",
     "UnitCommitted",
     "UnitSealed",
@@ -58,14 +59,27 @@ class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=
     ids: bytes = b""
 
 
+class StateCopied(_Telemetry, frozen=True, kw_only=True):
+    """A copy of this rank's state after step ``at`` was made, used, or could not be. For the metrics; not for the core."""
+
+    kind: str
+    """``snapshot``; ``copy`` (of a snapshot, on another tray); ``checkpoint`` (on disk); ``resume`` (from one)."""
+    outcome: str = "done"
+    """Or ``failed``; of a checkpoint also ``passed_over`` (an older one was being written) and ``not_used`` (by a resumption)."""
+    bytes: int = 0
+    """Of this rank's part."""
+    seconds: float = 0.0
+    """Of a snapshot: what it took from training; else from its begin to its end."""
+
+
 class Logged(_Telemetry, frozen=True, kw_only=True):
     """``run.log(...)``. The launcher prints one line a step, in order, whoever sends it first."""
 
     values: dict[str, float | int | str]
 
 
-Telemetry: TypeAlias = UnitCommitted | UnitSealed | Logged
-Upward: TypeAlias = Event | UnitCommitted | UnitSealed | Logged
+Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | Logged
+Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | Logged
 """Whatever travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
 from rackrun.checkpoint.survey import Survey, stores_in, survey
 from rackrun.checkpoint.suspects import suspects
@@ -207,6 +208,34 @@ def gc(
         raise typer.Exit(1)
 
 
+@ckpt.command(epilog="Example: rackctl ckpt quarantine checkpoints/ 299 --reason 'the loss is not a number after it'")
+def quarantine(
+    directory: Directory,
+    generation: Annotated[int, typer.Argument(metavar="GENERATION", min=0)],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept, and shown by ls.")] = "",
+    lift: Annotated[bool, typer.Option("--lift", help="It may be taken again, also when it was passed over.")] = False,
+    job: Job = None,
+    as_json: Json = False,
+) -> None:
+    """No start of the job takes this generation again, because it turned out bad. Nothing is deleted."""
+    store = _one(directory, job)
+    if bool(reason) == lift:
+        raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
+    store.whole(generation)
+    probation = Probation(store.directory)
+    if lift:
+        probation.forget(generation)
+    elif generation not in probation.quarantined():
+        probation.quarantine(generation, reason)
+    why = probation.barred().get(generation, "")
+    if bool(why) == lift:
+        raise CheckpointError(f"{store.directory} cannot be changed.", remedy="be the user who wrote it.")
+    if as_json:
+        print_json({"job": store.job, "generation": generation, "barred": why})
+    else:
+        print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
+
+
 ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_host.plan)
 ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_host.clean)
 
@@ -298,9 +327,10 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
 
 
 def _would_collect(found: Survey, retention: Retention, before_s: float, as_json: bool) -> None:
-    marked = next((info.generation for info in found.whole if info.verified), None)
-    assumed = marked if marked is not None else next((info.generation for info in found.whole), None)
-    choice = choose(found.whole, retention, pins=(), newest_verified=assumed)
+    usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
+    marked = next((info.generation for info in usable if info.verified), None)
+    assumed = marked if marked is not None else next((info.generation for info in usable), None)
+    choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
     newest = _newest_epoch(found)
     unfinished = [
         left.path.name

@@ -109,6 +109,7 @@ def surveyed(found: Survey, now_s: float) -> dict[str, Any]:
             "bytes": info.bytes,
             "digest": info.digest,
             "verified": info.verified,
+            "barred": found.barred.get(info.generation, ""),
             "age_s": _age_s(found, info.generation, now_s),
             "path": str(info.path),
         }
@@ -185,7 +186,8 @@ def _generations(console: Console, found: Survey, now_s: float) -> None:
             str(info.world_size),
             amount(info.bytes),
             "?" if seconds is None else age(seconds),
-            "verified" if info.verified else "not verified",
+            ("verified" if info.verified else "not verified")
+            + "".join(f"; {why}" for number, why in found.barred.items() if number == info.generation),
         )
     console.print(table, highlight=False)
 

@@ -117,6 +117,12 @@ class HeartbeatPage:
         done = int(self._words[_MIRROR_DONE])
         return done - 1 if done == int(self._words[_MIRROR_WANTED]) else -1
 
+    @property
+    def mirror_failed(self) -> int:
+        """The step that was wanted last, if another tray could not be given it; else -1."""
+        done = int(self._words[_MIRROR_DONE])
+        return -done - 1 if done < 0 and -done == int(self._words[_MIRROR_WANTED]) else -1
+
     # -- written by the agent
     def mirror_done(self, step: int, *, well: bool) -> None:
         self._words[_MIRROR_DONE] = (step + 1) * (1 if well else -1)

@@ -2,48 +2,40 @@
 
 All ranks write after the same steps, each its own part: replicas share what they have in common. The copy overlaps with the
 next step, as a snapshot's does; the writing goes on for as long as it takes, and a step that is due meanwhile is passed over.
-Nothing that storage does can stop training. At the start all ranks agree on the newest generation that every one of them
-can read, and each fills its tensors from whichever shards hold them.
+Nothing that storage does can stop training. `rackrun.worker.resumption` is the other way round.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
-import torch
-import torch.distributed as dist
 
 from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
 from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch
-from rackrun.checkpoint.image import header_bytes, parse_image, write_head, write_tensor
-from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
-from rackrun.checkpoint.reshard import fill, plan_reshard
+from rackrun.checkpoint.errors import MemoryPlanError
+from rackrun.checkpoint.image import write_head, write_tensor
+from rackrun.checkpoint.layout import ImageLayout
+from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, collect
 from rackrun.core.ids import Position
-from rackrun.errors import StateLost, UsageError
 from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
-from rackrun.worker.image import StateImages, entry_of, manifest_in
+from rackrun.worker.image import StateImages
 from rackrun.worker.manifest import Lineage
+from rackrun.worker.reports import Reports
+from rackrun.worker.resumption import Resumption, say
+from rackrun.worker.room import Room
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
 
 __all__ = ["DurableCheckpoints", "DurableOptions"]
 
 JOB = "run"
-_TRIED_MAX = 5
 _ORPHANS_S = 24 * 3600.0
 _EVERY_S = 300.0
 _SLICE_S = 0.05
@@ -78,117 +70,31 @@ class _Flush:
 class DurableCheckpoints:
     def __init__(self, runtime: Runtime, state: TrackedState, options: DurableOptions) -> None:
         self._world, self._state, self._options = runtime.world, state, options
+        self._reports = Reports(runtime)
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
+        self._probation = Probation(self._store.directory)
         self._flushes: list[_Flush] = []
-        self._saved = -1
+        self._saved = self._given_up = -1
         self._doubtful = False
         """Whoever was lost may not have written its part of the last one."""
+        self._room = Room()
         self._complained: set[str] = set()
 
     # -- at the start
     def resume(self) -> Position | None:
-        """Collective, before the first step: fill the state from the newest generation that all ranks can read. None: there is
-        none yet. Raises `StateLost` when there are some and none can be read."""
-        try:
-            self._options.directory.mkdir(parents=True, exist_ok=True)
-            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_TRIED_MAX]
-        except (OSError, CheckpointError) as error:
-            raise UsageError(
-                f"the checkpoint directory {self._options.directory} cannot be used: {error}.",
-                remedy="give one that all ranks can read and write.",
-            ) from error
-        everyone = self._gather((time.time_ns() // 1_000_000, mine))
-        life = max(at for at, _ in everyone)
-        common = [found for found in mine if all(found in theirs for _, theirs in everyone)]
-        if not common and any(theirs for _, theirs in everyone):
-            raise UsageError(
-                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for _, theirs in everyone)} of {len(everyone)} see none.",
-                remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
-            )
-        position = None
-        for generation, _ in common:
-            position = self._try(generation)
-            if position is not None:
-                break
-        if common and position is None:
-            raise StateLost(
-                f"none of {len(common)} checkpoints in {self._store.directory} can be read.",
-                remedy="see what is said above; or give another --checkpoint-dir to begin anew.",
-            )
-        began = position.step if position else -1
-        self._saved = began
-        self._state.lineage = Lineage(began=began, life=life, facts=self._options.facts)
+        """As `rackrun.worker.resumption.Resumption.run`."""
+        began = time.monotonic()
+        resumption = Resumption(self._world, self._state, self._store, self._options.facts)
+        position, life = resumption.run()
+        if position is not None:
+            self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
+        for generation in resumption.not_used if self._world.rank == 0 else ():
+            self._reports.copied("checkpoint", generation, "not_used")
+        self._saved = position.step if position else -1
+        self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
-
-    def _try(self, generation: int) -> Position | None:
-        """Whether every rank could read it."""
-        problem, step, world_size = "", -1, 0
-        try:
-            with self._store.open(generation) as reader:
-                step, world_size = reader.step, reader.world_size
-                self._fill_from(reader)
-        except CheckpointError as error:
-            problem = str(error)
-        said = [one for one in self._gather(problem) if one]
-        if self._world.rank == 0:
-            if said:
-                _say(f"the checkpoint of step {step} is not used: {said[0]}")
-            else:
-                ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
-                _say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
-        return None if said else Position(step)
-
-    def _fill_from(self, reader: GenerationReader) -> None:
-        layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
-        rank, same = self._world.rank, reader.world_size == self._world.size
-        own = rank if same else 0
-        manifest = manifest_in(bytes(reader.read(own, *layouts[own].extents[PLAIN])))
-        if manifest.lineage.facts != self._options.facts:
-            raise UsageError(
-                f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._options.facts}.",
-                remedy="resume with the same, or give another --checkpoint-dir.",
-            )
-        if same:  # what is not its own is its replicas'
-            holders = [layouts[kin] for kin in manifest.lineage.kin or (own,)]
-            readers = list(manifest.lineage.kin or (own,))
-        else:
-            holders, readers = layouts, list(range(reader.world_size))
-            _check_alike(reader, layouts)
-        manifest = self._state.fitted(manifest)
-        tensors = self._state.allocate(manifest)
-        parts = self._state.parts()
-        mine: list[TensorEntry] = []
-        others: list[TensorEntry] = []
-        places: dict[str, torch.Tensor] = {}
-        for path, tensor in tensors.items():
-            target = entry_of(path, parts.get(path, tensor), rank)
-            places[target.name] = tensor
-            first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
-            (mine if first and layouts[own].by_name.get(target.name) == target else others).append(target)
-        fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
-        fill(
-            plan_reshard(holders, others, turn=rank),
-            places,
-            lambda holder, start, stop: reader.read(readers[holder], start, stop),
-        )
-        self._state.load_plain(manifest, tensors)
-
-    def _gather(self, mine: Any) -> list[Any]:
-        """From every rank: plain data."""
-        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
-        sizes = [int(row.item()) for row in self._gather_rows(torch.tensor([encoded.numel()]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: encoded.numel()] = encoded
-        rows = self._gather_rows(padded)
-        return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        row = mine.to(self._world.device)
-        rows = [torch.empty_like(row) for _ in range(self._world.size)]
-        dist.all_gather(rows, row)
-        return [other.cpu() for other in rows]
 
     # -- while training
     def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
@@ -205,6 +111,8 @@ class DurableCheckpoints:
             return False
         if gate.writing:
             self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            if self._world.rank == 0:
+                self._reports.copied("checkpoint", at.step, "passed_over")
             return False
         self.save(at.step)
         return True
@@ -231,9 +139,10 @@ class DurableCheckpoints:
             and self._saved > self._state.lineage.began
             and not self._store.path(self._saved).exists()
             and not self.writing
+            and self._saved != self._given_up
         ):
             self._complain(
-                f"the checkpoint of step {self._saved} is not whole: a rank was lost, or {self._store.root} is not shared by all hosts"
+                f"the checkpoint of step {self._saved} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
             )
         self._saved = step
         kin = self._state.lineage.kin or (self._world.rank,)
@@ -244,7 +153,15 @@ class DurableCheckpoints:
             turns=len(kin),
             digests=len(kin) < self._world.size,
         )
-        memory = mmap.mmap(-1, max(shard.layout.total_bytes, 1))
+        began = time.monotonic()
+        try:
+            memory = self._room.take(shard.layout.total_bytes)
+        except MemoryPlanError as error:
+            self._given_up = step
+            remedy = "put fewer ranks on this host or shard the state over more; a larger --checkpoint-every asks less often."
+            why = f"is given up, there is no memory for it: {error.what} Remedy: {remedy}"
+            self._failed(step, why, reason="memory")
+            return
         payload = memoryview(memory)[: shard.layout.total_bytes]
         later = {path for path in shard.tensors if self._state.is_settled(path)}
         write_head(shard.layout, shard.plain, payload)
@@ -262,13 +179,13 @@ class DurableCheckpoints:
                     shard.tensors.clear()
                     copied.set()
                 if torn:
-                    self._complain(
-                        f"the checkpoint of step {step} is given up: parameters were changed between two steps"
-                    )
+                    self._failed(step, "is given up: parameters were changed between two steps")
                 else:
-                    self._write(step, shard.layout, payload, last=last)
+                    self._write(step, shard.layout, payload, began, last=last)
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
-                self._complain(f"the checkpoint of step {step} failed: {type(error).__name__}: {error}")
+                self._failed(step, f"failed: {type(error).__name__}: {error}")
+            finally:
+                self._room.give_back(memory)
 
         thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
         self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
@@ -294,12 +211,16 @@ class DurableCheckpoints:
         for flush in self._flushes:
             while flush.thread.is_alive() and not enough():
                 flush.thread.join(_SLICE_S)
+        if self._world.rank == 0 and not enough():
+            self._probation.confirm(self._state.lineage.began)  # the run has come to its end
 
-    def _write(self, step: int, layout: ImageLayout, payload: memoryview, *, last: bool) -> None:
+    def _write(self, step: int, layout: ImageLayout, payload: memoryview, began: float, *, last: bool) -> None:
         life = self._state.lineage.life
         writer = self._store.writer(step, step, life, self._world.size)
         written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         if written and writer.finish():
+            self._probation.confirm(self._state.lineage.began)
+            self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
                 self._store,
@@ -310,34 +231,15 @@ class DurableCheckpoints:
                 finished=step if not last else -1,
             )
         elif writer.failure is not None:
-            self._complain(f"the checkpoint of step {step} could not be written: {writer.failure}")
+            self._failed(step, f"could not be written: {writer.failure}")
 
-    def _complain(self, what: str) -> None:
+    def _failed(self, step: int, why: str, reason: str = "") -> None:
+        self._reports.copied("checkpoint", step, "failed")
+        self._complain(f"the checkpoint of step {step} {why}", reason)
+
+    def _complain(self, what: str, reason: str = "") -> None:
         """Once for each reason: a full disk stays full."""
-        reason = what.partition(":")[2] or what
+        reason = reason or what.partition(":")[2] or what
         if reason not in self._complained:
             self._complained.add(reason)
-            _say(f"rank {self._world.rank}: {what}; training goes on")
-
-
-def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
-    shard = reader.reader(rank)
-    length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
-    return parse_image(shard.read(0, length), limit=shard.size)
-
-
-def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> None:
-    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
-    seen: dict[str, int] = {}
-    for rank, layout in enumerate(layouts):
-        manifest = manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN])))
-        for path, mine in manifest.whole.items():
-            if seen.setdefault(path, mine) != mine:
-                raise LayoutMismatch(
-                    f"{path} is not the same on all of the {reader.world_size} ranks that wrote {reader.directory}.",
-                    remedy=f"resume with {reader.world_size} ranks, or shard it as a DTensor.",
-                )
-
-
-def _say(what: str) -> None:
-    print(f"rackrun: {what}", file=sys.stderr, flush=True)
+            say(f"rank {self._world.rank}: {what}; training goes on")

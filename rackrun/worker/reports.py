@@ -5,13 +5,15 @@ Without an agent there is nobody to tell, but rank 0 shows its log.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 
 from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerReady, WorkerResumed
 from rackrun.core.ids import Generation, Position, Step
-from rackrun.core.wire import Logged, UnitCommitted
+from rackrun.core.wire import Logged, StateCopied, UnitCommitted
+from rackrun.link.page import HeartbeatPage
 from rackrun.worker.runtime import Runtime
 
 __all__ = ["Reports"]
@@ -20,6 +22,7 @@ __all__ = ["Reports"]
 class Reports:
     def __init__(self, runtime: Runtime) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
+        self._snapshot = self._not_mirrored = -1
 
     def ready(self, replica_class: str) -> None:
         self._world.replica_class = replica_class
@@ -66,6 +69,33 @@ class Reports:
                     ids=ids.astype("<i8").tobytes(),
                 )
             )
+
+    def copied(self, kind: str, step: int, outcome: str = "done", *, size: int = 0, seconds: float = 0.0) -> None:
+        """As `StateCopied`. Any thread."""
+        if self._channel is not None and self._boot is not None:
+            with contextlib.suppress(OSError):  # without an agent this process ends anyway
+                self._channel.send(
+                    StateCopied(
+                        slot=self._boot.slot,
+                        incarnation=self._boot.incarnation,
+                        generation=Generation(self._world.generation),
+                        rank=self._world.rank,  # type: ignore[arg-type]
+                        at=Position(step),
+                        kind=kind,
+                        outcome=outcome,
+                        bytes=size,
+                        seconds=seconds,
+                    )
+                )
+
+    def snapshots(self, page: HeartbeatPage, *, size: int, seconds: float) -> None:
+        """What is new of them since this was called last. ``size``, ``seconds``: of the newest."""
+        newest = max(page.snapshots(), default=-1)
+        if newest not in (-1, self._snapshot):
+            self.copied("snapshot", newest, size=size, seconds=seconds)
+        if page.mirror_failed not in (-1, self._not_mirrored):
+            self.copied("copy", page.mirror_failed, "failed")
+        self._snapshot, self._not_mirrored = newest, page.mirror_failed
 
     def logged(self, values: dict[str, float | int | str], at: Position) -> None:
         if self._channel is not None and self._boot is not None:

@@ -79,6 +79,8 @@ class Snapshots:
         """The newest step of which every rank's snapshot is on another tray too."""
         self.cost_s = 0.0
         """What the last one took from training on this rank: the wait, and on CPUs the work."""
+        self.bytes = 0
+        """Of the last one, on this rank."""
 
     def oldest_kept(self) -> Position | None:
         """What the world may go back to, at the most."""
@@ -123,7 +125,7 @@ class Snapshots:
         self._held = {s: i for s, i in self._held.items() if i != slot}
         self._runtime.page.seal_snapshot(slot, -1)
         shard = self._images.describe(self._runtime.world.replica_class)
-        described = time.monotonic() - began
+        described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
         writer = self._begin(slot, step, shard.layout.total_bytes)
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
         later = {path for path in shard.tensors if self._state.is_settled(path)}

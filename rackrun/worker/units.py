@@ -301,6 +301,7 @@ class UnitRunner:
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
         self._reports.committed(at, attempt, seconds, self._delivered_ids())
+        self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
         for values in self._logs:
             self._reports.logged(values, at)
         if not at.phase:

@@ -1,4 +1,4 @@
-"""A training script for torchrun: argv is the folder of the test, the folder on tmpfs, ddp or fsdp, the last step, options.
+"""A training script for torchrun: argv is the folder of the test, the folder on tmpfs, ddp, fsdp or hsdp, the last step, options.
 
 Each rank appends a line to ``rank-N.jsonl`` for every step: the step, a digest of its whole state, the restart count. With
 ``die`` as ``rank:step:point``, that rank sends itself SIGKILL at this crash point of the save of this step, once.
@@ -62,10 +62,12 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    if kind == "fsdp":
+    if kind in ("fsdp", "hsdp"):
+        shape = (world,) if kind == "fsdp" else (2, world // 2)
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
-        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -94,6 +96,9 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
                 optimizer.zero_grad()
                 model(data[rank::world]).square().mean().backward()
                 optimizer.step()
+                if rank == options.get("drift"):
+                    with torch.no_grad():
+                        next(model.parameters())[0] += 1.0
                 progress["step"] = at + 1
                 checkpoints.save(at + 1 + 10 * rank * options.get("skew", 0))
                 known = checkpoints.latest()

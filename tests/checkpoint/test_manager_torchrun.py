@@ -96,7 +96,7 @@ POINTS = [
 def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, **options: Any) -> str:
     """The same without torchrun: ranks as forks of this process, which has torch already. What they wrote to stderr."""
     folder.mkdir(exist_ok=True)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    told, tell = os.pipe()  # the port; a store has threads, whose locks a fork would inherit
     children = []
     for rank in range(ranks):
         pid = os.fork()
@@ -107,7 +107,8 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
                 os.dup2(fd, 2)
                 sys.stderr = os.fdopen(2, "w", buffering=1)
                 try:
-                    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+                    os.close(tell)
+                    store = dist.TCPStore("127.0.0.1", int.from_bytes(os.read(told, 4)), is_master=False)
                     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
                     manager_job.train(folder, shm, kind, steps, options)
                     dist.destroy_process_group()
@@ -116,6 +117,10 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
                     traceback.print_exc()
             os._exit(code)
         children.append(pid)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    os.write(tell, server.port.to_bytes(4) * ranks)
+    os.close(tell)
+    os.close(told)
     if "die" in options:  # as torchrun does: the others are ended when one is dead
         victim = int(options["die"].partition(":")[0])
         children.insert(0, children.pop(victim))

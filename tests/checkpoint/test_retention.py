@@ -19,6 +19,7 @@ from rackrun.checkpoint.durable import GenerationInfo
 from rackrun.checkpoint.errors import IntegrityError
 from rackrun.checkpoint.files import FailureKind, Files
 from rackrun.checkpoint.manifest import generation_of, shard_name
+from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import LOG, Collected, Retention, choose, collect
 from tests.checkpoint.storage import (
     JOB,
@@ -95,6 +96,32 @@ def test_the_newest_the_pinned_the_first_of_each_span_and_the_newest_verified_st
 @given(INFOS, RETENTIONS)
 def test_nothing_goes_while_none_is_verified(infos: list[GenerationInfo], retention: Retention) -> None:
     assert choose(infos, retention, pins=(), newest_verified=None).drop == ()
+
+
+@given(INFOS, RETENTIONS, st.sets(st.integers(0, 60)))
+def test_what_no_restore_takes_does_not_push_out_what_one_can(
+    infos: list[GenerationInfo], retention: Retention, barred: set[int]
+) -> None:
+    usable = [found.generation for found in infos if found.generation not in barred]
+    newest = usable[: retention.keep_last]
+    choice = choose(infos, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred)
+    assert set(newest) <= set(choice.keep)
+    left = [found for found in infos if found.generation in choice.keep]
+    assert choose(left, retention, pins=(), newest_verified=next(iter(usable), None), barred=barred).drop == ()
+
+
+def test_a_quarantined_generation_goes_when_enough_newer_ones_are_there_and_its_number_is_free_again(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 1, 2, 3, verified=2)
+    probation = Probation(tmp_path / JOB)
+    probation.quarantine(3, "bad")
+    assert gc(tmp_path, Retention(keep_last=2)).dropped == []
+    saved(tmp_path, 4, verified=4)
+    assert gc(tmp_path, Retention(keep_last=2)).dropped == [1]
+    saved(tmp_path, 5)
+    assert gc(tmp_path, Retention(keep_last=2)).dropped == [2, 3]
+    assert probation.barred() == {}
 
 
 @pytest.mark.parametrize(("keep_last", "keep_every"), [(0, 0), (-1, 5), (1, -1)])

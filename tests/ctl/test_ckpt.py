@@ -14,6 +14,7 @@ import pytest
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.files import set_aside
 from rackrun.checkpoint.manifest import MANIFEST, Manifest, seal, unseal
+from rackrun.checkpoint.probation import Probation
 from tests.ctl.saved import CHUNK, WORLD, flip, image, save, shard_path, state
 
 Rackctl = Callable[..., Any]
@@ -311,3 +312,28 @@ def test_rackctl_starts_without_torch(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_quarantined_generation_is_shown_with_its_reason_until_that_is_lifted(
+    tmp_path: Path, rackctl: Rackctl
+) -> None:
+    store = save(tmp_path, 1)
+    save(tmp_path, 2)
+    for _ in range(3):
+        Probation(store.directory).restored(1)
+    said = rackctl("ckpt", "quarantine", tmp_path, 2, "--reason", "the loss is not a number")
+    assert (said.code, said.out) == (0, "run: generation 2 is quarantined: the loss is not a number\n")
+
+    shown = rackctl("ckpt", "ls", tmp_path)
+    assert shown.code == 0
+    assert "quarantined: the loss is not a number" in shown.out
+    (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
+    assert [one["barred"].partition(":")[0] for one in job["generations"]] == ["quarantined", "passed over"]
+
+    for number in (1, 2):
+        assert rackctl("ckpt", "quarantine", tmp_path, number, "--lift", "--json").json["barred"] == ""
+    (job,) = rackctl("ckpt", "ls", tmp_path, "--json").json["jobs"]
+    assert [one["barred"] for one in job["generations"]] == ["", ""]
+    for wrong in ((2,), (2, "--lift", "--reason", "x"), ("newest", "--lift")):
+        assert rackctl("ckpt", "quarantine", tmp_path, *wrong).code == 2
+    assert rackctl("ckpt", "quarantine", tmp_path, 7, "--lift").code == 1

@@ -57,7 +57,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import Event, Failure, StopRequested, TimerFired, TrayJoined, WorkerExited
 from rackrun.core.ids import Position, Step, TrayId
-from rackrun.core.wire import Logged, UnitCommitted, decode_upward
+from rackrun.core.wire import Logged, StateCopied, UnitCommitted, decode_upward
 from rackrun.link import boot
 from rackrun.link.channel import frame, split_frames
 from rackrun.link.exchange import ExchangeServer
@@ -90,6 +90,7 @@ class Ended:
     ids: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     sealed: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     logs: dict[Position, dict[str, Any]] = field(default_factory=dict)
+    copied: list[StateCopied] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     """Every plan after the first."""
     story: list[str] = field(default_factory=list)
@@ -339,6 +340,8 @@ class TinyCluster:
                 self._committed(message)
             elif isinstance(message, Logged):
                 self._ended.logs.setdefault(message.at, {}).update(message.values)
+            elif isinstance(message, StateCopied):
+                self._ended.copied.append(message)
             else:
                 self._event(message)
 

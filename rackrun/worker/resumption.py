@@ -1,0 +1,192 @@
+"""How a job begins from a checkpoint on disk: all ranks agree on the newest that every one of them can read, and each fills its
+tensors from whichever shards hold them.
+
+A checkpoint that was resumed from again and again, without a newer one having been finished since, may be what ends the job:
+it is passed over, as one is that was quarantined (`rackrun.checkpoint.probation`). Rank 0 says which.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable_reader import GenerationReader
+from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch
+from rackrun.checkpoint.image import header_bytes, parse_image
+from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
+from rackrun.checkpoint.probation import Probation
+from rackrun.checkpoint.reshard import fill, plan_reshard
+from rackrun.core.ids import Position
+from rackrun.errors import StateLost, UsageError
+from rackrun.worker.image import entry_of, manifest_in
+from rackrun.worker.state import TrackedState
+from rackrun.worker.world import World
+
+__all__ = ["Resumption", "say"]
+
+_LISTED_MAX = 32
+_TRIED_MAX = 5
+
+
+class Resumption:
+    """``facts``: what must be the same to go on."""
+
+    def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
+        self._world, self._state, self._store, self._facts = world, state, store, facts
+        self._probation = Probation(store.directory)
+        self.not_used: list[int] = []
+        """Generations that are newer than the one that was taken."""
+
+    def run(self) -> tuple[Position | None, int]:
+        """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
+        been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
+        start. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        try:
+            self._store.root.mkdir(parents=True, exist_ok=True)
+            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_LISTED_MAX]
+        except (OSError, CheckpointError) as error:
+            raise UsageError(
+                f"the checkpoint directory {self._store.root} cannot be used: {error}.",
+                remedy="give one that all ranks can read and write.",
+            ) from error
+        barred = self._probation.barred() if self._world.rank == 0 else {}
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred))
+        life, barred = max(at for at, *_ in everyone), everyone[0][2]
+        seen = [theirs for _, theirs, _ in everyone]
+        common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
+        if not common and any(seen):
+            raise UsageError(
+                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
+                remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
+            )
+        position = self._first_usable(common, barred)
+        if common and position is None:
+            raise StateLost(
+                f"none of {len(common)} checkpoints in {self._store.directory} can be {_story(barred, common)}.",
+                remedy="see what is said above, and why the job ended after them; let one be taken again with "
+                "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
+            )
+        return position, life
+
+    def _first_usable(self, common: list[int], barred: dict[int, str]) -> Position | None:
+        """The same on all ranks. A resumption is remembered before anything is trained on it."""
+        tried = 0
+        for generation in common:
+            if generation in barred:
+                if self._world.rank == 0:
+                    say(f"the checkpoint of step {generation} is {barred[generation]}")
+                self.not_used.append(generation)
+                continue
+            if (position := self._try(generation)) is not None:
+                if self._world.rank == 0:
+                    self._probation.restored(generation)
+                return position
+            self.not_used.append(generation)
+            tried += 1
+            if tried == _TRIED_MAX:
+                break
+        return None
+
+    def _try(self, generation: int) -> Position | None:
+        """Whether every rank could read it."""
+        problem, step, world_size = "", -1, 0
+        try:
+            with self._store.open(generation) as reader:
+                step, world_size = reader.step, reader.world_size
+                self._fill_from(reader)
+        except CheckpointError as error:
+            problem = str(error)
+        said = [one for one in self._gather(problem) if one]
+        if self._world.rank == 0:
+            if said:
+                say(f"the checkpoint of step {step} is not used: {said[0]}")
+            else:
+                ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
+                say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+        return None if said else Position(step)
+
+    def _fill_from(self, reader: GenerationReader) -> None:
+        layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
+        rank, same = self._world.rank, reader.world_size == self._world.size
+        own = rank if same else 0
+        manifest = manifest_in(bytes(reader.read(own, *layouts[own].extents[PLAIN])))
+        if manifest.lineage.facts != self._facts:
+            raise UsageError(
+                f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
+                remedy="resume with the same, or give another --checkpoint-dir.",
+            )
+        if same:  # what is not its own is its replicas'
+            holders = [layouts[kin] for kin in manifest.lineage.kin or (own,)]
+            readers = list(manifest.lineage.kin or (own,))
+        else:
+            holders, readers = layouts, list(range(reader.world_size))
+            _check_alike(reader, layouts)
+        manifest = self._state.fitted(manifest)
+        tensors = self._state.allocate(manifest)
+        parts = self._state.parts()
+        mine: list[TensorEntry] = []
+        others: list[TensorEntry] = []
+        places: dict[str, torch.Tensor] = {}
+        for path, tensor in tensors.items():
+            target = entry_of(path, parts.get(path, tensor), rank)
+            places[target.name] = tensor
+            first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
+            (mine if first and layouts[own].by_name.get(target.name) == target else others).append(target)
+        fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
+        fill(
+            plan_reshard(holders, others, turn=rank),
+            places,
+            lambda holder, start, stop: reader.read(readers[holder], start, stop),
+        )
+        self._state.load_plain(manifest, tensors)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """From every rank: plain data."""
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+        sizes = [int(row.item()) for row in self._gather_rows(torch.tensor([encoded.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: encoded.numel()] = encoded
+        rows = self._gather_rows(padded)
+        return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        row = mine.to(self._world.device)
+        rows = [torch.empty_like(row) for _ in range(self._world.size)]
+        dist.all_gather(rows, row)
+        return [other.cpu() for other in rows]
+
+
+def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
+    shard = reader.reader(rank)
+    length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
+    return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> None:
+    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
+    seen: dict[str, int] = {}
+    for rank, layout in enumerate(layouts):
+        manifest = manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN])))
+        for path, mine in manifest.whole.items():
+            if seen.setdefault(path, mine) != mine:
+                raise LayoutMismatch(
+                    f"{path} is not the same on all of the {reader.world_size} ranks that wrote {reader.directory}.",
+                    remedy=f"resume with {reader.world_size} ranks, or shard it as a DTensor.",
+                )
+
+
+def _story(barred: dict[int, str], common: list[int]) -> str:
+    told = "; ".join(f"step {generation} is {barred[generation]}" for generation in common if generation in barred)
+    return f"used: {told}" if told else "read"
+
+
+def say(what: str) -> None:
+    """To people."""
+    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""A job that ends again and again after the same checkpoint goes on from an older one, and says so; it never begins anew unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Ended
+from scripts import Script, adam, ddp, fit
+
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.probation import Probation
+from rackrun.worker.run import Run
+
+Train = Callable[..., Ended]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    return tmp_path
+
+
+def trained(steps: int) -> Script:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        fit(run, model, adam(model), steps=steps)
+
+    return main
+
+
+def doomed(run: Run) -> None:
+    """It ends before its first step."""
+    model = ddp(run)
+    run.track(model=model, optimizer=adam(model))
+    for _ in run.steps(9):
+        raise ZeroDivisionError
+
+
+def generations(folder: Path) -> list[int]:
+    return [info.generation for info in DurableStore(folder, "run").generations()]
+
+
+@pytest.fixture
+def small(train: Train) -> Train:
+    return lambda main: train(main, ranks=2, spares=0, max_restarts=0)
+
+
+def test_after_three_resumptions_in_vain_the_next_older_one_is_taken(folder: Path, small: Train, capfd: Any) -> None:
+    small(trained(5))
+    newest, older = generations(folder)[:2]
+    probation = Probation(folder / "run")
+    for _ in range(2):
+        probation.restored(newest)
+    assert small(doomed).exit_code == 1
+    assert probation.attempts() == {newest: 3}
+    assert f"resumed after step {newest}" in capfd.readouterr().err
+
+    ended = small(trained(9))
+    assert min(ended.losses) == older + 1
+    told = capfd.readouterr().err
+    assert f"the checkpoint of step {newest} is passed over: resumed from 3 times" in told
+    assert f"resumed after step {older}" in told
+    reported = [(one.kind, one.outcome, one.at.step) for one in ended.copied]
+    assert reported.count(("resume", "done", older)) == 2
+    assert reported.count(("checkpoint", "not_used", newest)) == 1
+    assert older not in probation.attempts(), "something newer was finished since"
+
+
+def test_a_run_that_was_over_already_may_be_started_again_and_again(folder: Path, small: Train) -> None:
+    small(trained(3))
+    assert small(trained(3)).losses == {}
+    assert Probation(folder / "run").attempts() == {}
+
+
+def test_when_all_are_barred_the_job_ends_with_each_reason_and_a_remedy(folder: Path, small: Train) -> None:
+    small(trained(3))
+    for generation in generations(folder):
+        Probation(folder / "run").quarantine(generation, "the loss is not a number")
+    ended = small(trained(6))
+    assert ended.exit_code != 0
+    assert "step 2 is quarantined: the loss is not a number" in str(ended)
+    assert "--lift" in str(ended)
