@@ -17,6 +17,7 @@ from rackrun.agent.config import AgentConfig
 from rackrun.agent.environment import worker_environment
 from rackrun.agent.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.logs import Logs, Outputs
+from rackrun.agent.parity import Set
 from rackrun.agent.stores import Stores, StoreUnreachable
 from rackrun.agent.uplink import Uplink, Urgency
 from rackrun.agent.worker import Worker
@@ -68,10 +69,16 @@ class Tray:
         if status is not None:
             self._ended(worker, status)
 
-    @property
-    def holder(self) -> str:
-        """Where copies of our snapshots go, as the newest plan says."""
-        return self._resume.plan.mirrors.get(TrayId(self._config.tray), "") if self._resume is not None else ""
+    def destination(self, worker: Worker) -> str | Set:
+        """Where its snapshots go, as the newest plan says: to a holder, or to the keepers of its XOR set."""
+        if self._resume is None:
+            return ""
+        plan = self._resume.plan
+        if not plan.sets:
+            return plan.mirrors.get(TrayId(self._config.tray), "")
+        ranks = [m.rank for m in plan.members if (m.slot, m.incarnation) == (worker.slot, worker.incarnation)]
+        sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
+        return next((Set(plan.generation, ranks[0], of) for of in sets), "")
 
     # -- commands
     def obey(self, command: c.WorkerCommand) -> None:
