@@ -23,7 +23,7 @@ from rackrun.core.events import Event, SnapshotMirrored, SnapshotStriped
 from rackrun.core.ids import Generation, Incarnation, Step, TrayId
 from rackrun.link.boot import SNAPSHOT_JOB
 
-__all__ = ["Copies", "Mirror", "verify"]
+__all__ = ["Copies", "Holder", "Mirror", "verify"]
 
 _SILENCE_S = 60.0
 """Of the holder, before a push is given up."""
@@ -75,6 +75,12 @@ class Copies:
                 os.close(old)
         return sorted(held)
 
+    def keep_only(self, steps: tuple[int, int]) -> None:
+        """The world has gone on by other means: of other steps nothing is wanted any more."""
+        for held in self._held.values():
+            for step in [step for step in held if step not in steps]:
+                os.close(held.pop(step))
+
     def close(self) -> None:
         for held in self._held.values():
             for fd in held.values():
@@ -88,11 +94,22 @@ def verify(fd: int, step: int) -> None:
         arena.reader(step, owner=arena.rank).verify()
 
 
-class Mirror:
-    """``destination`` says where a worker's snapshots go, as the newest plan has it: ``host:port/tray`` of a holder, the
-    keepers of an XOR set, or "" when there is no other tray."""
+@dataclass(frozen=True)
+class Holder:
+    """Of whole copies, in one generation."""
 
-    def __init__(self, token: str, destination: Callable[[Worker], str | Set], tell: Callable[[Event], None]) -> None:
+    generation: int
+    tray: str
+    address: str
+
+
+class Mirror:
+    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of an XOR set,
+    or nowhere when there is no other tray."""
+
+    def __init__(
+        self, token: str, destination: Callable[[Worker], Holder | Set | None], tell: Callable[[Event], None]
+    ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._destination, self._tell = destination, tell
         self._session: aiohttp.ClientSession | None = None
@@ -117,19 +134,17 @@ class Mirror:
         if self._session is not None:
             await self._session.close()
 
-    async def _push(self, session: aiohttp.ClientSession, worker: Worker, to: str | Set) -> None:
+    async def _push(self, session: aiohttp.ClientSession, worker: Worker, to: Holder | Set) -> None:
         step, besides, generation = worker.page.mirror_wanted
         which = worker.page.snapshots().get(step)
         well, fd = False, -1
         try:
-            if which is None or worker.snapshot_fds[which] < 0:
-                return
+            if which is None or worker.snapshot_fds[which] < 0 or to.generation != generation:
+                return  # of an older generation: others may have given theirs to the keepers of another set
             fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
             source = Source(fd, step, os.fstat(fd).st_size, lambda: worker.page.snapshots().get(step) == which)
-            if isinstance(to, str):
+            if isinstance(to, Holder):
                 event: Event = await self._copy(session, worker, to, source, besides)
-            elif to.generation != generation:
-                return  # others may have given theirs to the keepers of another set
             else:
                 await give_stripes(session, to, source, besides)
                 event = SnapshotStriped(
@@ -150,24 +165,23 @@ class Mirror:
             worker.page.mirror_done(step, well=well)
 
     async def _copy(
-        self, session: aiohttp.ClientSession, worker: Worker, to: str, source: Source, besides: int
+        self, session: aiohttp.ClientSession, worker: Worker, to: Holder, source: Source, besides: int
     ) -> SnapshotMirrored:
-        address, _, holder = to.partition("/")
         path = f"{worker.slot}/{worker.incarnation}"
         async with session.put(
-            f"http://{address}/snapshot/{path}/{source.step}",
+            f"http://{to.address}/snapshot/{path}/{source.step}",
             params={"besides": str(besides)},
             headers={"Content-Length": str(source.size)},
             data=source.read(0, source.size),
         ) as answer:
             if answer.status != 200:
-                raise Refused(f"{holder} does not take it: {(await answer.text()).strip()}")
+                raise Refused(f"{to.tray} does not take it: {(await answer.text()).strip()}")
             kept = await answer.json()
         return SnapshotMirrored(
             slot=worker.slot,
             incarnation=Incarnation(worker.incarnation),
-            holder=TrayId(holder),
-            where=f"{address}/{path}",
+            holder=TrayId(to.tray),
+            where=f"{to.address}/{path}",
             steps=tuple(Step(one) for one in kept),
         )
 

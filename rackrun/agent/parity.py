@@ -124,7 +124,7 @@ class Rows:
         the row, verified. `Refused`: there is no memory; `rackrun.checkpoint.errors.CheckpointError`: it is not what it should be."""
         at = _Key(*key)
         if besides >= 0:
-            await self._drop(at, besides)
+            await self.keep_only((at.step, besides))
         kept = self._rows.get(at)
         if kept is None:
             kept = self._rows[at] = _Kept(at.step, members, at.keeper)
@@ -152,10 +152,9 @@ class Rows:
             if kept.row.spoiled:
                 await kept.close()
 
-    async def _drop(self, newest: _Key, besides: int) -> None:
-        stays = [key for key in self._rows if (key.generation, key.step) == (newest.generation, newest.step)]
-        stays += [key for key in self._rows if key.step == besides]
-        for kept in [self._rows.pop(key) for key in list(self._rows) if key not in stays]:
+    async def keep_only(self, steps: tuple[int, int]) -> None:
+        """Of other steps nothing is wanted any more."""
+        for kept in [self._rows.pop(key) for key in list(self._rows) if key.step not in steps]:
             kept.row.spoiled = "a newer one has taken its place"
             await kept.close()
 

@@ -98,8 +98,11 @@ class SnapshotService:
             async for chunk in request.content.iter_chunked(_CHUNK_BYTES):
                 at += await asyncio.to_thread(os.pwrite, fd, chunk, at)
             await asyncio.to_thread(verify, fd, step)
-            kept = self._copies.keep(tray, index, incarnation, step, int(request.query.get("besides", "-1")), fd)
+            besides = int(request.query.get("besides", "-1"))
+            kept = self._copies.keep(tray, index, incarnation, step, besides, fd)
             fd = -1
+            if besides >= 0:
+                await self._rows.keep_only((step, besides))
         except (CheckpointError, ValueError) as error:
             raise web.HTTPUnprocessableEntity(text=f"this is no whole snapshot: {error}") from error
         finally:
@@ -156,6 +159,8 @@ class SnapshotService:
             owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
             body = request.content.iter_chunked(_CHUNK_BYTES)
             await self._rows.take(key, members, owner, length, besides, body)
+            if besides >= 0:
+                self._copies.keep_only((key[2], besides))
         except Refused as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
         except (CheckpointError, ValueError, KeyError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, ResumeGeneration, StartWorker
+from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, Restore, ResumeGeneration, StartWorker
 from rackrun.core.events import (
     Event,
     TrayLost,
@@ -218,7 +218,7 @@ class RecoveryWatch:
             recovery.because = command.because or recovery.because
             recovery.world_size = plan.world_size
             recovery.rollback = plan.rollback
-            recovery.restores = tuple(_restore(r.rank, r.sources, r.snapshot) for r in plan.restores)
+            recovery.restores = tuple(_told(r) for r in plan.restores)
             if plan.rollback is not None:
                 recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
             if before is not None:
@@ -275,7 +275,8 @@ def describe_exit(event: WorkerExited) -> str:
     return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
 
 
-def _restore(rank: Rank, sources: tuple[Rank, ...], snapshot: str) -> str:
-    if sources:
-        return f"rank {rank} from rank {', '.join(map(str, sources))}"
-    return f"rank {rank} from snapshot {snapshot}" if snapshot else f"rank {rank} from nothing"
+def _told(restore: Restore) -> str:
+    if restore.snapshot:
+        return f"rank {restore.rank} from snapshot {restore.snapshot}"
+    ranks = ", ".join(str(rank) for rank in restore.sources or [one.rank for one in restore.rebuild])
+    return f"rank {restore.rank} {'from rank' if restore.sources else 'rebuilt from rank'} {ranks}"

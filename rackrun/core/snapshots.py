@@ -65,7 +65,12 @@ class Snapshots:
                 ]
 
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
+        """Keepers drop what is older, rows and copies."""
         self._rows.striped(rank, event)
+        if event.besides >= 0:
+            wanted = (event.step, event.besides)
+            copies = self._copies.get(rank, ())
+            self._copies[rank] = [replace(one, steps=tuple(s for s in one.steps if s in wanted)) for one in copies]
 
     def rebuilding(self, parked: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined]) -> Rebuild:
         """With what the ``parked`` members have themselves, and what former workers have left."""

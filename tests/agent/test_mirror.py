@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from rackrun.agent.mirror import Copies, Mirror
+from rackrun.agent.mirror import Holder as Destination
 from rackrun.agent.room import Refused
 from rackrun.agent.snapshots import SnapshotService
 from rackrun.agent.worker import Worker
@@ -150,7 +151,7 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
     holder: Holder, worker: Worker
 ) -> None:
     told: list[Event] = []
-    mirror = Mirror(TOKEN, lambda worker: f"{holder.address}/b", told.append)
+    mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", holder.address), told.append)
     mirror.look(worker)
     body = seal(worker.snapshot_fds[1], 4)
     worker.page.seal_snapshot(1, 4)
@@ -171,7 +172,7 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
 async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Worker, wrong: str) -> None:
     told: list[Any] = []
     address = "127.0.0.1:1" if wrong == "no such host" else holder.address
-    mirror = Mirror(TOKEN, lambda worker: f"{address}/b", told.append)
+    mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", address), told.append)
     seal(worker.snapshot_fds[0], 4)
     worker.page.seal_snapshot(0, 6 if wrong == "overwritten" else 4)
     if wrong == "damaged":
@@ -184,7 +185,7 @@ async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Wor
 
 
 async def test_with_one_tray_nothing_is_copied(worker: Worker) -> None:
-    mirror = Mirror(TOKEN, lambda worker: "", lambda event: None)
+    mirror = Mirror(TOKEN, lambda worker: None, lambda event: None)
     worker.page.want_mirror(4, -1, 1)
     mirror.look(worker)
     assert worker.page.mirroring
