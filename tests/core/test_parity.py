@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, only, plan_in
+from core_told import Told, every, only, plan_in, stop_in
 
 from rackrun.core.commands import BreakGeneration, FenceWorker, Keeper, Plan, ResumeGeneration, Stripes
 from rackrun.core.config import JobConfig
@@ -17,7 +17,7 @@ class Rack(Told):
     """Trays a to d with a rank each, which are one set, and e with a spare for each of two."""
 
     def __init__(self, trays: str = "abcde", spares: int = 2, slots: int = 1, **config: object) -> None:
-        fields = {"snapshot_copies": "xor", **config}
+        fields = {"snapshot_copies": "xor", "start_over": True, **config}
         super().__init__(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, **fields))  # type: ignore[arg-type]
         for tray in trays:
             self.join(tray, 2 if tray == "e" else slots)
@@ -176,6 +176,17 @@ def test_one_lost_of_each_of_two_sets_is_survived() -> None:
     assert {restore.rank: [one.rank for one in restore.rebuild] for restore in plan.restores} == {0: [2, 4], 3: [1]}
 
 
+def test_and_without_a_checkpoint_the_job_says_so_and_stops() -> None:
+    rack = Rack(start_over=False)
+    rack.train("unique")
+    rack.stripe_all(20)
+    rack.tray_lost("b")
+    rack.tray_lost("c")
+    stop = stop_in(rack.park_all(passed=21, snapshots=[20]))
+    assert "no copy of its state is left" in stop.because
+    assert "--checkpoint-dir" in stop.remedy
+
+
 @pytest.mark.parametrize("silent", range(4))
 def test_unless_all_members_have_given_their_stripes_nothing_is_rebuilt(silent: int) -> None:
     rack = Rack()
@@ -264,6 +275,16 @@ def test_a_keeper_that_is_lost_while_it_is_read_makes_another_plan_at_once(four:
     plan_in(four.park_all(passed=5, snapshots=[4]))
     assert only(BreakGeneration, four.tray_lost(tray)).generation == 3
     assert every(FenceWorker, four.park_all(passed=5, snapshots=[4])), "that was one too many"
+
+
+def test_what_was_rebuilt_and_is_not_what_was_lost_is_not_rebuilt_from_there_again(four: Rack) -> None:
+    four.stripe_all(8, besides=4)
+    four.tray_lost("b")
+    plan = plan_in(four.park_all(passed=9, snapshots=[4, 8]))
+    newcomer = next(member.slot for member in plan.members if member.rank == 1)
+    answers = four.finds_damaged(newcomer, 8, plan.restores[0].rebuild[0].row)
+    assert only(BreakGeneration, answers).because == "the snapshot of step 8 for rank 1 is damaged (chunk 0)"
+    assert plan_in(four.park_all(passed=9, snapshots=[4, 8])).rollback == 4
 
 
 def test_a_tray_that_has_come_back_has_empty_memory(four: Rack) -> None:
