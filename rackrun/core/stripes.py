@@ -28,6 +28,8 @@ class Rows:
     """The set of each rank."""
     _keepers: dict[Generation, dict[Rank, Keeper]] = field(default_factory=dict)
     """Who keeps the row of each rank. A row is lost with its tray; but so is its member's snapshot, which is asked for first."""
+    _ends: dict[Generation, Position] = field(default_factory=dict)
+    """With each plan, the last unit of the history that goes on."""
     _given: dict[tuple[Generation, Step], dict[Rank, _Given]] = field(default_factory=dict)
 
     def planned(self, plan: Plan) -> None:
@@ -41,13 +43,15 @@ class Rows:
             for key, of in self._given.items()
             if Position(key[1]) <= end
         }
+        self._ends[plan.generation] = end
         self._sets[plan.generation] = {one.rank: tuple(k.rank for k in of) for of in plan.sets for one in of}
         self._keepers[plan.generation] = {one.rank: one for of in plan.sets for one in of}
-        self._forget_empty(plan.generation)
+        self._forget_old()
 
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
-        if rank not in self._sets.get(event.generation, {}):
-            return
+        ends = [end for generation, end in self._ends.items() if generation > event.generation]
+        if rank not in self._sets.get(event.generation, {}) or any(end < Position(event.step) for end in ends):
+            return  # it comes late, and its step is computed again
         for key, given in self._given.items():
             if event.besides >= 0 and key[1] not in (event.step, event.besides):
                 given.pop(rank, None)
@@ -90,10 +94,13 @@ class Rows:
     def clear(self) -> None:
         self._sets.clear()
         self._keepers.clear()
+        self._ends.clear()
         self._given.clear()
 
-    def _forget_empty(self, newest: Generation) -> None:
+    def _forget_old(self) -> None:
+        """What is still on its way is of the generation before at the most."""
         self._given = {key: given for key, given in self._given.items() if given}
-        used = [generation for generation, _ in self._given]
-        for generation in [g for g in self._sets if g != newest and g not in used]:
+        wanted = [*(generation for generation, _ in self._given), *list(self._sets)[-2:]]
+        for generation in [generation for generation in self._sets if generation not in wanted]:
             del self._sets[generation], self._keepers[generation]
+        self._ends = {generation: end for generation, end in self._ends.items() if generation >= min(wanted)}

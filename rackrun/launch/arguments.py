@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import struct
@@ -24,10 +23,10 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from rackrun.agent.config import ScriptConfig
-from rackrun.checkpoint.placement import PlacementError, Redundancy
-from rackrun.checkpoint.presets import redundancy_of
+from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.errors import UsageError
+from rackrun.launch.redundancy import redundancy
 
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
@@ -195,7 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         local_ranks_filter=args.local_ranks_filter,
         token_file=token_file,
         ledger=args.ledger,
-        redundancy=_redundancy(args.snapshot_copies, nodes_max * args.trays),
+        redundancy=redundancy(args.snapshot_copies, nodes_max * args.trays),
         checkpoints=_checkpoints(args),
         start_over=args.checkpoint_dir is not None or args.lost_state == "restart",
         quiet=args.quiet,
@@ -357,35 +356,6 @@ def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | Non
     if nodes_max == 1 and host in {"localhost", "127.0.0.1"} and port == 0:
         return None
     return host.strip("[]"), port
-
-
-def _redundancy(text: str, trays: int) -> Redundancy:
-    """What the presets of `rackrun.checkpoint` mean here: over trays, two copies, sets that there are trays for."""
-    asked = f"--snapshot-copies {text}"
-    try:
-        found = redundancy_of(text)
-    except PlacementError as error:
-        raise UsageError(f"{asked}: {error.what}", remedy="give local, mirror, xor or xor:N.") from error
-    if found.kind == "local":
-        return found
-    if found.across != "tray":
-        raise UsageError(
-            f"{asked}: the level is tray, not {found.across}.",
-            remedy=f"give {found.kind}; with several hosts copies go to other hosts anyway.",
-        )
-    if found.kind == "mirror" and found.width != 2:
-        raise UsageError(
-            f"{asked}: {found.width} copies are not kept; there are two, the owner's own included.",
-            remedy="give mirror, and --checkpoint-dir against the loss of two trays.",
-        )
-    least = found.width if re.search(r"\d", text) else 2
-    if found.kind == "xor" and trays < least:
-        fewer = f"give xor:{trays}, or xor for as many as there are" if trays > 1 else "leave it out"
-        raise UsageError(
-            f"{asked}: sets of {least} need as many trays, and there {'are' if trays > 1 else 'is'} {trays}.",
-            remedy=f"{fewer}; or raise --nnodes or --trays.",
-        )
-    return found
 
 
 def _checkpoints(args: argparse.Namespace) -> dict[str, str]:

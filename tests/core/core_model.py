@@ -473,6 +473,8 @@ class Cluster:
             if not self.up_trays.get(TrayId(tray), False):
                 return None
             key = (SlotId(f"{tray}/{index}"), int(incarnation))
+            if at not in self.arenas[key] and (*key, at) in self.rotten:
+                return None  # that member has seen it too, and says so
             assert at in self.arenas[key], "a snapshot that nobody keeps"
             files[int(one.rank)] = self.files[key][at]
             rows.append((int(keeper), self.rows[TrayId(tray), int(generation), int(keeper), at]))

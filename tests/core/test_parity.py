@@ -237,6 +237,18 @@ def test_stripes_of_a_step_that_was_rolled_back_are_forgotten(four: Rack) -> Non
     assert every(FenceWorker, four.park_all(passed=7, snapshots=[6]))
 
 
+def test_stripes_that_are_told_of_late_count_if_their_step_still_does(four: Rack) -> None:
+    """A push outlives the generation in which it began."""
+    four.is_severed("a/0")
+    four.park_all(passed=8, snapshots=[4, 8])
+    for slot in ALL:
+        four.stripes(slot, 8, besides=4, generation=1)
+        four.stripes(slot, 9, besides=4, generation=1)  # nobody has ever passed it
+    four.resume_all()
+    four.tray_lost("b")
+    assert plan_in(four.park_all(passed=10, snapshots=[8, 9])).rollback == 8
+
+
 def test_a_rank_that_was_itself_restored_is_no_input_before_it_has_given_its_new_stripes(four: Rack) -> None:
     """It has a snapshot of the step, but as a file of its own: other bytes than those in the rows."""
     four.tray_lost("b")
