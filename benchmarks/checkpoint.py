@@ -28,6 +28,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ from jobs import machine, save
 
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.dcp import RackrunStorageReader, RackrunStorageWriter
+from rackrun.checkpoint.digest import crc
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.entries import entries_of
 from rackrun.checkpoint.image import plan_image, read_tensors, write_head, write_image, write_tensors
-from rackrun.checkpoint.parity import Encoder, XorSet
+from rackrun.checkpoint.parity import Row, xor_into
 from rackrun.checkpoint.reshard import fill, plan_reshard
+from rackrun.checkpoint.xor_set import XorSet
 
 PLAIN = b"plain state"
 SIDE = 1024
@@ -70,9 +73,13 @@ class Bench:
         self.arena = Arena.create(self.fd, job="bench", rank=0, epoch=1, slots=2, payload_bytes=self.bytes)
         self.generation = 0
         self._seal_one()
-        self.xor_set = XorSet((0, 1, 2, 3), (self.bytes // 8,) * 4)
+        self.xor_set = XorSet((0, 1, 2, 3))
         self.shards = [np.full(self.bytes // 8, 17 * rank + 1, dtype=np.uint8) for rank in range(4)]
-        self.parity = np.zeros(self.xor_set.row_bytes, dtype=np.uint8)
+        self.parity = np.zeros(self.xor_set.widest(self.bytes // 8), dtype=np.uint8)
+
+    def stripe(self, owner: int, keeper: int) -> np.ndarray[Any, Any]:
+        start, stop = self.xor_set.stripe(owner, keeper, self.bytes // 8)
+        return self.shards[owner][start:stop]
 
     def _seal_one(self) -> None:
         self.generation += 1
@@ -144,13 +151,24 @@ class Bench:
         stop()
 
     def xor(self, start: Timed, stop: Timed) -> None:
-        """All four members' parity: each byte of each shard is mixed into one of them."""
+        """All four members' rows: each byte of each shard is mixed into one of them."""
+        start()
+        for owner, keeper in permutations(range(4), 2):
+            stripe = self.stripe(owner, keeper)
+            xor_into(self.parity[: len(stripe)], stripe)
+        stop()
+
+    def xor_digested(self, start: Timed, stop: Timed) -> None:
+        """The same as an agent does it: each stripe is checked on the way in."""
+        crcs = {pair: crc(self.stripe(*pair)) for pair in permutations(range(4), 2)}
         start()
         for keeper in range(4):
-            encoder = Encoder(self.xor_set, keeper, self.parity)
-            for member in range(4):
-                encoder.add(member, 0, self.shards[member])
-            encoder.parity()
+            row = Row(1, self.xor_set, keeper, lambda _: self.parity)
+            for owner in (owner for owner in range(4) if owner != keeper):
+                incoming = row.begin(owner, self.bytes // 8)
+                incoming.add(self.stripe(owner, keeper))
+                incoming.end(crcs[owner, keeper])
+            row.header()
         stop()
 
     # -- disk
@@ -277,7 +295,7 @@ class Bench:
 
 MEMORY = (
     *("memcpy", "copying", "sealing", "sealing_in_two_passes"),
-    *("plain_read", "restore", "restore_with_one_thread", "numpy_xor", "xor"),
+    *("plain_read", "restore", "restore_with_one_thread", "numpy_xor", "xor", "xor_digested"),
 )
 DISK = (
     *("durable_write", "our_dcp_save", "dcp_save", "dcp_async_until_it_returns", "torch_save", "safetensors_save"),
@@ -286,7 +304,7 @@ DISK = (
 BASE = {
     **dict.fromkeys(("copying", "sealing", "sealing_in_two_passes"), "memcpy"),
     **dict.fromkeys(("restore", "restore_with_one_thread"), "plain_read"),
-    "xor": "numpy_xor",
+    **dict.fromkeys(("xor", "xor_digested"), "numpy_xor"),
 }
 TWO_THREADS = {"restore"}
 
@@ -351,7 +369,8 @@ def main() -> int:
     cpu: dict[str, list[float]] = {name: [] for name in wall}
     with tempfile.TemporaryDirectory(prefix="rackrun-bench-", dir=args.folder) as folder:
         bench = Bench(megabytes, Path(folder))
-        moved = dict.fromkeys(wall, bench.bytes) | {"numpy_xor": 3 * (bench.bytes // 8), "xor": 4 * (bench.bytes // 8)}
+        moved = dict.fromkeys(wall, bench.bytes) | {"numpy_xor": 3 * (bench.bytes // 8)}
+        moved |= dict.fromkeys(("xor", "xor_digested"), 4 * (bench.bytes // 8))
         for number in range(-1, rounds):
             for name in rng.sample(MEMORY, len(MEMORY)):
                 taken = measured(getattr(bench, name))

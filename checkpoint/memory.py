@@ -95,7 +95,7 @@ class MemoryPlan:
             return 0
         if self.redundancy.kind == "xor":
             members = kept.denominator + 1
-            each = _slot_bytes(XorSet(tuple(range(members)), (self.shard_bytes,) * members).payload_bytes)
+            each = _pages(XorSet(tuple(range(members))).kept_bytes(self.shard_bytes))
         else:
             each = ceil(kept) * _slot_bytes(self.shard_bytes)
         return self.local_ranks * (2 * _PAGE + self.slots * each)

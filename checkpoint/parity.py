@@ -1,137 +1,199 @@
 """XOR parity over a set of shards of different lengths: any one lost member is rebuilt from the others.
 
-Stripes and rows are those of `rackrun.checkpoint.xor_set`. A rebuilt shard that does not match the CRC32C that every
-member has of it is never handed out.
+Stripes and rows are those of `rackrun.checkpoint.xor_set`. A keeper's `Row` takes in the others' stripes as they arrive,
+each checked against its owner's CRC32C; `rebuild` gives a lost shard back, stripe by stripe, each checked against the same.
 
-Traps: to XOR a range twice takes it out again, so ranges are booked, and refused the second time; an encoder or a
-rebuilder that has not had everything says what is missing instead of giving bytes. A member that is lost takes its
-parity with it: encode that again from the others' data, with an `Encoder` fed from the same stream.
+A stripe that breaks off or is damaged spoils its row: what was mixed in is not taken out again, because a row without
+every member is of no use. A spoiled or incomplete row gives no header, and without one nothing is rebuilt. A member that
+is lost takes its row with it: two lost members of one set are one too many.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rackrun.checkpoint.digest import crc as crc32c
 from rackrun.checkpoint.errors import IntegrityError
-from rackrun.checkpoint.xor_set import Descriptor, ParityError, Span, XorSet, open_parity, write_header
+from rackrun.checkpoint.xor_set import ParityError, RowHeader, XorSet
 
-__all__ = [
-    "Descriptor",
-    "Encoder",
-    "ParityError",
-    "Rebuilder",
-    "XorSet",
-    "open_parity",
-    "rebuild",
-    "write_header",
-    "xor_into",
-]
+__all__ = ["Incoming", "Read", "Row", "rebuild", "xor_into"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
-Kind = Literal["data", "parity"]
+Room: TypeAlias = Callable[[int], Bytes]
+"""Writable memory of so many bytes or more. What a former call gave is at its beginning, the rest is zeros."""
+Read: TypeAlias = Callable[[int, int | None, int, int], Iterable[Bytes]]
+"""``read(keeper, member, start, stop)``: those bytes of ``member``'s shard, in order, in any pieces; of the parity of
+``keeper``'s row when ``member`` is None. The keeper says what for."""
 _BLOCK = 2**20
 
 
-class Encoder:
-    """The parity that ``keeper`` keeps, as the others' stripes arrive, in any order and any pieces.
+class Row:
+    """The parity that ``keeper`` keeps. Not for two threads at once; different rows are independent, and XOR and CRC release
+    the GIL."""
 
-    Not for two threads at once; different encoders are independent, and XOR and CRC release the GIL.
-    """
+    def __init__(self, generation: int, xor_set: XorSet, keeper: int, room: Room | None = None) -> None:
+        xor_set.index(keeper)
+        self.generation, self.xor_set, self.keeper = generation, xor_set, keeper
+        self._room = _own_room() if room is None else room
+        self._came: dict[int, Incoming] = {}
+        self.spoiled = ""
+        """Why it will never be whole."""
 
-    def __init__(self, xor_set: XorSet, keeper: int, into: Bytes | None = None) -> None:
-        target = _target(xor_set.row_bytes, into)
-        pieces: dict[_Source, list[_Piece]] = {}
-        for owner in xor_set.members:
-            start, stop = xor_set.stripe(owner, keeper)
-            pieces[owner, "data"] = [_Piece(start, stop, 0)] if start < stop else []
-        self._fold = _Fold(xor_set, target, pieces)
+    def begin(self, owner: int, length: int) -> Incoming:
+        """``owner``, whose shard has ``length`` bytes, is about to give its stripe. `ParityError` when it did before, or when the
+        row is spoiled."""
+        start, stop = self.xor_set.stripe(owner, self.keeper, length)
+        if self.spoiled:
+            raise ParityError(f"rank {self.keeper}'s row is spoiled: {self.spoiled}.")
+        if owner == self.keeper or owner in self._came:
+            raise ParityError(f"rank {owner} has no stripe in rank {self.keeper}'s row, or gave it before.")
+        self._room(stop - start)
+        self._came[owner] = Incoming(self, owner, length, stop - start)
+        return self._came[owner]
 
-    def add(self, member: int, offset: int, data: Bytes, crc: int | None = None) -> None:
-        """XOR in ``data``, which stands at ``offset`` in ``member``'s shard. Bytes of other rows are skipped.
+    @property
+    def missing(self) -> list[int]:
+        """Members whose stripe is not here, whole."""
+        whole = [owner for owner, stripe in self._came.items() if stripe.whole]
+        return [member for member in self.xor_set.members if member != self.keeper and member not in whole]
 
-        Raises `IntegrityError` when they do not match ``crc``, `ParityError` when some were added before; nothing is
-        added then.
-        """
-        self._fold.add((member, "data"), offset, data, crc)
+    def header(self) -> RowHeader:
+        """Of a row that has all stripes. `ParityError`: it has not."""
+        if self.spoiled or self.missing:
+            why = self.spoiled or f"the stripes of {self.missing} never came"
+            raise ParityError(f"rank {self.keeper}'s row of generation {self.generation}: {why}.")
+        came = [self._came.get(member) for member in self.xor_set.members]
+        return RowHeader(
+            self.generation,
+            self.keeper,
+            self.xor_set.members,
+            tuple(stripe.length if stripe else 0 for stripe in came),
+            tuple(stripe.crc if stripe else 0 for stripe in came),
+        )
 
-    def missing(self) -> dict[int, list[Span]]:
-        """What has to come yet: member -> spans of its shard."""
-        return {member: spans for (member, _), spans in self._fold.missing().items()}
+    def parity(self) -> NDArray[np.uint8]:
+        """The bytes behind `header`."""
+        return _flat(self._room(0))[: self.header().row_bytes]
 
-    def parity(self) -> memoryview:
-        self._fold.finish()
-        return self._fold.target.data
+    def _mix(self, at: int, data: NDArray[np.uint8]) -> None:
+        xor_into(_flat(self._room(0))[at : at + len(data)], data)
 
 
-class Rebuilder:
-    """The shard of a lost member, as the others' data and parity arrive, in any order and any pieces."""
+class Incoming:
+    """One stripe on its way into a row: `add` its bytes in order, then `end`."""
 
-    def __init__(self, descriptor: Descriptor, lost: int, into: Bytes | None = None) -> None:
-        xor_set = descriptor.xor_set()
-        at = xor_set.index(lost)
-        self.lost, self._length, self._crc = lost, xor_set.lengths[at], descriptor.crcs[at]
-        pieces: dict[_Source, list[_Piece]] = {}
-        for keeper in xor_set.members:
-            goal, end = xor_set.stripe(lost, keeper)
-            if goal == end:
-                continue
-            pieces.setdefault((keeper, "parity"), []).append(_Piece(0, end - goal, goal))
-            for owner in xor_set.members:
-                start, stop = xor_set.stripe(owner, keeper)
-                stop = min(stop, start + end - goal)
-                if owner != lost and start < stop:
-                    pieces.setdefault((owner, "data"), []).append(_Piece(start, stop, goal))
-        self._fold = _Fold(xor_set, _target(self._length, into), pieces)
+    def __init__(self, row: Row, owner: int, length: int, size: int) -> None:
+        self._row, self._owner, self.length, self._size = row, owner, length, size
+        self._at = 0
+        self.crc = 0
+        self.whole = False
 
-    def add(self, member: int, offset: int, data: Bytes, kind: Kind = "data", crc: int | None = None) -> None:
-        """As `Encoder.add`; ``kind`` says whether ``offset`` is in the member's shard or in its parity."""
-        if member == self.lost:
-            raise ParityError(f"rank {member} is the lost one: nothing of it is known.")
-        self._fold.add((member, kind), offset, data, crc)
+    def add(self, data: Bytes) -> None:
+        view = _flat(data)
+        if self._row.spoiled or self._at + len(view) > self._size:
+            raise self._spoil(f"more than {self._size} bytes of rank {self._owner}")
+        for start in range(0, len(view), _BLOCK):  # one pass over memory for both
+            block = view[start : start + _BLOCK]
+            self.crc = crc32c(block, self.crc)
+            self._row._mix(self._at, block)
+            self._at += len(block)
 
-    def missing(self) -> dict[tuple[int, Kind], list[Span]]:
-        """What has to come yet: (member, kind) -> spans."""
-        return self._fold.missing()
+    def end(self, crc: int) -> None:
+        """That was all of it. `ParityError` when it was not, `IntegrityError` when it is not what the owner sent; the row is
+        spoiled then."""
+        if self._row.spoiled or self._at != self._size:
+            raise self._spoil(f"{self._at} bytes of rank {self._owner}, of {self._size}")
+        if self.crc != crc:
+            self._spoil(f"damaged bytes of rank {self._owner}")
+            raise IntegrityError(f"rank {self._owner}'s stripe has CRC32C {self.crc:08x}, not {crc:08x}.")
+        self.whole = True
 
-    def shard(self) -> memoryview:
-        """The rebuilt bytes. `IntegrityError`: they are not those of which the descriptor tells."""
-        self._fold.finish()
-        found = crc32c(self._fold.target) if self._length else 0
-        if found != self._crc:
-            raise IntegrityError(
-                f"the rebuilt shard of rank {self.lost} has CRC32C {found:08x}, not {self._crc:08x}: data or parity of"
-                " another member is damaged.",
-                remedy="Take an older generation, or another copy.",
-            )
-        return self._fold.target.data
+    def broke_off(self) -> None:
+        """It will not be ended."""
+        if not self.whole:
+            self._spoil(f"rank {self._owner} broke off")
+
+    def _spoil(self, what: str) -> ParityError:
+        self._row.spoiled = self._row.spoiled or what
+        return ParityError(f"rank {self._row.keeper}'s row is spoiled: {self._row.spoiled}.")
 
 
 def rebuild(
-    descriptor: Descriptor,
-    lost: int,
-    data: Mapping[int, Bytes],
-    parity: Mapping[int, Bytes],
-    into: Bytes | None = None,
-) -> memoryview:
-    """The shard of ``lost`` from all others' data and parity, verified."""
-    others = [member for member in descriptor.members if member != lost]
-    if gone := [member for member in others if member not in data or member not in parity]:
+    rows: Mapping[int, RowHeader], lost: int, room: Callable[[int], Bytes], read: Read, threads: int = 1
+) -> None:
+    """The shard of ``lost``, put into ``room(its length)``. ``rows``: keeper -> the header of its row.
+
+    `ParityError` when rows are missing or not of one set and generation, `IntegrityError` when a stripe is not the one that was lost. ``read``
+    may be called by ``threads`` threads at once, each for a keeper of its own.
+    """
+    length = _agreed(rows, lost)
+    shard = _flat(room(length))
+
+    def stripe_of(keeper: int) -> None:
+        header = rows[keeper]
+        start, stop = header.stripe(lost)
+        _rebuild_stripe(header, lost, shard[start:stop], read)
+
+    if threads <= 1:
+        for keeper in rows:
+            stripe_of(keeper)
+        return
+    with ThreadPoolExecutor(threads, "rackrun-rebuild") as pool:
+        for done in [pool.submit(stripe_of, keeper) for keeper in rows]:
+            done.result()
+
+
+def _agreed(rows: Mapping[int, RowHeader], lost: int) -> int:
+    """The lost shard's length."""
+    some = next(iter(rows.values()), None)
+    members = some.members if some else ()
+    others = [member for member in members if member != lost]
+    if lost not in members or [keeper for keeper in others if keeper not in rows]:
         raise ParityError(
-            f"rank {lost} cannot be rebuilt: {gone} of its set are gone as well, and parity replaces one member.",
+            f"rank {lost} cannot be rebuilt from the rows of {list(rows)}, in a set of {list(members)}: parity replaces one member.",
             remedy="Take a mirror, or an older generation from disk.",
         )
-    rebuilder = Rebuilder(descriptor, lost, into)
-    for member in others:
-        rebuilder.add(member, 0, data[member])
-        rebuilder.add(member, 0, parity[member], "parity")
-    return rebuilder.shard()
+    at = members.index(lost)
+    told = {(h.generation, h.members, h.lengths[at]) for h in rows.values()}
+    if len(told) != 1 or any(header.keeper != keeper for keeper, header in rows.items()) or lost in rows:
+        raise ParityError(f"the rows of {list(rows)} are not of one set and one generation.")
+    return rows[others[0]].lengths[at]
+
+
+def _rebuild_stripe(header: RowHeader, lost: int, target: NDArray[np.uint8], read: Read) -> None:
+    _each(read(header.keeper, None, 0, len(target)), target, _assign)
+    for member in header.members:
+        start, stop = header.stripe(member)
+        stop = min(stop, start + len(target))
+        if member != lost and start < stop:
+            _each(read(header.keeper, member, start, stop), target[: stop - start], xor_into)
+    found = crc32c(target) if len(target) else 0
+    expected = header.crcs[header.members.index(lost)]
+    if found != expected:
+        raise IntegrityError(
+            f"the stripe of rank {lost} in rank {header.keeper}'s row has CRC32C {found:08x}, not {expected:08x}: data or parity"
+            " of another member is damaged.",
+            remedy="Take an older generation, or another copy.",
+        )
+
+
+def _each(
+    pieces: Iterable[Bytes], target: NDArray[np.uint8], act: Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
+) -> None:
+    at = 0
+    for piece in pieces:
+        view = _flat(piece)
+        if at + len(view) > len(target):
+            raise ParityError(f"more than the {len(target)} bytes that were asked for.")
+        act(target[at : at + len(view)], view)
+        at += len(view)
+    if at != len(target):
+        raise ParityError(f"{at} bytes, of {len(target)} that were asked for.")
 
 
 def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
@@ -145,99 +207,8 @@ def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
         np.bitwise_xor(block, source[start : start + _BLOCK], out=block)
 
 
-_Source = tuple[int, Kind]
-
-
-class _Piece(NamedTuple):
-    start: int
-    stop: int
-    goal: int
-    """Where ``start`` lands in the target."""
-
-
-@dataclass
-class _Booked:
-    """Disjoint spans, in order; what touches is joined."""
-
-    starts: list[int] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
-
-    def gaps(self, start: int, stop: int) -> list[Span]:
-        found = []
-        for i in range(bisect_right(self.stops, start), bisect_left(self.starts, stop)):
-            if start < self.starts[i]:
-                found.append((start, self.starts[i]))
-            start = self.stops[i]
-        return [*found, (start, stop)] if start < stop else found
-
-    def add(self, start: int, stop: int) -> None:
-        first, last = bisect_left(self.stops, start), bisect_right(self.starts, stop)
-        if first < last:
-            start, stop = min(start, self.starts[first]), max(stop, self.stops[last - 1])
-        self.starts[first:last], self.stops[first:last] = [start], [stop]
-
-
-class _Fold:
-    """A target, and which bytes of which sources are XORed into it, each once."""
-
-    def __init__(self, xor_set: XorSet, target: NDArray[np.uint8], pieces: Mapping[_Source, Sequence[_Piece]]) -> None:
-        self.target = target
-        self._set, self._pieces = xor_set, pieces
-        self._written = _Booked()
-        self._booked: dict[_Source, _Booked] = {source: _Booked() for source in pieces}
-
-    def add(self, source: _Source, offset: int, data: Bytes, crc: int | None) -> None:
-        view = _flat(data)
-        member, kind = source
-        length = self._set.lengths[self._set.index(member)] if kind == "data" else self._set.row_bytes
-        if not 0 <= offset <= offset + len(view) <= length:
-            raise ParityError(f"bytes {offset} to {offset + len(view)} of rank {member}'s {kind}, which has {length}.")
-        if crc is not None and (found := crc32c(view) if len(view) else 0) != crc:
-            raise IntegrityError(
-                f"bytes {offset} to {offset + len(view)} of rank {member}'s {kind} have CRC32C {found:08x}, not {crc:08x}.",
-                remedy="Send them again.",
-            )
-        parts = [
-            _Piece(start, stop, piece.goal + start - piece.start)
-            for piece in self._pieces.get(source, ())
-            if (start := max(piece.start, offset)) < (stop := min(piece.stop, offset + len(view)))
-        ]
-        for start, stop, _ in parts:
-            if self._booked[source].gaps(start, stop) != [(start, stop)]:
-                raise ParityError(
-                    f"bytes {start} to {stop} of rank {member}'s {kind} came before, all or some of them."
-                )
-        for start, stop, goal in parts:
-            self._booked[source].add(start, stop)
-            self._mix(goal, view[start - offset : stop - offset])
-
-    def _mix(self, goal: int, data: NDArray[np.uint8]) -> None:
-        """XOR in, save where nothing was yet: copy there, which spares zeroing the target first."""
-        at, end = goal, goal + len(data)
-        for start, stop in (*self._written.gaps(goal, end), (end, end)):
-            xor_into(self.target[at:start], data[at - goal : start - goal])
-            fresh = data[start - goal : stop - goal]
-            np.bitwise_or(fresh, fresh, out=self.target[start:stop])  # a copy; measured faster than assigning
-            at = stop
-        self._written.add(goal, end)
-
-    def missing(self) -> dict[_Source, list[Span]]:
-        found = {
-            source: [gap for piece in pieces for gap in self._booked[source].gaps(piece.start, piece.stop)]
-            for source, pieces in self._pieces.items()
-        }
-        return {source: gaps for source, gaps in found.items() if gaps}
-
-    def finish(self) -> None:
-        if missing := self.missing():
-            (member, kind), gaps = next(iter(missing.items()))
-            raise ParityError(
-                f"{sum(stop - start for spans in missing.values() for start, stop in spans)} bytes of {len(missing)} sources"
-                f" never came, the first of them {gaps[0][0]} to {gaps[0][1]} of rank {member}'s {kind}.",
-                remedy="Add them, or drop this generation.",
-            )
-        for start, stop in self._written.gaps(0, len(self.target)):
-            self.target[start:stop] = 0
+def _assign(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+    target[:] = source
 
 
 def _flat(data: Bytes) -> NDArray[np.uint8]:
@@ -245,10 +216,13 @@ def _flat(data: Bytes) -> NDArray[np.uint8]:
     return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
-def _target(length: int, into: Bytes | None) -> NDArray[np.uint8]:
-    if into is None:
-        return np.empty(length, dtype=np.uint8)
-    target = _flat(into)
-    if len(target) != length:
-        raise ParityError(f"room for {len(target)} bytes where {length} are to be written.")
-    return target
+def _own_room() -> Room:
+    held = np.zeros(0, dtype=np.uint8)
+
+    def room(size: int) -> Bytes:
+        nonlocal held
+        if size > len(held):
+            held = np.concatenate([held, np.zeros(size - len(held), dtype=np.uint8)])
+        return held
+
+    return room

@@ -96,7 +96,7 @@ class _Agent:
             snapshots=await snapshots.start(),
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
-        mirror = Mirror(config.token, lambda: tray.holder, uplink.event)
+        mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
         if self._standalone:

@@ -1,7 +1,7 @@
 """Copies snapshots to the agent of another tray, and keeps those of others: so a shard outlives its tray.
 
 Pushed by the owner's agent, when a worker says so in its page (all ranks after the same steps, a new one when all have done
-with the last). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
+with the last): as a whole to a holder, or as stripes to the keepers of an XOR set (`rackrun.agent.parity`). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
 that every rank of the world has on another tray. A push that fails costs nothing but the copy.
 """
 
@@ -10,29 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
 
+from rackrun.agent.parity import Set, Source, give_stripes
+from rackrun.agent.room import Refused, check_room
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.memory import ceilings
-from rackrun.core.events import Event, SnapshotMirrored
-from rackrun.core.ids import Incarnation, Step, TrayId
+from rackrun.core.events import Event, SnapshotMirrored, SnapshotStriped
+from rackrun.core.ids import Generation, Incarnation, Step, TrayId
 from rackrun.link.boot import SNAPSHOT_JOB
 
-__all__ = ["Copies", "Mirror", "Refused", "verify"]
+__all__ = ["Copies", "Holder", "Mirror", "verify"]
 
-_CHUNK_BYTES = 4 << 20
 _SILENCE_S = 60.0
 """Of the holder, before a push is given up."""
-_HEADROOM = 8
-"""One part in so many of the host's memory stays free."""
-
-
-class Refused(Exception):
-    """A copy is not taken, and why."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,9 @@ class Copies:
 
     def room(self, size: int) -> int:
         """A descriptor of so much memory. Raises `Refused`."""
-        if size < 1 or any(size + ceiling.total // _HEADROOM > ceiling.free for ceiling in ceilings(None)):
-            raise Refused(f"{size} bytes do not fit into this host's memory")
+        if size < 1:
+            raise Refused("there is nothing to keep")
+        check_room(size)
         fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
@@ -80,6 +75,12 @@ class Copies:
                 os.close(old)
         return sorted(held)
 
+    def keep_only(self, steps: tuple[int, int]) -> None:
+        """The world has gone on by other means: of other steps nothing is wanted any more."""
+        for held in self._held.values():
+            for step in [step for step in held if step not in steps]:
+                os.close(held.pop(step))
+
     def close(self) -> None:
         for held in self._held.values():
             for fd in held.values():
@@ -93,22 +94,34 @@ def verify(fd: int, step: int) -> None:
         arena.reader(step, owner=arena.rank).verify()
 
 
-class Mirror:
-    """``holder`` says where to: ``host:port/tray``, or "" when there is no other tray."""
+@dataclass(frozen=True)
+class Holder:
+    """Of whole copies, in one generation."""
 
-    def __init__(self, token: str, holder: Callable[[], str], tell: Callable[[Event], None]) -> None:
+    generation: int
+    tray: str
+    address: str
+
+
+class Mirror:
+    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of an XOR set,
+    or nowhere when there is no other tray."""
+
+    def __init__(
+        self, token: str, destination: Callable[[Worker], Holder | Set | None], tell: Callable[[Event], None]
+    ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._holder, self._tell = holder, tell
+        self._destination, self._tell = destination, tell
         self._session: aiohttp.ClientSession | None = None
         self._pushing: dict[Worker, asyncio.Task[None]] = {}
 
     def look(self, worker: Worker) -> None:
         """Does it want a copy? Called now and then."""
-        if worker.page.mirroring and worker not in self._pushing and self._holder():
+        if worker.page.mirroring and worker not in self._pushing and (to := self._destination(worker)):
             if self._session is None:
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_SILENCE_S)
                 self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
-            task = asyncio.create_task(self._push(self._session, worker), name=f"mirror-{worker.slot}")
+            task = asyncio.create_task(self._push(self._session, worker, to), name=f"mirror-{worker.slot}")
             self._pushing[worker] = task
             task.add_done_callback(lambda _: self._pushing.pop(worker))
 
@@ -121,57 +134,56 @@ class Mirror:
         if self._session is not None:
             await self._session.close()
 
-    async def _push(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        step, besides = worker.page.mirror_wanted
-        well = False
+    async def _push(self, session: aiohttp.ClientSession, worker: Worker, to: Holder | Set) -> None:
+        step, besides, generation = worker.page.mirror_wanted
+        which = worker.page.snapshots().get(step)
+        well, fd = False, -1
         try:
-            well = await self._copy(session, worker, step, besides)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            _say(f"the snapshot of {worker.slot} after step {step} could not be copied to another tray: {error!r}")
+            if which is None or worker.snapshot_fds[which] < 0 or to.generation != generation:
+                return  # of an older generation: others may have given theirs to the keepers of another set
+            fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
+            source = Source(fd, step, os.fstat(fd).st_size, lambda: worker.page.snapshots().get(step) == which)
+            if isinstance(to, Holder):
+                event: Event = await self._copy(session, worker, to, source, besides)
+            else:
+                await give_stripes(session, to, source, besides)
+                event = SnapshotStriped(
+                    slot=worker.slot,
+                    incarnation=Incarnation(worker.incarnation),
+                    generation=Generation(generation),
+                    step=Step(step),
+                    besides=Step(besides),
+                )
+            self._tell(event)
+            well = True
+        except (aiohttp.ClientError, OSError, TimeoutError, Refused) as error:
+            why = str(error) if isinstance(error, Refused) else repr(error)
+            _say(f"the snapshot of {worker.slot} after step {step} is not on other trays: {why}")
         finally:
+            if fd >= 0:
+                os.close(fd)
             worker.page.mirror_done(step, well=well)
 
-    async def _copy(self, session: aiohttp.ClientSession, worker: Worker, step: int, besides: int) -> bool:
-        address, _, holder = self._holder().partition("/")
-        which = worker.page.snapshots().get(step)
-        if not holder or which is None or worker.snapshot_fds[which] < 0:
-            return False
-        fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
-        try:
-            size = os.fstat(fd).st_size
-            path = f"{worker.slot}/{worker.incarnation}"
-            async with session.put(
-                f"http://{address}/snapshot/{path}/{step}",
-                params={"besides": str(besides)},
-                headers={"Content-Length": str(size)},
-                data=_read(fd, size, lambda: worker.page.snapshots().get(step) == which),
-            ) as answer:
-                if answer.status != 200:
-                    _say(f"{holder} does not take the snapshot of {worker.slot}: {(await answer.text()).strip()}")
-                    return False
-                kept = await answer.json()
-        finally:
-            os.close(fd)
-        self._tell(
-            SnapshotMirrored(
-                slot=worker.slot,
-                incarnation=Incarnation(worker.incarnation),
-                holder=TrayId(holder),
-                where=f"{address}/{path}",
-                steps=tuple(Step(one) for one in kept),
-            )
+    async def _copy(
+        self, session: aiohttp.ClientSession, worker: Worker, to: Holder, source: Source, besides: int
+    ) -> SnapshotMirrored:
+        path = f"{worker.slot}/{worker.incarnation}"
+        async with session.put(
+            f"http://{to.address}/snapshot/{path}/{source.step}",
+            params={"besides": str(besides)},
+            headers={"Content-Length": str(source.size)},
+            data=source.read(0, source.size),
+        ) as answer:
+            if answer.status != 200:
+                raise Refused(f"{to.tray} does not take it: {(await answer.text()).strip()}")
+            kept = await answer.json()
+        return SnapshotMirrored(
+            slot=worker.slot,
+            incarnation=Incarnation(worker.incarnation),
+            holder=TrayId(to.tray),
+            where=f"{to.address}/{path}",
+            steps=tuple(Step(one) for one in kept),
         )
-        return True
-
-
-async def _read(fd: int, size: int, valid: Callable[[], bool]) -> AsyncIterator[bytes]:
-    at = 0
-    while at < size:
-        chunk = await asyncio.to_thread(os.pread, fd, min(_CHUNK_BYTES, size - at), at)
-        if not chunk or not valid():
-            raise ConnectionResetError("it was overwritten")
-        yield chunk
-        at += len(chunk)
 
 
 def _say(text: str) -> None:

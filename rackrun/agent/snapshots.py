@@ -1,5 +1,6 @@
 """``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps: of its own workers, alive
-or dead, or a copy of another tray's. ``PUT`` leaves such a copy here.
+or dead, or a copy of another tray's. ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{step}``: the row of an XOR
+set that this tray keeps for ``rank`` of its own; ``PUT`` gives a stripe for it. ``GET`` takes a Range.
 
 The body is the worker's file as it is. A snapshot that its worker overwrites in the middle of a download breaks the
 download: the reader sees fewer bytes than were announced, and asks elsewhere.
@@ -16,7 +17,9 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rackrun.agent.mirror import Copies, Refused, verify
+from rackrun.agent.mirror import Copies, verify
+from rackrun.agent.parity import Rows
+from rackrun.agent.room import Refused
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.link.page import HeartbeatPage
 
@@ -24,6 +27,7 @@ __all__ = ["KeptSnapshots", "SnapshotService"]
 
 _CHUNK_BYTES = 4 << 20
 _PATH = "/snapshot/{tray}/{index}/{incarnation}/{step}"
+_ROW = "/parity/{generation}/{rank}/{step}"
 
 
 class KeptSnapshots(Protocol):
@@ -44,6 +48,7 @@ class SnapshotService:
         self._authorization = f"Bearer {token}"
         self._keeper = keeper
         self._copies = Copies()
+        self._rows = Rows()
         self._allocating = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
@@ -52,6 +57,8 @@ class SnapshotService:
         app = web.Application()
         app.router.add_get(_PATH, self._get)
         app.router.add_put(_PATH, self._put)
+        app.router.add_get(_ROW, self._get_row)
+        app.router.add_put(_ROW, self._put_stripe)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
         loopback = self._advertise == "localhost" or self._advertise.startswith("127.")
@@ -63,11 +70,15 @@ class SnapshotService:
         if self._runner is not None:
             await self._runner.cleanup()
         self._copies.close()
+        self._rows.close()
+
+    def _admit(self, request: web.Request) -> None:
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._authorization.encode()):
+            raise web.HTTPUnauthorized(text="wrong or missing token")
 
     def _asked(self, request: web.Request) -> tuple[str, int, int, int]:
         """Tray, index, incarnation, step."""
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._authorization.encode()):
-            raise web.HTTPUnauthorized(text="wrong or missing token")
+        self._admit(request)
         try:
             index, incarnation, step = (int(request.match_info[name]) for name in ("index", "incarnation", "step"))
         except ValueError:
@@ -87,8 +98,11 @@ class SnapshotService:
             async for chunk in request.content.iter_chunked(_CHUNK_BYTES):
                 at += await asyncio.to_thread(os.pwrite, fd, chunk, at)
             await asyncio.to_thread(verify, fd, step)
-            kept = self._copies.keep(tray, index, incarnation, step, int(request.query.get("besides", "-1")), fd)
+            besides = int(request.query.get("besides", "-1"))
+            kept = self._copies.keep(tray, index, incarnation, step, besides, fd)
             fd = -1
+            if besides >= 0:
+                await self._rows.keep_only((step, besides))
         except (CheckpointError, ValueError) as error:
             raise web.HTTPUnprocessableEntity(text=f"this is no whole snapshot: {error}") from error
         finally:
@@ -129,15 +143,52 @@ class SnapshotService:
         finally:
             os.close(fd)
 
+    def _asked_row(self, request: web.Request) -> tuple[int, int, int]:
+        """Generation, the rank whose row it is, step."""
+        self._admit(request)
+        try:
+            generation, rank, step = (int(request.match_info[name]) for name in ("generation", "rank", "step"))
+        except ValueError:
+            raise web.HTTPNotFound(text="generation, rank and step are numbers") from None
+        return generation, rank, step
+
+    async def _put_stripe(self, request: web.Request) -> web.StreamResponse:
+        key, query = self._asked_row(request), request.query
+        try:
+            members = tuple(int(rank) for rank in query["members"].split(","))
+            owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
+            body = request.content.iter_chunked(_CHUNK_BYTES)
+            await self._rows.take(key, members, owner, length, besides, body)
+            if besides >= 0:
+                self._copies.keep_only((key[2], besides))
+        except Refused as refused:
+            raise web.HTTPInsufficientStorage(text=str(refused)) from None
+        except (CheckpointError, ValueError, KeyError) as error:
+            raise web.HTTPUnprocessableEntity(text=f"this is no stripe of that row: {error}") from error
+        return web.Response()
+
+    async def _get_row(self, request: web.Request) -> web.StreamResponse:
+        generation, rank, step = self._asked_row(request)
+        found = self._rows.find(generation, rank, step)
+        if found is None:
+            raise web.HTTPNotFound(
+                text=f"tray {self._tray} has no whole row of rank {rank} for step {step} in generation {generation}"
+            )
+        fd = os.dup(found)
+        try:
+            return await self._stream(request, fd, lambda: True)
+        finally:
+            os.close(fd)
+
     async def _stream(self, request: web.Request, fd: int, valid: Callable[[], bool]) -> web.StreamResponse:
-        size = os.fstat(fd).st_size
-        response = web.StreamResponse()
-        response.content_length = size
+        start, stop = _span(request, os.fstat(fd).st_size)
+        response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+        response.content_length = stop - start
         response.content_type = "application/octet-stream"
         await response.prepare(request)
-        at = 0
-        while at < size:
-            chunk = await asyncio.to_thread(os.pread, fd, min(_CHUNK_BYTES, size - at), at)
+        at = start
+        while at < stop:
+            chunk = await asyncio.to_thread(os.pread, fd, min(_CHUNK_BYTES, stop - at), at)
             if not chunk or not valid():
                 if request.transport is not None:
                     request.transport.abort()
@@ -146,3 +197,15 @@ class SnapshotService:
             at += len(chunk)
         await response.write_eof()
         return response
+
+
+def _span(request: web.Request, size: int) -> tuple[int, int]:
+    """What of ``size`` bytes is asked for: ``Range: bytes=FIRST-LAST``, or all."""
+    try:
+        asked = request.http_range
+    except ValueError as error:
+        raise web.HTTPRequestRangeNotSatisfiable(text=str(error)) from error
+    start, stop = asked.start or 0, size if asked.stop is None else asked.stop
+    if not 0 <= start <= stop <= size:
+        raise web.HTTPRequestRangeNotSatisfiable(text=f"bytes {start} to {stop} of {size}")
+    return start, stop

@@ -17,6 +17,8 @@ from rackrun.agent.config import AgentConfig
 from rackrun.agent.environment import worker_environment
 from rackrun.agent.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.logs import Logs, Outputs
+from rackrun.agent.mirror import Holder
+from rackrun.agent.parity import Set
 from rackrun.agent.stores import Stores, StoreUnreachable
 from rackrun.agent.uplink import Uplink, Urgency
 from rackrun.agent.worker import Worker
@@ -68,10 +70,17 @@ class Tray:
         if status is not None:
             self._ended(worker, status)
 
-    @property
-    def holder(self) -> str:
-        """Where copies of our snapshots go, as the newest plan says."""
-        return self._resume.plan.mirrors.get(TrayId(self._config.tray), "") if self._resume is not None else ""
+    def destination(self, worker: Worker) -> Holder | Set | None:
+        """Where its snapshots go, as the newest plan says."""
+        if self._resume is None:
+            return None
+        plan = self._resume.plan
+        if holder := plan.mirrors.get(TrayId(self._config.tray)):
+            address, _, tray = holder.partition("/")
+            return Holder(plan.generation, tray, address)
+        ranks = [m.rank for m in plan.members if (m.slot, m.incarnation) == (worker.slot, worker.incarnation)]
+        sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
+        return next((Set(plan.generation, ranks[0], of) for of in sets), None)
 
     # -- commands
     def obey(self, command: c.WorkerCommand) -> None:

@@ -32,7 +32,7 @@ from rackrun.core.commands import (
     StopJob,
     WorkerCommand,
 )
-from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost
+from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost, WorkerElastic
 from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
@@ -62,6 +62,9 @@ class Observer(Protocol):
     def line(self, text: str, logged: Logged) -> None: ...
 
     def recovered(self, recovery: Recovery) -> None: ...
+
+    def protected(self, text: str) -> None:
+        """What snapshots survive from now on."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +115,7 @@ class Driver:
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._step_log = StepLog(self._line)
+        self._elastic, self._protected, self._told_protected = False, "", ""
 
     # -- who is there
     @property
@@ -229,6 +233,10 @@ class Driver:
             self._journal.command(command, self._at_ms, cause)
             self._carry_out(command)
             self.watch.told(command, arrived_ms, self.now_ms())
+        self._elastic |= isinstance(event, WorkerElastic)  # others have no snapshots
+        if self._elastic and self._protected != self._told_protected:
+            self._told_protected = self._protected
+            self._observer.protected(self._protected or "one tray is left: snapshots are lost with it")
         self.metrics.events.labels(type(event).__name__).inc()
         self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
 
@@ -243,6 +251,7 @@ class Driver:
                 if self._persist(command):
                     for unit in self._last_words.settle(command.plan):
                         self._committed(unit, self.now_ms())
+                    self._protected = command.protected
                     self.metrics.generation.set(command.plan.generation)
                     self.metrics.world_size.set(command.plan.world_size)
                     self._send(command, (member.slot for member in command.plan.members))

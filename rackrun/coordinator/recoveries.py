@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, ResumeGeneration, StartWorker
+from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, Restore, ResumeGeneration, StartWorker
 from rackrun.core.events import (
     Event,
     TrayJoined,
@@ -59,7 +59,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     """Who got its state from where: ``rank 2 from rank 0``."""
     sources: tuple[str, ...] = ()
     """One for each rank that was restored: ``live_peer``, ``own_snapshot`` (its process lives), ``its_tray`` (left there by the process
-    before), ``other_tray``."""
+    before), ``other_tray``, ``parity``."""
     rollback: int | None = None
     """Everyone went back to the state after this step."""
     redone: tuple[int, ...] = ()
@@ -225,7 +225,7 @@ class RecoveryWatch:
             recovery.because = command.because or recovery.because
             recovery.world_size = plan.world_size
             recovery.rollback = plan.rollback
-            recovery.restores = tuple(_restore(r.rank, r.sources, r.snapshot) for r in plan.restores)
+            recovery.restores = tuple(_told(r) for r in plan.restores)
             recovery.sources = _sources(plan, self._trays)
             if plan.rollback is not None:
                 recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
@@ -283,12 +283,6 @@ def describe_exit(event: WorkerExited) -> str:
     return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
 
 
-def _restore(rank: Rank, sources: tuple[Rank, ...], snapshot: str) -> str:
-    if sources:
-        return f"rank {rank} from rank {', '.join(map(str, sources))}"
-    return f"rank {rank} from snapshot {snapshot}" if snapshot else f"rank {rank} from nothing"
-
-
 def _sources(plan: Plan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
     found = []
     for restore in plan.restores:
@@ -298,6 +292,15 @@ def _sources(plan: Plan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
             address, _, worker = restore.snapshot.partition("/")
             own = trays.get(address) == tray_of(SlotId(worker.rpartition("/")[0]))
             found.append("its_tray" if own else "other_tray")
+        else:
+            found.append("parity")
     if plan.rollback is not None:
         found += ["own_snapshot" for member in plan.members if not member.fresh]
     return tuple(found)
+
+
+def _told(restore: Restore) -> str:
+    if restore.snapshot:
+        return f"rank {restore.rank} from snapshot {restore.snapshot}"
+    ranks = ", ".join(str(rank) for rank in restore.sources or [one.rank for one in restore.rebuild])
+    return f"rank {restore.rank} {'from rank' if restore.sources else 'rebuilt from rank'} {ranks}"

@@ -19,6 +19,7 @@ __all__ = [
     "Command",
     "DrainWorkers",
     "FenceWorker",
+    "Keeper",
     "Member",
     "Plan",
     "ReleaseWorkers",
@@ -27,6 +28,7 @@ __all__ = [
     "SetTimer",
     "StartWorker",
     "StopJob",
+    "Stripes",
     "Worker",
     "WorkerCommand",
 ]
@@ -51,6 +53,25 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Joins in this generation, without state."""
 
 
+class Keeper(msgspec.Struct, frozen=True, array_like=True):
+    """A member of an XOR set, and who keeps its row: the agent of its tray."""
+
+    rank: Rank
+    tray: TrayId
+    address: str
+    """``host:port`` of that agent."""
+
+
+class Stripes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one member of an XOR set gives when another's snapshot is rebuilt."""
+
+    rank: Rank
+    row: str
+    """``host:port/generation/rank`` of the agent that keeps its row."""
+    snapshot: str
+    """``host:port/slot/incarnation`` of the agent that keeps its own snapshot."""
+
+
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """Where a fresh member's state comes from."""
 
@@ -59,6 +80,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """Live members of the same replica class, all of them clean at ``Plan.committed``. Empty: from snapshots."""
     snapshot: str = ""
     """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot; used when the plan rolls back."""
+    rebuild: tuple[Stripes, ...] = ()
+    """All other members of the lost rank's XOR set, where nobody has its snapshot itself."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +102,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One for each fresh member, unless this is the first generation."""
     mirrors: dict[TrayId, str] = {}
     """Tray -> the agent of another, as ``host:port/tray``, to which it copies its workers' snapshots. Empty with one tray."""
+    sets: tuple[tuple[Keeper, ...], ...] = ()
+    """XOR sets of ranks, instead of mirrors: each member's agent keeps the row of that number."""
     rollback: Step | None = None
     """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
     from here to ``committed`` are computed again (the same bits), but are committed once."""
@@ -129,6 +154,8 @@ class ResumeGeneration(_Command, frozen=True, kw_only=True):
 
     plan: Plan
     because: str
+    protected: str = ""
+    """What snapshots survive in this generation, and what that costs. "" with one tray."""
 
 
 class DrainWorkers(_Command, frozen=True, kw_only=True):

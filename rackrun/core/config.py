@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 __all__ = ["JobConfig"]
@@ -13,6 +15,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     trays_max: int
     spares: int
     """Slots held back, out of those that exist. WORLD_SIZE is the rest."""
+    snapshot_copies: Literal["local", "mirror", "xor"] = "mirror"
+    """What other trays keep of snapshots."""
+    set_size: int = 8
+    """Members of an XOR set, where there are as many trays."""
     max_restarts: int = 3
     """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
     start_over: bool = False

@@ -17,6 +17,7 @@ from rackrun.core.events import (
     JournalFailed,
     SnapshotDamaged,
     SnapshotMirrored,
+    SnapshotStriped,
     StopRequested,
     TimerFired,
     TrayJoined,
@@ -143,6 +144,8 @@ class ControlPlane:
                 self._job.recovery.mirrored(record, event)
             case SnapshotDamaged():
                 self._job.recovery.damaged(record, event)
+            case SnapshotStriped():
+                self._job.recovery.striped(record, event)
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
             case _:

@@ -18,6 +18,7 @@ __all__ = [
     "Failure",
     "JournalFailed",
     "SnapshotMirrored",
+    "SnapshotStriped",
     "StopRequested",
     "TimerFired",
     "TrayJoined",
@@ -157,8 +158,18 @@ class SnapshotDamaged(_WorkerEvent, frozen=True, kw_only=True):
     generation: Generation
     step: Step
     where: str
-    """`Restore.snapshot`; "": this worker's own."""
+    """`Restore.snapshot`, or the row of the first of `Restore.rebuild`; "": this worker's own."""
     because: str
+
+
+class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
+    """All keepers of this worker's XOR set have its stripes of a snapshot in their rows, verified."""
+
+    generation: Generation
+    """Whose plan has the set."""
+    step: Step
+    besides: Step = Step(-1)
+    """The only other step of which keepers keep rows from now on; -1: nothing is dropped."""
 
 
 class TimerFired(_Event, frozen=True, kw_only=True):
@@ -189,5 +200,6 @@ WorkerEvent: TypeAlias = (
     | WorkerFinished
     | SnapshotMirrored
     | SnapshotDamaged
+    | SnapshotStriped
 )
 Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed

@@ -23,6 +23,7 @@ from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
 from rackrun.core.events import Failure, StopRequested, WorkerExited
 from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.layout import split
+from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
@@ -131,14 +132,17 @@ class JobMachine:
         ]
         for start in starts:
             world.seat(start.rank, self.rack.occupants[start.slot])
+        protection = protect(self.config, world.seats, self.rack)
         world.plan = Plan(
             generation=generation,
             world_size=world.size,
             members=world.as_members(),
             store=store,
-            mirrors=self.rack.mirrors(),
+            mirrors=dict(protection.mirrors),
+            sets=protection.sets,
         )
-        self.emit(ResumeGeneration(plan=world.plan, because=because))
+        self.recovery.snapshots.go_on(world.plan)
+        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         for start in starts:
             self.emit(start)
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rackrun.core import verdict
-from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
+from rackrun.core.commands import BreakGeneration, Command, Plan, Restore, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     SnapshotDamaged,
     SnapshotMirrored,
+    SnapshotStriped,
     WorkerExited,
     WorkerParked,
     WorkerResumed,
@@ -25,6 +26,7 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Position, Rank, SlotId, TrayId, tray_of
+from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.snapshots import Snapshots, upto
 from rackrun.core.stalls import StallWindow
@@ -103,6 +105,11 @@ class Recovery:
         if record.rank is not None and event.holder in self.rack.trays:
             self.snapshots.mirrored(record.rank, event)
 
+    def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
+        """The other trays of a member's XOR set have the parity of its snapshot."""
+        if record.rank is not None:
+            self.snapshots.striped(record.rank, event)
+
     def source_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
         """A snapshot that somebody is about to restore is gone: another plan, now, not after the resume timeout."""
         plan, members = self.world.plan, self.world.members
@@ -111,7 +118,8 @@ class Recovery:
         waiting = [
             restore.rank
             for restore in plan.restores
-            if restore.snapshot.startswith(f"{address}/") and members[restore.rank].state is WorkerState.RESUMING
+            if any(source.startswith(f"{address}/") for source in _sources(restore))
+            and members[restore.rank].state is WorkerState.RESUMING
         ]
         if waiting:
             self._note = f"{tray} lost, with the snapshots that {named(waiting)} would have restored"
@@ -230,6 +238,7 @@ class Recovery:
             world_size=world.size,
             upto=committed,
             torn=world.torn(),
+            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays),
         )
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
@@ -336,6 +345,7 @@ class Recovery:
             record.finished = record.finished and rank not in state.fresh and state.rollback is None
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
+        protection = protect(self.config, world.seats, self.rack)
         world.plan = Plan(
             generation=world.generation,
             world_size=world.size,
@@ -344,7 +354,8 @@ class Recovery:
             committed=committed,
             gate=gate,
             restores=state.restores,
-            mirrors=self.rack.mirrors(),
+            mirrors=dict(protection.mirrors),
+            sets=protection.sets,
             rollback=state.rollback,
         )
         self.snapshots.go_on(world.plan)
@@ -352,7 +363,7 @@ class Recovery:
         world.reason = because
         self._losses.clear()
         self._absorbing = False
-        self.emit(ResumeGeneration(plan=world.plan, because=because))
+        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.config.resume_timeout_ms))
 
     def _explain(self, committed: Position, state: StatePlan, chosen: dict[Rank, WorkerRecord]) -> str:
@@ -434,6 +445,11 @@ def _report(record: WorkerRecord) -> verdict.Report:
     parked = record.parked
     assert parked is not None
     return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=parked.snapshots)
+
+
+def _sources(restore: Restore) -> list[str]:
+    """All that it is read from, in the memory of agents."""
+    return [restore.snapshot, *(of for one in restore.rebuild for of in (one.row, one.snapshot))]
 
 
 def named(ranks: Sequence[Rank]) -> str:

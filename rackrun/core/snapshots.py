@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rackrun.core.commands import Plan
-from rackrun.core.events import SnapshotMirrored, WorkerExited
+from rackrun.core.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
 from rackrun.core.ids import Position, Rank, SlotId, Step, TrayId, tray_of
-from rackrun.core.verdict import Kept
+from rackrun.core.stripes import Rows
+from rackrun.core.verdict import Kept, Rebuild
+from rackrun.core.workers import WorkerRecord
 
 __all__ = ["Snapshots", "upto"]
 
@@ -24,6 +26,7 @@ class Snapshots:
     """By former workers, on their own trays; the last one's first."""
     _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
     """Of workers present and former, on other trays."""
+    _rows: Rows = field(default_factory=Rows)
 
     def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
         """``address`` is the tray's snapshot service."""
@@ -50,7 +53,8 @@ class Snapshots:
         self._copies[rank] = [copy, *others][:KEPT_MAX]
 
     def damaged(self, where: str, step: Step) -> None:
-        """Nobody is to restore from this one again."""
+        """Nobody is to restore from this one again, or to rebuild anything from that row and its set's."""
+        self._rows.damaged(where, step)
         for held in (self._left, self._copies):
             for rank, holders in held.items():
                 held[rank] = [
@@ -59,6 +63,25 @@ class Snapshots:
                     else holder
                     for holder in holders
                 ]
+
+    def striped(self, rank: Rank, event: SnapshotStriped) -> None:
+        """Keepers drop what is older, rows and copies."""
+        self._rows.striped(rank, event)
+        if event.besides >= 0:
+            wanted = (event.step, event.besides)
+            copies = self._copies.get(rank, ())
+            self._copies[rank] = [replace(one, steps=tuple(s for s in one.steps if s in wanted)) for one in copies]
+
+    def rebuilding(self, parked: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined]) -> Rebuild:
+        """With what the ``parked`` members have themselves, and what former workers have left."""
+        whole = {rank: list(holders) for rank, holders in self._left.items()}
+        for rank, record in parked.items():
+            slot, incarnation, tray = record.worker.slot, record.worker.incarnation, tray_of(record.worker.slot)
+            steps = record.parked.snapshots if record.parked is not None else ()
+            where = f"{trays[tray].snapshots}/{slot}/{incarnation}"
+            own = Kept(tray=tray, slot=slot, incarnation=incarnation, where=where, steps=steps)
+            whole[rank] = [own, *whole.get(rank, ())]
+        return lambda rank, step: self._rows.rebuild(rank, step, whole)
 
     def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
         """What its own tray has comes first."""
@@ -75,10 +98,12 @@ class Snapshots:
         for held in (self._left, self._copies):
             for rank, holders in held.items():
                 held[rank] = [replace(holder, steps=upto(holder.steps, plan)) for holder in holders]
+        self._rows.planned(plan)
 
     def clear(self) -> None:
         self._left.clear()
         self._copies.clear()
+        self._rows.clear()
 
     def _forget_as_the_agent_does(self, slot: SlotId) -> None:
         """It keeps what the last workers of a slot have left, the present one included."""

@@ -11,13 +11,17 @@ back to the newest step that everybody still has. Never a mixture: one plan, one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from rackrun.core.commands import Restore
+from rackrun.core.commands import Restore, Stripes
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
-__all__ = ["Kept", "Report", "StatePlan", "committed", "state_plan"]
+__all__ = ["Kept", "Rebuild", "Report", "StatePlan", "committed", "state_plan"]
+
+Rebuild: TypeAlias = Callable[[Rank, Step], tuple[Stripes, ...]]
+"""From what a rank's snapshot of a step can be rebuilt; () when it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,7 @@ def state_plan(
     world_size: int,
     upto: Position,
     torn: bool = False,
+    rebuild: Rebuild = lambda rank, step: (),  # noqa: ARG005
 ) -> StatePlan | None:
     """Where every rank's state comes from; None if some shard has no copy at all, and only a new start helps.
 
@@ -84,7 +89,7 @@ def state_plan(
         restores = tuple(Restore(rank=rank, sources=sources[rank]) for rank in missing)
         return StatePlan(fresh=tuple(missing), restores=restores)
     for step in _candidates(reports, kept, upto):
-        plan = _go_back(step, reports, kept, classes, world_size)
+        plan = _go_back(step, reports, kept, classes, world_size, rebuild)
         if plan is not None:
             return plan
     return None
@@ -114,15 +119,17 @@ def _go_back(
     kept: Mapping[Rank, Sequence[Kept]],
     classes: Mapping[Rank, str],
     world_size: int,
+    rebuild: Rebuild,
 ) -> StatePlan | None:
-    """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, or from a
-    replica that has gone back itself. A member without its own (it joined after that step) is fresh once more."""
+    """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, from a
+    replica that has gone back itself, or from the others of its XOR set. A member without its own (it joined after that step) is fresh once more."""
     own = {rank: report for rank, report in reports.items() if step in report.snapshots}
     restores: list[Restore] = []
     for rank in (Rank(rank) for rank in range(world_size) if rank not in own):
         snapshot = next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
         sources = () if snapshot else _sources(rank, own, classes)
-        if not snapshot and not sources:
+        rebuilt = () if snapshot or sources else rebuild(rank, step)
+        if not snapshot and not sources and not rebuilt:
             return None
-        restores.append(Restore(rank=rank, sources=sources, snapshot=snapshot))
+        restores.append(Restore(rank=rank, sources=sources, snapshot=snapshot, rebuild=rebuilt))
     return StatePlan(fresh=tuple(restore.rank for restore in restores), restores=tuple(restores), rollback=step)

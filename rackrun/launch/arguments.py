@@ -23,8 +23,10 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from rackrun.agent.config import ScriptConfig
+from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.errors import UsageError
+from rackrun.launch.redundancy import redundancy
 
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
@@ -69,6 +71,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks_filter: str
     token_file: Path | None
     ledger: LedgerMode
+    redundancy: Redundancy
+    """Of snapshots, over trays."""
     checkpoints: dict[str, str]
     """The workers' environment that says where to and how often."""
     start_over: bool
@@ -129,6 +133,9 @@ def make_parser() -> argparse.ArgumentParser:
             "newest stay."),
         add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default="stop", help="When the last copy "
             "of some state is lost and there is no --checkpoint-dir: stop with the reason, or begin again from step 0."),
+        add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
+            "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
+            "8 trays, which takes a seventh of that memory (xor:N: over N trays); local, nothing. Default: mirror."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),
@@ -187,6 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         local_ranks_filter=args.local_ranks_filter,
         token_file=token_file,
         ledger=args.ledger,
+        redundancy=redundancy(args.snapshot_copies, nodes_max * args.trays),
         checkpoints=_checkpoints(args),
         start_over=args.checkpoint_dir is not None or args.lost_state == "restart",
         quiet=args.quiet,

@@ -52,6 +52,8 @@ async def host(
         trays_min=options.nodes_min * options.trays,
         trays_max=options.nodes_max * options.trays,
         spares=options.spares,
+        snapshot_copies=options.redundancy.kind,
+        set_size=max(options.redundancy.width, 2),
         max_restarts=options.max_restarts,
         start_over=options.start_over,
         join_timeout_ms=options.join_timeout_ms,

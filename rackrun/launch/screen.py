@@ -43,6 +43,10 @@ class Screen:
         if not self._quiet:
             self.say(recovery.line())
 
+    def protected(self, text: str) -> None:
+        if not self._quiet:
+            self.say(text)
+
     # -- ours
     def say(self, text: str) -> None:
         self._queue.put(("err", f"rackrun: {text}"))

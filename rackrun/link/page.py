@@ -28,7 +28,7 @@ PAGE_BYTES = 8 * (_WORDS + 2 * _SLOT_WORDS)  # sparse: only touched pages take m
 _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEADLINE_MS, _SNAPSHOT_0, _SNAPSHOT_1 = (
     range(11)
 )
-_MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE = range(11, 14)
+_MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
 
@@ -101,9 +101,11 @@ class HeartbeatPage:
         """Snapshot slot ``index`` (0 or 1) now holds ``step``, whole; -1 while it is being written."""
         self._words[_SNAPSHOT_0 + index] = step + 1
 
-    def want_mirror(self, step: int, keep: int) -> None:
-        """Another tray shall have a copy of the sealed snapshot of ``step``, besides that of ``keep`` (-1: none)."""
+    def want_mirror(self, step: int, keep: int, generation: int) -> None:
+        """Other trays shall have a copy of the sealed snapshot of ``step``, or its parity, besides that of ``keep`` (-1: none).
+        ``generation``: in which all ranks took it."""
         self._words[_MIRROR_KEEP] = keep + 1
+        self._words[_MIRROR_GENERATION] = generation
         self._words[_MIRROR_WANTED] = step + 1
 
     @property
@@ -113,7 +115,7 @@ class HeartbeatPage:
 
     @property
     def mirrored(self) -> int:
-        """The step that was wanted last, if another tray has it now; else -1."""
+        """The step that was wanted last, if other trays have it now; else -1."""
         done = int(self._words[_MIRROR_DONE])
         return done - 1 if done == int(self._words[_MIRROR_WANTED]) else -1
 
@@ -129,9 +131,10 @@ class HeartbeatPage:
 
     # -- read by the agent
     @property
-    def mirror_wanted(self) -> tuple[int, int]:
-        """Step, and the step to keep besides it."""
-        return int(self._words[_MIRROR_WANTED]) - 1, int(self._words[_MIRROR_KEEP]) - 1
+    def mirror_wanted(self) -> tuple[int, int, int]:
+        """Step, the step to keep besides it, and the generation in which it was taken."""
+        wanted, keep, generation = (int(self._words[i]) for i in (_MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_GENERATION))
+        return wanted - 1, keep - 1, generation
 
     @property
     def tick_ns(self) -> int:

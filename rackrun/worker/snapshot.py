@@ -1,7 +1,7 @@
 """Snapshots of shards that have no live copy, in memory that the agent owns and that outlives this process.
 
 Two arenas of one slot are written in turn; the heartbeat page says which hold what, whole, and which of them the agent is to
-copy to another tray (`rackrun.agent.mirror`): a new one only when all ranks have done with the last. All ranks take them after the
+copy to other trays (`rackrun.agent.mirror`): a new one only when all ranks have done with the last. All ranks take them after the
 same steps (the interval is drawn from figures that every gate sums up), because all of them go back together.
 
 The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may change
@@ -11,9 +11,7 @@ rank that writes over an older one knows that all others have a newer one.
 
 from __future__ import annotations
 
-import http.client
 import math
-import mmap
 import os
 import threading
 import time
@@ -29,26 +27,24 @@ from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
+from rackrun.core.commands import Restore
 from rackrun.core.ids import Position
 from rackrun.link.boot import SNAPSHOT_JOB
 from rackrun.worker.copies import copies_from
+from rackrun.worker.fetch import Damaged, fetch_snapshot
 from rackrun.worker.gate import GateSums
 from rackrun.worker.image import Shard, StateImages, load_image
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
 
-__all__ = ["Damaged", "Snapshots"]
+__all__ = ["Snapshots"]
 
 _CORES_A_THREAD = 8
 _THREADS_MAX = 4
 _SLICE_S = 0.05
 _SPARE_ROOM = 64
 """An arena has room for an image larger by one part in so many: plain state grows a little."""
-
-
-class Damaged(Exception):
-    """A snapshot is not what was sealed. Nothing of it was used."""
 
 
 @dataclass
@@ -58,6 +54,7 @@ class _Copying:
     step: int
     slot: int
     mirror: bool
+    generation: int
     thread: threading.Thread | None = None
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Of what is copied while the next step runs."""
@@ -76,7 +73,8 @@ class Snapshots:
         self._copying: _Copying | None = None
         self._device = copies_from(runtime.device)
         self._mirrored = -1
-        """The newest step of which every rank's snapshot is on another tray too."""
+        """The newest step of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
+        trays may be parity, which is of use only beside it."""
         self.cost_s = 0.0
         """What the last one took from training on this rank: the wait, and on CPUs the work."""
         self.bytes = 0
@@ -116,7 +114,7 @@ class Snapshots:
 
     # -- take
     def take(self, step: int, *, mirror: bool = False) -> None:
-        """Begin the snapshot of ``step``; ``mirror``: another tray shall have a copy of it. The state must not be changed before `settle`, but by a forward and backward."""
+        """Begin the snapshot of ``step``; ``mirror``: other trays shall have a copy of it, or its parity. The state must not be changed before `settle`, but by a forward and backward."""
         self.settle()
         began = time.monotonic()
         free = [slot for slot in (0, 1) if slot not in self._held.values()]
@@ -133,7 +131,11 @@ class Snapshots:
         for path in shard.tensors.keys() - later:
             write_tensor(shard.layout, path, shard.tensors[path], writer.payload)
         copying = _Copying(
-            step, slot, mirror, versions=[(shard.tensors[path], shard.tensors[path]._version) for path in later]
+            step,
+            slot,
+            mirror,
+            self._runtime.world.generation,
+            versions=[(shard.tensors[path], shard.tensors[path]._version) for path in later],
         )
         ready = self._device.ready()
         copying.thread = threading.Thread(
@@ -201,24 +203,17 @@ class Snapshots:
             writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
             self._runtime.page.seal_snapshot(copying.slot, copying.step)
             if copying.mirror:
-                self._runtime.page.want_mirror(copying.step, self._mirrored)
+                self._runtime.page.want_mirror(copying.step, self._mirrored, copying.generation)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             copying.error = error
         finally:
             copying.cpu_s = time.thread_time() - began
 
     # -- go back
-    def fetch(self, step: int, remote: str, overtaken: Callable[[], bool]) -> int:
-        """The lost rank's snapshot, from its agent: ``host:port/tray/index/incarnation``. Returns the descriptor of its arena.
-        RuntimeError when that does not give it: the tray may be lost too."""
-        try:
-            fd = _fetch(remote, step, self._runtime.boot.token if self._runtime.boot else "")
-        except (OSError, http.client.HTTPException) as error:
-            raise RuntimeError(f"{remote} did not give its snapshot of step {step}: {error!r}") from error
-        if overtaken():  # nobody waits for it any more
-            os.close(fd)
-            raise RuntimeError("overtaken")
-        return fd
+    def fetch(self, step: int, restore: Restore, overtaken: Callable[[], bool]) -> int:
+        """The lost rank's snapshot, from the agents that keep it or its parity. Returns the descriptor of its arena. RuntimeError and `Damaged` as
+        of `fetch_snapshot`."""
+        return fetch_snapshot(restore, step, self._runtime.boot.token if self._runtime.boot else "", overtaken)
 
     def load(self, step: int, fetched: int | None) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
@@ -245,6 +240,8 @@ class Snapshots:
                 os.close(fetched)
         for later in [other for other in self._held if other > step]:
             self._forget(later)
+        if self._runtime.world.has_mirrors:
+            self._mirrored = step  # all go back to it, and keep it until something newer is elsewhere
         if fetched is not None:
             self._runtime.world.replica_class = (
                 manifest.replica_class
@@ -273,32 +270,3 @@ def _threads_of_all() -> int:
     """While nobody trains: the host's ranks share its cores."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // ranks))
-
-
-def _fetch(remote: str, step: int, token: str) -> int:
-    """``remote`` is ``host:port/tray/index/incarnation``."""
-    address, _, path = remote.partition("/")
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
-    fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
-    try:
-        connection.request("GET", f"/snapshot/{path}/{step}", headers={"Authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-        if response.status != http.HTTPStatus.OK:
-            raise http.client.HTTPException(f"{response.status} {response.reason}")
-        size = int(response.headers["Content-Length"])
-        os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, max(size, 1))
-        with mmap.mmap(fd, size) as image, memoryview(image) as view:
-            at = 0
-            while at < size:
-                got = response.readinto(view[at:])
-                if not got:
-                    raise http.client.IncompleteRead(b"", size - at)
-                at += got
-        return fd
-    except BaseException:
-        os.close(fd)
-        raise
-    finally:
-        connection.close()

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rackrun.core.commands import Plan
+from rackrun.core.commands import Plan, Restore
 from rackrun.core.ids import BEGIN, Generation, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
+from rackrun.worker.fetch import Damaged
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
@@ -34,7 +35,7 @@ from rackrun.worker.reports import Reports
 from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
-from rackrun.worker.snapshot import Damaged, Snapshots
+from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
@@ -431,20 +432,20 @@ class UnitRunner:
         """Raises `Superseded` when this rank's snapshot of ``step`` is damaged, after the coordinator was told: it plans again."""
         world = self._world
         restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
-        if restore is not None and not restore.snapshot:
+        if restore is not None and restore.sources:
             return  # from a replica that goes back itself
         where, fetched = "", None
-        if restore is not None:
-            where = restore.snapshot
-            fetched = world.attempt(
-                plan, lambda: self._snapshots.fetch(step, where, lambda: world.superseded(plan.generation))
-            )
         try:
+            if restore is not None:
+                lost, where = restore, restore.snapshot or restore.rebuild[0].row
+                fetched = world.attempt(
+                    plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
+                )
             self._replicas.adopt(self._snapshots.load(step, fetched))
         except Damaged as damaged:
             print(
                 f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "
-                f"{where.partition(':')[0] or 'this host'}.",
+                f"{_hosts(restore) or 'this host'}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -477,6 +478,12 @@ class UnitRunner:
                 optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+
+def _hosts(restore: Restore | None) -> str:
+    """Of those that gave a snapshot, or a part of it."""
+    given = [restore.snapshot, *(one.snapshot for one in restore.rebuild)] if restore is not None else []
+    return ", ".join(dict.fromkeys(where.rpartition(":")[0] for where in given if where))
 
 
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:

@@ -132,8 +132,8 @@ class World:
 
     @property
     def has_mirrors(self) -> bool:
-        """Snapshots are copied to other trays."""
-        return self._plan is not None and bool(self._plan.mirrors)
+        """Other trays get copies of snapshots, or their parity."""
+        return self._plan is not None and bool(self._plan.mirrors or self._plan.sets)
 
     # -- collectives
     def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:

@@ -9,7 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rackrun.agent.mirror import Copies, Mirror, Refused
+from rackrun.agent.mirror import Copies, Mirror
+from rackrun.agent.mirror import Holder as Destination
+from rackrun.agent.room import Refused
 from rackrun.agent.snapshots import SnapshotService
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
@@ -149,12 +151,12 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
     holder: Holder, worker: Worker
 ) -> None:
     told: list[Event] = []
-    mirror = Mirror(TOKEN, lambda: f"{holder.address}/b", told.append)
+    mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", holder.address), told.append)
     mirror.look(worker)
     body = seal(worker.snapshot_fds[1], 4)
     worker.page.seal_snapshot(1, 4)
     assert not worker.page.mirroring
-    worker.page.want_mirror(4, -1)
+    worker.page.want_mirror(4, -1, 1)
     await pushed(mirror, worker)
     assert worker.page.mirrored == 4
     assert told == [
@@ -170,12 +172,12 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
 async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Worker, wrong: str) -> None:
     told: list[Any] = []
     address = "127.0.0.1:1" if wrong == "no such host" else holder.address
-    mirror = Mirror(TOKEN, lambda: f"{address}/b", told.append)
+    mirror = Mirror(TOKEN, lambda worker: Destination(1, "b", address), told.append)
     seal(worker.snapshot_fds[0], 4)
     worker.page.seal_snapshot(0, 6 if wrong == "overwritten" else 4)
     if wrong == "damaged":
         os.pwrite(worker.snapshot_fds[0], b"!", os.fstat(worker.snapshot_fds[0]).st_size - 100)
-    worker.page.want_mirror(4, -1)
+    worker.page.want_mirror(4, -1, 1)
     await pushed(mirror, worker)
     assert worker.page.mirrored == -1
     assert not told
@@ -183,8 +185,8 @@ async def test_a_copy_that_fails_is_over_and_says_so(holder: Holder, worker: Wor
 
 
 async def test_with_one_tray_nothing_is_copied(worker: Worker) -> None:
-    mirror = Mirror(TOKEN, lambda: "", lambda event: None)
-    worker.page.want_mirror(4, -1)
+    mirror = Mirror(TOKEN, lambda worker: None, lambda event: None)
+    worker.page.want_mirror(4, -1, 1)
     mirror.look(worker)
     assert worker.page.mirroring
     await mirror.close()

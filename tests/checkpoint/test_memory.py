@@ -278,5 +278,5 @@ def test_this_host_has_figures(tmp_path: Path) -> None:
 
 
 def test_a_shard_beyond_all_reason_is_refused() -> None:
-    with pytest.raises(ParityError, match=r"lengths of shards are 0 to 2\*\*46"):
+    with pytest.raises(ParityError, match=r"length of a shard is 0 to 2\*\*46"):
         _ = plan(XOR, GB, shard=2**47).kept_bytes

@@ -50,9 +50,13 @@ class Onlooker:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.recoveries: list[Recovery] = []
+        self.told: list[str] = []
 
     def line(self, text: str, logged: Logged) -> None:
         self.lines.append(text)
+
+    def protected(self, text: str) -> None:
+        self.told.append(text)
 
     def recovered(self, recovery: Recovery) -> None:
         self.recoveries.append(recovery)

@@ -19,7 +19,7 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.events import TimerFired, TrayLost, WorkerExited, WorkerFinished
+from rackrun.core.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 from tests.coordinator.fakes import (
     DONE,
@@ -90,6 +90,19 @@ async def test_a_generation_that_cannot_be_persisted_is_told_to_nobody(
         await a.say(EXITED)
         assert await a.hear() == stop
         assert core.names() == ["TrayJoined", "WorkerExited", "JournalFailed"]
+
+
+async def test_what_snapshots_survive_is_told_of_elastic_scripts_and_when_it_changes(journal: Journal) -> None:
+    plans = [msgspec.structs.replace(RESUME, protected=said) for said in ("copies", "copies", "parity", "")]
+    core = ScriptedCore(WorkerExited=lambda _: (plans.pop(0),))
+    async with coordinator(core, journal) as c:
+        c.driver.submit(EXITED)
+        assert c.seen.told == [], "a plain script has no snapshots"
+        c.driver.submit(WorkerElastic(slot=EXITED.slot, incarnation=EXITED.incarnation))
+        assert c.seen.told == ["copies"]
+        for _ in range(3):
+            c.driver.submit(EXITED)
+        assert c.seen.told == ["copies", "parity", "one tray is left: snapshots are lost with it"]
 
 
 async def test_a_timer_comes_back_with_its_name_and_never_before_its_time(journal: Journal) -> None:

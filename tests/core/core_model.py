@@ -1,4 +1,4 @@
-"""A small, faithful model of what the core commands: agents, workers, gates, snapshots, wires.
+"""A small, faithful model of what the core commands: agents, workers, gates, snapshots and their parity, wires.
 
 Messages are first in, first out for each worker, and in any order between workers. Training state is a chain of the
 units that were applied, each with the generation whose gate it passed: if two members ever took different histories for
@@ -30,6 +30,7 @@ from rackrun.core.events import (
     Event,
     Failure,
     SnapshotDamaged,
+    SnapshotStriped,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -72,6 +73,10 @@ class Process:
     finished: bool = False
     torn: bool = False
     """It began to go back to its snapshot: until it resumes, its memory is neither the old state nor the new one."""
+    sealed: tuple[int, int] = (0, -1)
+    """Generation and step of its newest snapshot."""
+    given: set[tuple[int, int]] = field(default_factory=lambda: {(0, -1)})
+    """Of those of which its agent has sent stripes, with success or not."""
     up: deque[Event] = field(default_factory=deque)
     down: deque[Command] = field(default_factory=deque)
 
@@ -97,6 +102,10 @@ class Cluster:
         self.arenas: dict[tuple[SlotId, int], dict[int, Chain]] = {}
         self.rotten: set[tuple[SlotId, int, int]] = set()
         """Snapshots of which a bit has flipped: slot, incarnation, step."""
+        self.files: dict[tuple[SlotId, int], dict[int, int]] = {}
+        """Beside ``arenas``: no two snapshots are the same bytes."""
+        self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, Chain]]] = {}
+        """(tray, generation, keeper, step) -> whose stripes are in it, and of which file."""
         self.plans: dict[int, Plan] = {}
         self.gates: dict[tuple[int, int], set[int]] = {}
         self.jammed: set[int] = set()
@@ -157,7 +166,7 @@ class Cluster:
         restored = {restore.rank for restore in plan.restores}
         assert restored == {m.rank for m in plan.members if m.fresh}
         for restore in plan.restores:
-            assert bool(restore.sources) != bool(restore.snapshot)
+            assert [bool(restore.sources), bool(restore.snapshot), bool(restore.rebuild)].count(True) == 1
             assert not set(restore.sources) & restored, "a source without state"
 
     def _start(self, command: StartWorker) -> None:
@@ -186,6 +195,7 @@ class Cluster:
             if tray_of(process.slot) == tray:
                 process.state = "dead"
         self.arenas = {key: arena for key, arena in self.arenas.items() if tray_of(key[0]) != tray}
+        self.rows = {key: row for key, row in self.rows.items() if key[0] != tray}
 
     def lease_lapses(self, tray: TrayId) -> None:
         """What its agent had still to deliver is never heard of."""
@@ -260,7 +270,14 @@ class Cluster:
             arena = self.arenas.get((process.slot, process.incarnation), {})
             if process.passed not in arena:
                 out.append("seal")
+        if process.sealed not in process.given and self._set_of(process):
+            out.append("stripe")
         return out
+
+    def _set_of(self, process: Process) -> list[tuple[int, TrayId]]:
+        """Rank and tray of the members of its XOR set."""
+        sets = [of for of in self.plans[process.generation].sets if process.rank in [keeper.rank for keeper in of]]
+        return [(keeper.rank, keeper.tray) for of in sets for keeper in of]
 
     def _stuck(self, generation: int) -> bool:
         hung = any(p.hung and p.alive and p.generation == generation for p in self.processes.values())
@@ -302,13 +319,31 @@ class Cluster:
             case "seal":
                 arena = self.arenas.setdefault((process.slot, process.incarnation), {})
                 arena[process.passed] = process.chain
+                self.files.setdefault((process.slot, process.incarnation), {})[process.passed] = len(self.log)
+                process.sealed = (process.generation, process.passed)
                 for step in sorted(arena)[:-2]:
                     del arena[step]
+            case "stripe":
+                self._stripe(process)
             case "resume":
                 if (bad := self._rotten_source(process)) is None:
                     self._resume(process)
                 else:
                     self._tell_of_damage(process, *bad)
+
+    def _stripe(self, process: Process) -> None:
+        process.given.add(process.sealed)
+        (generation, step), rank = process.sealed, _rank(process)
+        if generation != process.generation:
+            return
+        others = [(keeper, tray) for keeper, tray in self._set_of(process) if keeper != rank]
+        for keeper, tray in others:
+            if not self.up_trays.get(tray, False):
+                return
+            who = process.slot, process.incarnation
+            of = self.files[who][step], self.arenas[who][step]
+            self.rows.setdefault((tray, generation, keeper, step), {})[rank] = of
+        self._say(process, SnapshotStriped, generation=Generation(generation), step=Step(step))
 
     def _say(self, process: Process, kind: type[Event], **fields: object) -> None:
         process.up.append(kind(slot=process.slot, incarnation=process.incarnation, **fields))
@@ -392,7 +427,12 @@ class Cluster:
             return None
         where, key = "", (process.slot, process.incarnation, plan.rollback)
         if not process.stateful:
-            where = next(r for r in plan.restores if r.rank == process.rank).snapshot
+            restore = next(r for r in plan.restores if r.rank == process.rank)
+            where = restore.snapshot
+            if restore.rebuild:
+                inputs = [one.snapshot.split("/") for one in restore.rebuild]
+                bad = [(SlotId(f"{i[1]}/{i[2]}"), int(i[3]), plan.rollback) in self.rotten for i in inputs]
+                return (plan.rollback, restore.rebuild[0].row) if any(bad) else None
             if not where:
                 return None
             _, tray, index, incarnation = where.split("/")
@@ -412,6 +452,8 @@ class Cluster:
             arena = self.arenas.get((SlotId(f"{tray}/{index}"), int(incarnation)))
             assert arena is not None or not self.up_trays.get(TrayId(tray)), "a snapshot that nobody keeps"
             return arena[at] if arena else None
+        if restore.rebuild:
+            return self._rebuild(restore, at)
         for source in restore.sources:
             member = plan.members[source]
             peer = self.processes[member.slot, member.incarnation]
@@ -419,6 +461,29 @@ class Cluster:
                 assert peer.passed == at, "a source that has gone on"
                 return peer.chain
         return None
+
+    def _rebuild(self, restore: Restore, at: int) -> Chain | None:
+        """From each other member its row, with everybody's stripes, and the very file that it gave stripes of."""
+        lost: set[tuple[int, Chain]] = set()
+        rows, files = [], {}
+        for one in restore.rebuild:
+            _, tray, index, incarnation = one.snapshot.split("/")
+            address, generation, keeper = one.row.split("/")
+            assert (address, int(keeper)) == (f"{tray}:2", one.rank)
+            if not self.up_trays.get(TrayId(tray), False):
+                return None
+            key = (SlotId(f"{tray}/{index}"), int(incarnation))
+            if at not in self.arenas[key] and (*key, at) in self.rotten:
+                return None  # that member has seen it too, and says so
+            assert at in self.arenas[key], "a snapshot that nobody keeps"
+            files[int(one.rank)] = self.files[key][at]
+            rows.append((int(keeper), self.rows[TrayId(tray), int(generation), int(keeper), at]))
+        for keeper, row in rows:
+            assert row.keys() == {restore.rank, *files} - {keeper}, "a row that is not whole"
+            assert all(row[rank][0] == file for rank, file in files.items() if rank != keeper), "other bytes"
+            lost.add(row[restore.rank])
+        assert len(lost) == 1, "stripes of two files"
+        return lost.pop()[1]
 
     def _resume(self, process: Process) -> None:
         chain = self._restored(process)

@@ -20,12 +20,18 @@ Train = Callable[..., Trained]
 
 @pytest.fixture
 def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
-    """``train(mode, faults, spares=1, trays=1, checkpoints=None) -> Trained``: a whole job; whatever happens, none of it is
-    left. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
+    """``train(mode, faults, spares=1, trays=1, checkpoints=None, copies="") -> Trained``: a whole job; whatever happens, none
+    of it is left. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
     runs = 0
 
     def run(
-        mode: str, faults: Sequence[Fault] = (), *, spares: int = 1, trays: int = 1, checkpoints: Path | None = None
+        mode: str,
+        faults: Sequence[Fault] = (),
+        *,
+        spares: int = 1,
+        trays: int = 1,
+        checkpoints: Path | None = None,
+        copies: str = "",
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
@@ -38,6 +44,8 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
         if checkpoints is not None:
             options += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 2]
+        if copies:
+            options += ["--snapshot-copies", copies]
         env = {"RACKRUN_TEST_FAULTS": faults_to_json(list(faults)), "RACKRUN_TEST_MARKS": str(folder / "marks")}
         job = start_rackrun(["--standalone", *options, SCRIPT, mode, STEPS, folder / "held"], env=env)
         trained = read(job.finish(DEADLINE_S), folder)

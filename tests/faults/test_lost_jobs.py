@@ -51,12 +51,15 @@ def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_pa
     assert assert_the_rest_is_the_same(again, reference(mode), at_most=last + 1) == last + 1
 
 
-def test_a_tray_and_the_holder_of_its_copies_are_lost_together(
-    train: Train, reference: Reference, tmp_path: Path
+@pytest.mark.parametrize(
+    ("copies", "trays", "spares"), [("mirror", 3, 8), pytest.param("xor", 6, 2, marks=pytest.mark.soak)]
+)
+def test_a_tray_and_who_keeps_its_copies_are_lost_together(
+    copies: str, trays: int, spares: int, train: Train, reference: Reference, tmp_path: Path
 ) -> None:
     """No copy in memory is left, and the world begins again by itself: from the disk, and says so."""
     faults = [Fault(name="both", place="backward", rank=1, step=9, then="AGENT AND HOLDER")]
-    trained = train("fsdp", faults, spares=8, trays=3, checkpoints=tmp_path)
+    trained = train("fsdp", faults, spares=spares, trays=trays, checkpoints=tmp_path, copies=copies)
     assert trained.ran.exit_code == 0, trained
     assert [recovery["kind"] for recovery in trained.recoveries] == ["restart"], trained
     assert "resumed after step 7" in trained.ran.stderr or "resumed after step 5" in trained.ran.stderr, trained

@@ -40,6 +40,32 @@ def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
     assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
 
 
+@pytest.mark.parametrize("copies", ["xor", pytest.param("xor:2", marks=pytest.mark.soak)])
+def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train: Train, reference: Reference) -> None:
+    """Four trays of one rank, and one with a spare. Nobody has a copy of the lost shard; it goes on from memory all the same."""
+    fault = Fault(name="agent", place="backward", rank=1, step=9, then="AGENT")
+    trained = train("fsdp", [fault], spares=1, trays=5, copies=copies)
+    trained.unheard = frozenset({1})
+    trained.assert_same_training(reference("fsdp"), [fault])
+    (recovery,) = trained.recoveries
+    assert (recovery["kind"], recovery["rollback"] >= 2) == ("swap", True), trained
+    sets = {"xor": ("sets of 4 trays", "33%"), "xor:2": ("sets of 2 trays", "100%")}[copies]
+    assert all(f"{said}" in trained.ran.stderr for said in sets), trained
+
+
+@pytest.mark.soak
+def test_two_trays_are_lost_one_after_the_other(train: Train, reference: Reference) -> None:
+    """In between, the world has formed new sets, and the newcomer has given its stripes too."""
+    faults = [
+        Fault(name="first", place="backward", rank=1, step=5, then="AGENT"),
+        Fault(name="second", place="backward", rank=2, step=12, then="AGENT", after="first"),
+    ]
+    trained = train("fsdp", faults, spares=2, trays=6, copies="xor")
+    trained.unheard = frozenset({1, 2})
+    trained.assert_same_training(reference("fsdp"), faults)
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["swap", "swap"], trained
+
+
 def test_nothing_is_left_when_the_launcher_is_killed(train: Train) -> None:
     trained = train("ddp", [Fault(name="launcher", place="backward", rank=1, step=6, then="LAUNCHER")])
     assert trained.ran.exit_code == -signal.SIGKILL, trained

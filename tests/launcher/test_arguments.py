@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from rackrun.checkpoint.placement import Redundancy
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 
 OURS = {
@@ -29,6 +30,8 @@ OURS = {
     "--lost_state",
     "--preload",
     "--quiet",
+    "--snapshot-copies",
+    "--snapshot_copies",
 }
 
 
@@ -90,6 +93,13 @@ def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pyte
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")
     assert parse([script]).max_restarts == 0
     assert parse(["--max_restarts=5", script]).max_restarts == 5
+
+
+def test_copies_of_snapshots_are_named_as_checkpoints_are(script: str) -> None:
+    assert parse([script]).redundancy == Redundancy.mirror(2, "tray")
+    assert parse(["--snapshot-copies", "local", script]).redundancy == Redundancy.local()
+    for text, width in (("xor", 8), ("xor:tray", 8), ("xor:3", 3)):
+        assert parse(["--trays", "3", "--snapshot-copies", text, script]).redundancy == Redundancy.xor(width, "tray")
 
 
 def test_pet_variables_work_for_ours_as_for_theirs(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from rackrun.core.ids import Position
 from rackrun.worker.copies import HostCopies
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
+from rackrun.worker.world import World
 
 Train = Callable[..., Ended]
 
@@ -156,6 +157,46 @@ def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     assert [plan.rollback for plan in ended.plans][:2] == [4, 2], str(ended)
     assert not ended.restarted
     assert "the snapshot of step 4 is damaged, and not used" in capfd.readouterr().err
+
+
+def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_something_newer(train: Train) -> None:
+    """Parity is of use only beside the other members' own snapshots. One push comes through; a rank is lost, all go back; and
+    whatever is taken from then on without coming through, that to which all went back stays."""
+
+    def main(run: Run) -> None:
+        World.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        model = net()
+        with torch.no_grad():
+            model[0].bias.add_(run.rank)
+        page, snapshots = run._runtime.page, run._units._snapshots
+        found: dict[int, tuple[int, list[int]]] = {}
+
+        def between(number: int) -> None:
+            snapshots.settle()
+            found[number] = snapshots._mirrored, sorted(snapshots._held)
+            if page.mirroring:
+                page.mirror_done(page.mirror_wanted[0], well=number == 1)  # as an agent does
+            say(found=found)
+
+        steps(run, model, 12, between)
+
+    def plain(run: Run) -> None:
+        model = net()
+        with torch.no_grad():
+            model[0].bias.add_(run.rank)
+        steps(run, model, 12)
+
+    reference = train(plain, snapshot_every=1)
+    lost = next(i for i, what in enumerate(reference.moments[1]) if what.startswith("committed Position(step=6"))
+    ended = train(main, snapshot_every=1, kill={1: lost})
+    assert ended.exit_code == 0, ended
+    (back_to,) = [plan.rollback for plan in ended.plans]
+    for rank, said in ended.said.items():
+        found = {int(number): of for number, of in said["found"].items()}
+        assert all(mirrored in held for mirrored, held in found.values() if mirrored >= 0), (rank, found)
+        assert {found[number][0] for number in range(8, 12)} == {back_to}, (rank, found)
+        if rank != 1:
+            assert {found[number][0] for number in range(2, 6)} == {1}, (rank, found)
 
 
 def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_ten(train: Train) -> None:

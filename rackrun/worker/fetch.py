@@ -1,0 +1,112 @@
+"""A lost rank's snapshot, from the agents that keep it: as it is, or rebuilt from the others of its XOR set.
+
+Either way the result is the file that the lost worker had sealed. Whoever loads it verifies every chunk, so a wrong one is
+never taken for it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.parity import rebuild
+from rackrun.checkpoint.xor_set import RowHeader, XorSet, decode_header
+from rackrun.core.commands import Restore, Stripes
+
+__all__ = ["Damaged", "fetch_snapshot"]
+
+_SILENCE_S = 30
+_PIECE_BYTES = 1 << 20
+_ROWS_AT_ONCE = 4
+
+
+class Damaged(Exception):
+    """A snapshot is not what was sealed. Nothing of it was used."""
+
+
+def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[[], bool]) -> int:
+    """The descriptor of its arena. RuntimeError when somebody does not give his part: his tray may be lost too. `Damaged`:
+    what was to be rebuilt."""
+    try:
+        fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+            if restore.snapshot:
+                _fetch(_Agents(step, token, overtaken), restore.snapshot, fd)
+            else:
+                _rebuild(_Agents(step, token, overtaken), restore, fd)
+            if overtaken():  # nobody waits for it any more
+                raise RuntimeError("overtaken")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    except (OSError, http.client.HTTPException) as error:
+        whose = restore.snapshot or ", ".join(one.snapshot for one in restore.rebuild)
+        raise RuntimeError(f"{whose} did not give the snapshot of step {step}: {error!r}") from error
+    except CheckpointError as error:
+        raise Damaged(error.what) from error
+
+
+class _Agents:
+    """Where snapshots and rows are read from."""
+
+    def __init__(self, step: int, token: str, overtaken: Callable[[], bool]) -> None:
+        self._step, self._overtaken = step, overtaken
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def get(self, kind: str, where: str, start: int, stop: int | None) -> Iterator[memoryview]:
+        """Bytes of the ``kind`` of thing that is at ``host:port/path``, in pieces that are good until the next one is asked for."""
+        if start == stop:
+            return
+        address, _, path = where.partition("/")
+        host, _, port = address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=_SILENCE_S)
+        try:
+            headers = self._headers | ({} if stop is None else {"Range": f"bytes={start}-{stop - 1}"})
+            connection.request("GET", f"/{kind}/{path}/{self._step}", headers=headers)
+            response = connection.getresponse()
+            expected = http.HTTPStatus.OK if stop is None else http.HTTPStatus.PARTIAL_CONTENT
+            if response.status != expected:
+                raise http.client.HTTPException(f"{response.status} {response.reason}")
+            left = int(response.headers["Content-Length"])
+            piece = memoryview(bytearray(min(_PIECE_BYTES, max(left, 1))))
+            while left:
+                got = response.readinto(piece[:left])
+                if not got:
+                    raise http.client.IncompleteRead(b"", left)
+                if self._overtaken():
+                    raise RuntimeError("overtaken")
+                yield piece[:got]
+                left -= got
+        finally:
+            connection.close()
+
+
+def _fetch(agents: _Agents, where: str, fd: int) -> None:
+    at = 0
+    for piece in agents.get("snapshot", where, 0, None):
+        at += os.pwrite(fd, piece, at)
+
+
+def _rebuild(agents: _Agents, restore: Restore, fd: int) -> None:
+    from_rank: dict[int, Stripes] = {one.rank: one for one in restore.rebuild}
+    members = (restore.rank, *from_rank)
+    header_bytes = XorSet(members).header_bytes
+
+    def header(row: str) -> RowHeader:
+        return decode_header(b"".join(map(bytes, agents.get("parity", row, 0, header_bytes))))
+
+    def read(keeper: int, member: int | None, start: int, stop: int) -> Iterator[memoryview]:
+        if member is None:
+            return agents.get("parity", from_rank[keeper].row, header_bytes + start, header_bytes + stop)
+        return agents.get("snapshot", from_rank[member].snapshot, start, stop)
+
+    def room(size: int) -> memoryview:
+        os.posix_fallocate(fd, 0, max(size, 1))
+        return memoryview(mmap.mmap(fd, max(size, 1)))[:size]
+
+    rebuild({rank: header(one.row) for rank, one in from_rank.items()}, restore.rank, room, read, _ROWS_AT_ONCE)
