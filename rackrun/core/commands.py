@@ -79,7 +79,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Rank, ...] = ()
     """Live members of the same replica class, all of them clean at ``Plan.committed``. Empty: from snapshots."""
     snapshot: str = ""
-    """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot; used when the plan rolls back."""
+    """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot: of ``Plan.rollback``, or, without one, of ``Plan.committed``."""
     rebuild: tuple[Stripes, ...] = ()
     """All other members of the lost rank's XOR set, where nobody has its snapshot itself."""
 

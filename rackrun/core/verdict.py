@@ -5,8 +5,9 @@ it, with its gradients complete. So ``committed = max(passed)`` over the survivo
 seeing it pass can still apply it. And it is never below what the last plan said (`floor`): a survivor may have been
 told so, may have applied it, and may be the one that is lost now, while all others still stand where they entered.
 
-**State.** A fresh member copies from a live member of its replica class. Where a shard has no live copy, everybody goes
-back to the newest step that everybody still has. Never a mixture: one plan, one step.
+**State.** A fresh member copies from a live member of its replica class, or, where its shard has no live copy, from a
+snapshot of exactly what is committed. Where there is none, everybody goes back to the newest step that everybody still
+has. Never a mixture: one plan, one step.
 """
 
 from __future__ import annotations
@@ -84,15 +85,40 @@ def state_plan(
     """
     clean = {rank: report for rank, report in reports.items() if max(report.passed, report.entered) >= upto}
     missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
-    sources = {rank: _sources(rank, clean, classes) for rank in missing}
-    if not torn and all(sources.values()):
-        restores = tuple(Restore(rank=rank, sources=sources[rank]) for rank in missing)
-        return StatePlan(fresh=tuple(missing), restores=restores)
+    if clean and not torn:
+        snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed what the step left
+        found = [_restore(rank, snapshot_of, clean, kept, classes, rebuild) for rank in missing]
+        restores = tuple(restore for restore in found if restore is not None)
+        if len(restores) == len(missing):
+            return StatePlan(fresh=tuple(missing), restores=restores)
     for step in _candidates(reports, kept, upto):
         plan = _go_back(step, reports, kept, classes, world_size, rebuild)
         if plan is not None:
             return plan
     return None
+
+
+def _restore(
+    rank: Rank,
+    step: Step | None,
+    holders: Mapping[Rank, Report],
+    kept: Mapping[Rank, Sequence[Kept]],
+    classes: Mapping[Rank, str],
+    rebuild: Rebuild,
+) -> Restore | None:
+    """From a live replica among ``holders``; or from a snapshot of ``step``, or from the others of its XOR set."""
+    if sources := _sources(rank, holders, classes):
+        return Restore(rank=rank, sources=sources)
+    if step is None:
+        return None
+    if snapshot := _kept(rank, step, kept):
+        return Restore(rank=rank, snapshot=snapshot)
+    rebuilt = rebuild(rank, step)
+    return Restore(rank=rank, rebuild=rebuilt) if rebuilt else None
+
+
+def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
+    return next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
 
 
 def _sources(rank: Rank, holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> tuple[Rank, ...]:
@@ -126,10 +152,11 @@ def _go_back(
     own = {rank: report for rank, report in reports.items() if step in report.snapshots}
     restores: list[Restore] = []
     for rank in (Rank(rank) for rank in range(world_size) if rank not in own):
-        snapshot = next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
-        sources = () if snapshot else _sources(rank, own, classes)
-        rebuilt = () if snapshot or sources else rebuild(rank, step)
-        if not snapshot and not sources and not rebuilt:
+        snapshot = _kept(rank, step, kept)  # its own tray has it: nobody else has to send
+        restore = (
+            Restore(rank=rank, snapshot=snapshot) if snapshot else _restore(rank, step, own, kept, classes, rebuild)
+        )
+        if restore is None:
             return None
-        restores.append(Restore(rank=rank, sources=sources, snapshot=snapshot, rebuild=rebuilt))
+        restores.append(restore)
     return StatePlan(fresh=tuple(restore.rank for restore in restores), restores=tuple(restores), rollback=step)

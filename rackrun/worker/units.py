@@ -401,8 +401,9 @@ class UnitRunner:
         communicator = world.groups[0].communicator
         settle_restores()
         self._settle()
-        if plan.rollback is not None:
-            self._go_back(plan, plan.rollback, fresh=fresh)
+        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+        if plan.rollback is not None or (restore is not None and not restore.sources):
+            self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
         if communicator is not None:
             manifest = world.attempt(
                 plan,
@@ -428,10 +429,10 @@ class UnitRunner:
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
 
-    def _go_back(self, plan: Plan, step: int, *, fresh: bool) -> None:
-        """Raises `Superseded` when this rank's snapshot of ``step`` is damaged, after the coordinator was told: it plans again."""
+    def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
+        """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,
+        after the coordinator was told: it plans again."""
         world = self._world
-        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
         if restore is not None and restore.sources:
             return  # from a replica that goes back itself
         where, fetched = "", None

@@ -188,6 +188,33 @@ def test_the_snapshots_of_a_fenced_worker_are_waited_for(rack: Told) -> None:
     assert plan_in(rack.exits("a/1", snapshots=[4])).rollback == 4
 
 
+def test_with_a_snapshot_of_what_is_committed_nobody_goes_back(rack: Told) -> None:
+    rack.train("unique")
+    rack.exits("a/1", snapshots=[2, 4])
+    plan = plan_in(rack.park_all(passed=4, snapshots=[2]))
+    assert (plan.committed, plan.rollback) == (Position(4), None)
+    assert [(restore.rank, restore.snapshot.rpartition("/")[0]) for restore in plan.restores] == [(1, "a:2/a/1")]
+    assert [member.rank for member in plan.members if member.fresh] == [1]
+
+
+def test_a_phase_after_the_snapshot_may_have_changed_the_state(rack: Told) -> None:
+    rack.train("unique")
+    rack.exits("a/1", snapshots=[4])
+    rack.timer("gather")
+    for slot in ("a/0", "b/0"):
+        rack.parks(slot, 4, snapshots=[4])
+    answers = rack.tell(
+        WorkerParked(
+            **rack._who("b/1"),
+            generation=Generation(2),
+            passed=Position(4, 1),
+            entered=Position(4, 1),
+            snapshots=(Step(4),),
+        )
+    )
+    assert plan_in(answers).rollback == 4
+
+
 def test_without_any_copy_the_job_stops_and_says_what_is_lost(rack: Told) -> None:
     rack.train("unique")
     rack.exits("a/1")
@@ -242,11 +269,11 @@ def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> Non
 
 
 def test_a_member_that_may_be_half_gone_back_is_no_source(rack: Told) -> None:
-    """Nothing is computed again (the snapshot is of the committed step), and still its memory is not to be trusted."""
+    """What it reports is the step that is committed now, and still its memory is not to be trusted."""
     rack.train("pair")
     rack.exits("a/0", snapshots=[4])
     rack.exits("b/0", snapshots=[4])
-    assert plan_in(rack.park_all(passed=4, snapshots=[4])).rollback == 4
+    assert plan_in(rack.park_all(passed=5, snapshots=[4])).rollback == 4
     for slot in ("a/2", "b/2"):
         rack.resumes(slot)
     rack.exits("a/1", snapshots=[4])
@@ -277,7 +304,7 @@ def test_a_lost_snapshot_that_is_being_restored_makes_another_plan_at_once() -> 
         told.join(tray, 1)
     told.train("unique")
     told.exits("b/0", snapshots=[4])
-    assert plan_in(told.park_all(passed=4, snapshots=[4])).rollback == 4
+    assert plan_in(told.park_all(passed=5, snapshots=[4])).rollback == 4
     broken = only(BreakGeneration, told.tray_lost("b"))
     assert broken.because == "b lost, with the snapshots that rank 1 would have restored"
 
