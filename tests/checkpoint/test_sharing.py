@@ -19,6 +19,7 @@ from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.entries import entries_of
 from rackrun.checkpoint.errors import IntegrityError
+from rackrun.checkpoint.export import export
 from rackrun.checkpoint.image import parse_image, plan_image, read_plain, read_tensor, write_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, header_bytes
 from rackrun.checkpoint.plain import Plain, decode_plain, pack_plain
@@ -144,6 +145,8 @@ def test_each_tensor_is_on_disk_once_and_any_number_of_ranks_goes_on_from_it(
     boxes = Counter((entry.name, entry.box) for layout in found for entry in layout.entries if entry.box.numel)
     assert set(boxes.values()) == {1}
     assert all(layout.entries for layout in found), "each writes a part"
+    with DurableStore(tmp_path / "checkpoints", "run").open(2) as reader:
+        assert export(reader, tmp_path / "exported").tensors == len({name for name, _ in boxes})
     state = states(tmp_path, ranks)[2]
     for world in (ranks, other):
         forked(tmp_path, shm, world, "fsdp" if world == other else kind, 2)
