@@ -39,6 +39,8 @@ JOB = "run"
 _ORPHANS_S = 24 * 3600.0
 _EVERY_S = 300.0
 _SLICE_S = 0.05
+_PROBATION_STEPS = 10
+"""After so many steps, with a finite loss, what the run was resumed from is good."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class DurableCheckpoints:
     # -- while training
     def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
         """After a step was committed, on all ranks alike. Whether one was begun."""
+        began = self._state.lineage.began
+        if at.step == began + _PROBATION_STEPS and math.isfinite(gate.loss) and self._world.rank == 0:
+            self._probation.confirm(began)
         if not self._state.lineage.kin and not last:
             return False  # replicas have not been compared yet
         every = self._options.every or self._every(gate)

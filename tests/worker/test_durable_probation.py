@@ -49,6 +49,26 @@ def small(train: Train) -> Train:
     return lambda main: train(main, ranks=2, spares=0, max_restarts=0)
 
 
+def test_ten_steps_after_it_show_that_a_checkpoint_is_good(
+    folder: Path, small: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(trained(5))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "1000")
+    probation = Probation(folder / "run")
+
+    def ends_after(step: int) -> Script:
+        def main(run: Run) -> None:
+            model = ddp(run)
+            fit(run, model, adam(model), steps=99, between=lambda number: 1 // int(number != step))
+
+        return main
+
+    assert small(ends_after(12)).exit_code == 1
+    assert probation.attempts() == {4: 1}
+    assert small(ends_after(14)).exit_code == 1
+    assert not probation.attempts()
+
+
 def test_after_three_resumptions_in_vain_the_next_older_one_is_taken(folder: Path, small: Train, capfd: Any) -> None:
     small(trained(5))
     newest, older = generations(folder)[:2]

@@ -31,20 +31,29 @@ def steps(run: Run, model: nn.Module, total: int, between: Callable[[int], None]
 
 
 def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: Train) -> None:
-    """The copy of step 3 waits until the next forward and backward have run; a buffer has changed by then, a parameter has not."""
+    """Each copy waits until the next forward and backward have run; a buffer has changed by then, a parameter has not."""
 
     def main(run: Run) -> None:
         model = net(nn.BatchNorm1d(14))
         nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))  # no replica
-        copy, computed = HostCopies.copy, threading.Event()
+        copy, turn, backwards = HostCopies.copy, threading.Condition(), [0, 0]
+
+        def ready(self: HostCopies) -> None:
+            backwards[1] = backwards[0]
 
         def slow(self: HostCopies, *args: Any) -> None:
-            if run._world.passed >= Position(3):
-                computed.wait(20)
+            with turn:
+                if Position(3) <= run._world.passed <= Position(5):
+                    turn.wait_for(lambda: backwards[0] > backwards[1], 20)
             copy(self, *args)
 
-        HostCopies.copy = slow  # type: ignore[method-assign]
-        model[-1].register_full_backward_hook(lambda *_: computed.set())
+        def computed(*_: Any) -> None:
+            with turn:
+                backwards[0] += 1
+                turn.notify_all()
+
+        HostCopies.ready, HostCopies.copy = ready, slow  # type: ignore[method-assign, assignment]
+        model[-1].register_full_backward_hook(computed)
         steps(run, model, 8)
 
     def plain(run: Run) -> None:
@@ -142,11 +151,15 @@ def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     whose: str, train: Train, capfd: Any
 ) -> None:
     def main(run: Run) -> None:
-        def between(number: int) -> None:
-            if number == 5 and run.rank == (0 if whose == "a survivor's" else 1):
-                flip_a_bit(run, 4)
+        flipped: list[int] = []
 
-        steps(run, sharded(), 8, between)
+        def after(number: int) -> None:
+            if number == 5 and not flipped and run.rank == (0 if whose == "a survivor's" else 1):
+                flip_a_bit(run, 4)
+                flipped.append(4)
+
+        model = sharded()
+        fit(run, model, adam(model), steps=8, after=after)
 
     def plain(run: Run) -> None:
         steps(run, sharded(), 8)
