@@ -17,12 +17,15 @@ import aiohttp
 
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.memory import ceilings
 from rackrun.core.events import Event, SnapshotMirrored
 from rackrun.core.ids import Incarnation, Step, TrayId
 from rackrun.link.boot import SNAPSHOT_JOB
 
 __all__ = ["Copies", "Mirror", "Refused", "verify"]
+
+register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
 _CHUNK_BYTES = 4 << 20
 _SILENCE_S = 60.0
@@ -55,6 +58,7 @@ class Copies:
         """A descriptor of so much memory. Raises `Refused`."""
         if size < 1 or any(size + ceiling.total // _HEADROOM > ceiling.free for ceiling in ceilings(None)):
             raise Refused(f"{size} bytes do not fit into this host's memory")
+        crash_point("replicate.allocating")
         fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
@@ -72,12 +76,14 @@ class Copies:
         if (old := held.pop(step, None)) is not None:
             os.close(old)
         held[step] = fd
+        crash_point("replicate.replacing")
         for other in [other for other in held if other not in (step, besides)]:
             os.close(held.pop(other))
         older = sorted(o.incarnation for o in self._held if (o.tray, o.index) == (tray, index))[:-2]
         for gone in older:
             for old in self._held.pop(_Owner(tray, index, gone)).values():
                 os.close(old)
+        crash_point("replicate.kept")
         return sorted(held)
 
     def close(self) -> None:
@@ -91,6 +97,7 @@ def verify(fd: int, step: int) -> None:
     """Raises `rackrun.checkpoint.errors.CheckpointError` when it is not the whole snapshot of ``step``."""
     with Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
         arena.reader(step, owner=arena.rank).verify()
+    crash_point("replicate.verified")
 
 
 class Mirror:
