@@ -61,7 +61,8 @@ class Sources:
         with contextlib.suppress(CheckpointError):
             durable = self._store.generations()[:_DURABLE_MAX]
         records = tuple(self._folder.commits()) if self._folder is not None else ()
-        newest = max((one.generation for one in (*durable, *records)), default=-1)  # what is lost counts too
+        known = [*(info.generation for info in durable), *(record.generation for record in records)]
+        newest = max(known, default=-1)  # of what is lost too
         epoch = max((info.epoch for info in durable), default=-1)
         holdings: list[Holding] = []
         for arena, mine in self._visible():
