@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -65,7 +64,7 @@ class Actor:
 
     def __init__(self, stage: Stage, name: str) -> None:
         self.stage, self.name = stage, name
-        self.dead = self.frozen = False
+        self.dead = False
         self.files = _Files(self)
         self.arenas: list[ArenaFile] = []
         self.fds: set[int] = set()
@@ -146,7 +145,6 @@ class Stage:
         self.current: Task | None = None
         self.just_struck = False
         self.error: BaseException | None = None
-        self.passed: Counter[str] = Counter()
         self._curtain = threading.Semaphore(0)
 
     def actor(self, name: str, work: Callable[[Actor], object]) -> Actor:
@@ -177,7 +175,6 @@ class Stage:
         self.just_struck = False
         if actor.dead:
             raise Killed
-        self.passed[what] += 1
         self._seen(actor, what)
         if self.fate.strikes(what):
             self.just_struck = True
@@ -191,7 +188,7 @@ class Stage:
 
     def kill(self, actors: list[Actor]) -> None:
         for actor in actors:
-            actor.dead, actor.frozen = True, False
+            actor.dead = True
 
     def block(self, ready: Callable[[], bool], deadline: float | None = None) -> bool:
         """Let others go on until ``ready``. False: the deadline came first."""
@@ -218,16 +215,15 @@ class Stage:
         for task in self.tasks:
             if task.actor.dead:
                 return task
-        here = [task for task in self.tasks if not task.actor.frozen]
-        able = [task for task in here if task.ready()]
+        able = [task for task in self.tasks if task.ready()]
         if able:
             return self.rng.choice(able)
-        waiting = [task for task in here if task.deadline is not None]
+        waiting = [task for task in self.tasks if task.deadline is not None]
         if waiting:  # nothing happens any more: time goes by
             self.now = max(self.now, min(task.deadline for task in waiting if task.deadline is not None)) + 1000.0
             return self.rng.choice(waiting)
-        if here:
-            self.error = self.error or AssertionError(f"stuck: {[task.actor.name for task in here]}")
+        if self.tasks:
+            self.error = self.error or AssertionError(f"stuck: {[task.actor.name for task in self.tasks]}")
             self.kill(self.actors)
             return self._choose()
         return None

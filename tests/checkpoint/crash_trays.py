@@ -9,16 +9,14 @@ import contextlib
 import io
 import os
 import random
-import shutil
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rackrun.agent.mirror import Copies, verify
+from rackrun.agent.mirror import verify
 from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.arena import Arena, SlotState
-from rackrun.checkpoint.arena_folder import ArenaFolder, MemoryTier
+from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.choose import Holding, RestorePlan, Source, Tier, choose
 from rackrun.checkpoint.commit import (
     Commit,
@@ -37,114 +35,18 @@ from rackrun.checkpoint.commit import (
     ShardSealed,
     Unpinned,
 )
-from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
-from rackrun.checkpoint.process import end_session
 from rackrun.checkpoint.records import CommitRecord
 from rackrun.checkpoint.retention import Retention, collect
-from rackrun.checkpoint.sources import Seen, Sources, newest_records
-from rackrun.link.boot import SNAPSHOT_JOB as JOB
+from rackrun.checkpoint.sources import Sources, newest_records
 from tests.checkpoint.crash_job import Wrong
 from tests.checkpoint.crash_stage import Fate, Killed
-from tests.checkpoint.storage import Hooked
+from tests.checkpoint.crash_tray import JOB, Duplicate, Tray, content, holding_at, sealed_by
 
 POINTS = ("arena.", "replicate.", "commit.record", "durable.", "retention.")
-SLOTS, ROOM, CHUNK = 3, 6000, 2048
 PIECE = 9000
 SAVES_MAX = 4
 Work = Iterator[None]
-
-
-def content(life: int, generation: int, owner: int) -> bytes:
-    order = random.Random(f"{life} {generation} {owner}")
-    return order.randbytes(order.randint(1, ROOM))
-
-
-class _Files(Hooked):
-    def __init__(self, passes: Callable[[str], None]) -> None:
-        self._passes = passes
-
-    def around(self, operation: str, real: Callable[..., Any], *args: Any) -> Any:
-        if operation != "close":
-            try:
-                self._passes(operation)
-            except Killed:
-                if operation == "write":
-                    real(args[0], args[1][: len(args[1]) // 2])
-                raise
-        return real(*args)
-
-
-class Tray:
-    """A host: its memory, its agent with the copies of others' shards, and one rank."""
-
-    def __init__(self, job: Trays, index: int) -> None:
-        self.job, self.index, self.base = job, index, job.folder / f"tray-{index}"
-        self.base.mkdir()
-        self.store = DurableStore(job.disk, JOB, files=_Files(job.passes))
-        self.copies = Copies()
-        self.folder: ArenaFolder
-        self.arena: Arena
-
-    # -- its processes
-    def start(self, epoch: int) -> Seen:
-        """The agent says what it has; the rank begins to write."""
-        self.folder = ArenaFolder(MemoryTier(self.base), JOB, self.job.disk, self.index, self.job.world)
-        sources = Sources(self.folder, self.store, rank=self.index, world=self.job.world)
-        try:
-            seen = sources.look()
-        finally:
-            sources.close()
-        attached = [arena for path in self.folder.arenas() if (arena := self.folder.attach(path, epoch)) is not None]
-        whole = {holding.generation for holding in seen.holdings}
-        if attached:
-            self.arena = attached[0]
-            for info in self.arena.slots():
-                if info.state in (SlotState.SEALED, SlotState.COMMITTED) and info.generation not in whole:
-                    self.arena.mark_bad(info.generation, "it is not what was sealed")
-        else:
-            name = self.folder.path / f"rank-{self.index:05d}-of-{self.job.world:05d}-{epoch}-0.arena"
-            self.arena = Arena.create(
-                name, job=JOB, rank=self.index, epoch=epoch, slots=SLOTS, payload_bytes=ROOM, chunk_bytes=CHUNK
-            )
-        return seen
-
-    def stop(self) -> None:
-        """The rank is gone, as the kernel leaves it."""
-        for name in ("arena", "folder"):
-            thing = self.__dict__.pop(name, None)
-            if thing is not None:
-                end_session(thing._me)
-            if isinstance(thing, Arena):
-                thing._file.close()
-
-    def lose(self, *, memory: bool) -> None:
-        """The agent is gone, or the whole host."""
-        self.stop()
-        self.copies.close()
-        if memory:
-            shutil.rmtree(self.base)
-            self.base.mkdir()
-
-    # -- what it holds
-    @property
-    def name(self) -> str:
-        return f"tray {self.index}"
-
-    def held(self) -> list[tuple[Holding, int]]:
-        """The copies that its agent keeps, with their descriptors."""
-        found = []
-        for owner, steps in self.copies._held.items():
-            for step, fd in steps.items():
-                with Arena.attach(fd, job=JOB) as arena:
-                    info = next(info for info in arena.slots() if info.generation == step and info.manifest_digest)
-                holding = Holding(
-                    generation=step, step=info.step, epoch=info.epoch, owner=int(owner.tray), holder=self.name,
-                    domain=self.name, tier=Tier.PEER_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash,
-                    verified=True,
-                )  # fmt: skip
-                found.append((holding, fd))
-        return found
 
 
 class Trays:
@@ -156,10 +58,9 @@ class Trays:
         self.disk.mkdir(parents=True)
         self.world = self.rng.randint(2, 4)
         self.life = self.generation = 0
-        self.trays = [Tray(self, index) for index in range(self.world)]
+        self.trays = [Tray(index, self.world, folder, self.passes) for index in range(self.world)]
         self.committer: Committer | None = None
         self.fate = Fate(None, 0)
-        self.passed: Counter[str] = Counter()
         self.story: deque[str] = deque(maxlen=8)
         self.works: list[tuple[str, Work]] = []
         # the model
@@ -174,7 +75,6 @@ class Trays:
         self.on_disk = -1
 
     def passes(self, what: str) -> None:
-        self.passed[what] += 1
         if self.fate.strikes(what):
             raise Killed
 
@@ -470,7 +370,7 @@ class Trays:
         for tray in self.trays:
             for holding, fd in tray.held():
                 if (holding.generation, holding.owner) == (heal.generation, heal.owner) and tray is not to:
-                    with contextlib.closing(_Duplicate(fd)) as source:
+                    with contextlib.closing(Duplicate(fd)) as source:
                         yield from self._push(heal.owner, heal.generation, lambda source=source: source.fd, to)  # type: ignore[misc]
                     return
         owner = self.trays[heal.owner]
@@ -538,26 +438,3 @@ class Trays:
         for tray in self.trays:
             tray.stop()
             tray.copies.close()
-
-
-class _Duplicate:
-    """Of a descriptor: it outlives its keeper's."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = os.dup(fd)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def holding_at(holding: Holding, tray: Tray) -> Holding:
-    """By the tray's name."""
-    fields = {name: getattr(holding, name) for name in holding.__struct_fields__}
-    return Holding(**{**fields, "holder": tray.name, "domain": tray.name})
-
-
-def sealed_by(holding: Holding) -> ShardSealed:
-    return ShardSealed(
-        generation=holding.generation, step=holding.step, epoch=holding.epoch, owner=holding.owner, holder=holding.holder,
-        domain=holding.domain, digest=holding.digest, layout_hash=holding.layout_hash,
-    )  # fmt: skip
