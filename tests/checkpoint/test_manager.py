@@ -357,7 +357,7 @@ def test_the_numbers_of_a_lost_arena_are_not_used_again_and_the_next_commit_is_r
     for step in range(1, 8):
         training.step()
         assert one.save(step, durable=step == 1).committed.result()
-    one.wait_until_finished()
+        one.wait_until_finished()  # a slot that is read is not written over
     crash(one)
     arenas(shm)[0].unlink()
 
