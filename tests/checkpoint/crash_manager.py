@@ -96,7 +96,8 @@ class Managers:
         return self.oracle.mishap()
 
     def close(self) -> None:
-        pass
+        """What the last stage holds is let go."""
+        SimThread.stage = Stage(self.rng, Fate(None, 0))
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
