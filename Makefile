@@ -4,6 +4,7 @@
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
+#   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
 #
 # TORCH says which torch to install when there is none in .venv, with any of pip's options, for example
 #   make demo TORCH=torch==2.12.0
@@ -16,7 +17,7 @@ READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench clean
+.PHONY: help demo test soak crashes check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,6 +30,9 @@ test: $(READY)
 
 soak: $(READY)
 	@$(PY) -m pytest -m soak $(ARGS)
+
+crashes: $(READY)
+	@$(PY) -m tests.checkpoint.crashes $(ARGS)
 
 check: $(READY)
 	@$(PY) -m ruff check .

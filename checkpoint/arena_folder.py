@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.digest import content_digest
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, MemoryPlanError
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
@@ -45,6 +46,8 @@ _ARENA = re.compile(r"rank-(\d{5})-of-(\d{5})-(\d+)-[0-9a-f]+\.arena", re.ASCII)
 _KEEPER = re.compile(r"keeper-(\d+)-(\d+)-(\d+)-(\d+)", re.ASCII)
 _COMMIT = re.compile(r"commit-\d{12,20}\.json", re.ASCII)
 _COMMITS_KEPT = 4
+
+register("commit.record_written", "commit.record_named", "commit.sweeping")
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class ArenaFolder:
         for path in self.arenas():
             with contextlib.suppress(FileNotFoundError):
                 if _epoch_of(path, self._job) < epoch:
+                    crash_point("commit.sweeping")
                     path.unlink()
                     gone += 1
         return gone
@@ -142,8 +146,11 @@ class ArenaFolder:
         name = self.path / f"commit-{record.generation:012d}.json"
         part = name.with_name(f".{name.name}-{secrets.token_hex(4)}")
         part.write_bytes(record.encode())
+        crash_point("commit.record_written")
         os.rename(part, name)
-        for old in sorted(n for n in self._names() if _COMMIT.fullmatch(n))[:-_COMMITS_KEPT]:
+        crash_point("commit.record_named")
+        others = sorted(n for n in self._names() if _COMMIT.fullmatch(n) and n != name.name)
+        for old in others[: 1 - _COMMITS_KEPT]:
             (self.path / old).unlink(missing_ok=True)
 
     def commits(self) -> list[CommitRecord]:

@@ -21,10 +21,13 @@ from rackrun.checkpoint.commit import (
     GenerationBegan,
     ShardSealed,
 )
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.peers import Peers, PeersGone
 from rackrun.checkpoint.records import CommitRecord
 
 __all__ = ["CommitDesk", "Outcome", "Sealed"]
+
+register("commit.said", "commit.decided", "commit.announced")
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +68,13 @@ class CommitDesk:
         """Committed or not, the same on all ranks. Raises `PeersGone` when that cannot be known."""
         own, outcome_key = f"sealed/{generation}", f"outcome/{generation}"
         self._peers.say(f"{own}/{self._peers.rank}", mine)
+        crash_point("commit.said")
         if self._peers.rank != 0:
             return self._peers.hear([outcome_key], Outcome, seconds=2 * self._seconds)[0]
         outcome = self._decide(generation, mine, [f"{own}/{rank}" for rank in range(self._peers.world_size)])
+        crash_point("commit.decided")
         self._peers.say(outcome_key, outcome)
+        crash_point("commit.announced")
         self._heard.append(outcome_key)
         return outcome
 

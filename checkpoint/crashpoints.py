@@ -1,7 +1,7 @@
 """Crash points: named edges at which a test stops the process. A no-op unless a handler is enabled.
 
 The handler raises, exits or sends SIGKILL, at the n-th point or at a named one. Modules register their names at import,
-so a test can visit each of `CRASH_POINTS` and show that none was missed.
+so a test can visit each of `CRASH_POINTS` and show that none was missed. ``make crashes`` strikes at all but those of export.
 
 Read `CRASH_POINTS` through the module: it is replaced, not changed, when a module registers.
 """

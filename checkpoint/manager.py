@@ -37,6 +37,7 @@ import msgspec
 from rackrun.checkpoint.arena_folder import ArenaFolder, MemoryTier
 from rackrun.checkpoint.choose import Tier
 from rackrun.checkpoint.contents import Contents
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.peers import Peers, PeersGone
@@ -48,6 +49,8 @@ from rackrun.checkpoint.sources import Seen, Sources
 from rackrun.checkpoint.staging import Staging
 
 __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle", "Saved"]
+
+register("restore.looked", "restore.epoch_agreed", "close.gathered")
 
 _SECONDS = 300.0
 """How long ranks wait for each other."""
@@ -143,7 +146,9 @@ class CheckpointManager:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         clock_ms, quarantined = time.time_ns() // 1_000_000, tuple(self._probation.quarantined())
         peers, agreed = self._peers, None
-        peers.say(f"hello/{peers.rank}", _Hello(self._sources.look(), host, clock_ms, quarantined))
+        seen = self._sources.look()
+        crash_point("restore.looked")
+        peers.say(f"hello/{peers.rank}", _Hello(seen, host, clock_ms, quarantined))
         if peers.rank == 0:
             keys = [f"hello/{rank}" for rank in range(peers.world_size)]
             everyone = peers.hear(keys, _Hello, seconds=_SECONDS)
@@ -151,6 +156,7 @@ class CheckpointManager:
             agreed = _Agreed.of(everyone)
             peers.forget(keys)
         agreed = peers.hear_first("agreed", agreed, _Agreed, seconds=2 * _SECONDS)
+        crash_point("restore.epoch_agreed")
         self._epoch = agreed.epoch
         slots = self._memory.slots if self._memory is not None else None
         return Place(
@@ -260,6 +266,7 @@ class CheckpointManager:
             except PeersGone as error:
                 remove = False
                 self._saver.complain(error.what)
+            crash_point("close.gathered")
             with contextlib.suppress(PeersGone):  # whoever hosts the store may end once all have heard
                 self._peers.gather("closed", remove, seconds=_SECONDS)
         self._leave(remove=remove)

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rackrun.checkpoint.choose import ATTEMPTS_MAX
+from rackrun.checkpoint.crashpoints import crash_point, register
 
 __all__ = ["Probation"]
+
+register("restore.counting", "restore.counted")
 
 _QUARANTINED, _RESTORED = "quarantined", "restored"
 _NAME = re.compile(r"(quarantined|restored)-(\d{12,20})", re.ASCII)
@@ -73,9 +76,11 @@ class Probation:
         with contextlib.suppress(OSError):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self.directory / _name(what, generation)).open("ab") as file:
+                crash_point("restore.counting")
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+        crash_point("restore.counted")
 
     def _of(self, what: str) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(OSError):

@@ -18,6 +18,7 @@ import msgspec
 
 from rackrun.checkpoint.choose import Holding, RestorePlan, Tier, choose
 from rackrun.checkpoint.contents import Contents
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.entries import entries_of, locals_of
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
@@ -28,6 +29,8 @@ from rackrun.checkpoint.reshard import Fetch, fill, plan_reshard
 from rackrun.checkpoint.sources import Seen, ShardBytes, Sources, newest_records
 
 __all__ = ["RestoreReport", "restore"]
+
+register("restore.planned", "restore.filled", "restore.agreed", "restore.put")
 
 _SECONDS = 600.0
 
@@ -82,11 +85,16 @@ def restore(
                 said.problem, remedy="bring a lost host back, or begin anew under another name of the job."
             )
         filling = _Filling(contents, sources, said.plan, peers.rank, peers.world_size)
-        everyone = peers.gather(f"restore/{attempt}/filled", filling.run(), seconds=_SECONDS)
+        crash_point("restore.planned")
+        filled = filling.run()
+        crash_point("restore.filled")
+        everyone = peers.gather(f"restore/{attempt}/filled", filled, seconds=_SECONDS)
+        crash_point("restore.agreed")
         if mismatch := next((one.mismatch for one in everyone if one.mismatch), ""):
             raise LayoutMismatch(mismatch, remedy="build the state as it was saved, or give another directory.")
         if not any(one.problem for one in everyone):
             values = filling.finish()
+            crash_point("restore.put")
             return RestoreReport(
                 generation=said.plan.generation,
                 step=said.plan.step,

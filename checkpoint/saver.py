@@ -18,6 +18,7 @@ from rackrun.checkpoint.arena import Arena, SlotState
 from rackrun.checkpoint.arena_folder import ArenaFolder
 from rackrun.checkpoint.commit_desk import CommitDesk, Sealed
 from rackrun.checkpoint.contents import Image
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
@@ -26,6 +27,8 @@ from rackrun.checkpoint.saving import Counters, Flush, SaveHandle, Saving
 from rackrun.checkpoint.staging import Staging
 
 __all__ = ["Place", "Saved", "Saver"]
+
+register("restore.marking", "restore.marked", "save.begun", "commit.heard", "commit.done", "commit.retired")
 
 _SPARE_ROOM = 64
 """An arena has room for an image larger by one part in so many."""
@@ -92,10 +95,12 @@ class Saver:
             assert self._arena is not None
             if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.generation < restored.generation:
                 continue
+            crash_point("restore.marking")
             if here and info.generation == restored.generation:
                 self._arena.commit(info.generation)
             else:
                 self._arena.mark_bad(info.generation, f"generation {restored.generation} was restored from elsewhere")
+        crash_point("restore.marked")
 
     def reserve(self, size: int) -> Arena:
         """This rank's arena, made anew when an image of ``size`` bytes does not fit into it. Raises `MemoryPlanError`."""
@@ -180,6 +185,7 @@ class Saver:
             write_tensor(image.layout, name, image.tensors[name], payload)
         saving.versions = [(image.tensors[name], image.tensors[name]._version) for name in image.later]
         saving.ready = self._staging.ready()
+        crash_point("save.begun")
 
     def _carry_out(self, saving: Saving, due: bool) -> None:
         """In a thread of its own."""
@@ -203,12 +209,15 @@ class Saver:
                 arena.release(handle.generation)
             self._fail(handle, outcome.reason)
             return
+        crash_point("commit.heard")
         if self._place.folder is not None:
             self._place.folder.remember(outcome.record)
         arena.commit(handle.generation)
         self.newest = Saved(handle.generation, handle.step)
         self._counters.committed += 1
+        crash_point("commit.done")
         self._retire()
+        crash_point("commit.retired")
         if outcome.passed_over:
             self._counters.durable_passed_over += 1
             self.complain("a generation was not written to disk: an older one is still being written")

@@ -15,6 +15,7 @@ import torch
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.contents import Image
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore, GenerationWriter
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.peers import Peers
@@ -23,6 +24,8 @@ from rackrun.checkpoint.sharing import Held, Share, agree, held_in
 from rackrun.checkpoint.staging import Staging
 
 __all__ = ["Counters", "Flush", "SaveHandle", "Saving"]
+
+register("save.copied", "save.sealed", "flush.leased", "flush.written", "flush.gathered", "flush.finished")
 
 _ORPHANS_S = 24 * 3600.0
 _FLUSH_S = 24 * 3600.0
@@ -95,6 +98,7 @@ class Saving:
             return
         try:
             staging.copy(layout, self.image.tensors, self.image.later, writer.payload, self.ready)
+            crash_point("save.copied")
             torn = any(tensor._version != version for tensor, version in self.versions)
             self._let_go()
             self.handle.staged.set_result(not torn)
@@ -106,6 +110,7 @@ class Saving:
                 return
             writer.seal(layout.total_bytes, layout.layout_hash)
             self.handle.sealed.set_result(True)
+            crash_point("save.sealed")
         except Exception as error:  # noqa: BLE001 - told to all ranks as this one's failure
             self.failure = f"{type(error).__name__}: {error}"
             writer.abandon()
@@ -157,16 +162,20 @@ class Flush:
         generation, peers = self._handle.generation, self._peers
         writer = self._store.writer(generation, self._handle.step, self._epoch, peers.world_size)
         with self._lease:
+            crash_point("flush.leased")
             elsewhere = self._elsewhere() if peers.world_size > 1 else {}
             if self._reader is not None and not self._failure:
                 self._write(writer, self._reader, elsewhere)
+        crash_point("flush.written")
         peers.say(f"written/{generation}/{peers.rank}", self._failure)
         if peers.rank != 0:
             return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
         keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
         outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        crash_point("flush.gathered")
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
+        crash_point("flush.finished")
         peers.say(f"durable/{generation}", outcome)
         peers.forget([*keys, f"durable/{self._former}"])
         if not outcome:

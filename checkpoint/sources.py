@@ -61,7 +61,9 @@ class Sources:
         durable = []
         with contextlib.suppress(CheckpointError):
             durable = self._store.generations()[:_DURABLE_MAX]
-        newest = max((info.generation for info in durable), default=-1)
+        records = tuple(self._folder.commits()) if self._folder is not None else ()
+        known = [*(info.generation for info in durable), *(record.generation for record in records)]
+        newest = max(known, default=-1)  # of what is lost too
         epoch = max((info.epoch for info in durable), default=-1)
         holdings: list[Holding] = []
         for arena, mine in self._visible():
@@ -83,7 +85,7 @@ class Sources:
         return Seen(
             place=self.place,
             holdings=tuple(holdings),
-            records=tuple(self._folder.commits()) if self._folder is not None else (),
+            records=records,
             durable=tuple((info.generation, info.digest) for info in durable),
             newest_generation=newest,
             newest_epoch=epoch,

@@ -19,11 +19,14 @@ from rackrun.agent.parity import Set, Source, give_stripes
 from rackrun.agent.room import Refused, check_room
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.core.events import Event, SnapshotMirrored, SnapshotStriped
 from rackrun.core.ids import Generation, Incarnation, Step, TrayId
 from rackrun.link.boot import SNAPSHOT_JOB
 
 __all__ = ["Copies", "Holder", "Mirror", "verify"]
+
+register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
 _SILENCE_S = 60.0
 """Of the holder, before a push is given up."""
@@ -50,6 +53,7 @@ class Copies:
         if size < 1:
             raise Refused("there is nothing to keep")
         check_room(size)
+        crash_point("replicate.allocating")
         fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
@@ -67,12 +71,14 @@ class Copies:
         if (old := held.pop(step, None)) is not None:
             os.close(old)
         held[step] = fd
+        crash_point("replicate.replacing")
         for other in [other for other in held if other not in (step, besides)]:
             os.close(held.pop(other))
         older = sorted(o.incarnation for o in self._held if (o.tray, o.index) == (tray, index))[:-2]
         for gone in older:
             for old in self._held.pop(_Owner(tray, index, gone)).values():
                 os.close(old)
+        crash_point("replicate.kept")
         return sorted(held)
 
     def keep_only(self, steps: tuple[int, int]) -> None:
@@ -92,6 +98,7 @@ def verify(fd: int, step: int) -> None:
     """Raises `rackrun.checkpoint.errors.CheckpointError` when it is not the whole snapshot of ``step``."""
     with Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
         arena.reader(step, owner=arena.rank).verify()
+    crash_point("replicate.verified")
 
 
 @dataclass(frozen=True)

@@ -347,6 +347,37 @@ def test_a_shard_that_is_damaged_in_memory_is_read_from_disk(
     assert [two.save(step).committed.result() for step in (6, 7)] == [True, True]
 
 
+def test_the_numbers_of_a_lost_arena_are_not_used_again_and_the_next_commit_is_remembered(
+    manager: Callable[..., CheckpointManager], shm: Path
+) -> None:
+    """Its commits are still recorded, and a record is kept by its number."""
+    one = manager()
+    training = Training()
+    one.prepare(training.state)
+    for step in range(1, 8):
+        training.step()
+        assert one.save(step, durable=step == 1).committed.result()
+        one.wait_until_finished()  # a slot that is read is not written over
+    crash(one)
+    arenas(shm)[0].unlink()
+
+    two, training = manager(), Training(seed=1)
+    two.prepare(training.state)
+    report = two.restore()
+    assert report is not None
+    assert (report.generation, report.tiers) == (1, {0: "shared"})
+    training.step()
+    handle = two.save(2)
+    assert (handle.generation, handle.committed.result()) == (8, True)
+    crash(two)
+
+    three = manager()
+    three.prepare(Training().state)
+    report = three.restore()
+    assert report is not None
+    assert (report.generation, report.tiers) == (8, {0: "own_tray"})
+
+
 def test_with_every_copy_damaged_it_stops_with_the_reason(manager: Callable[..., CheckpointManager], shm: Path) -> None:
     one = manager()
     trained(one, 2)

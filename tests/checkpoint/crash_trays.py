@@ -1,0 +1,440 @@
+"""Lives of a job on two to four trays, with all that the pieces can do together: each rank's shard is sealed in its tray's arena,
+pushed to another tray, which verifies it, committed by the coordinator, written down on every tray, flushed, collected,
+and restored by `choose` from arenas, copies and the disk; then healed. Ranks, agents, trays, the coordinator and everybody die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rackrun.agent.mirror import verify
+from rackrun.checkpoint import crashpoints
+from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.choose import Holding, RestorePlan, Source, Tier, choose
+from rackrun.checkpoint.commit import (
+    Commit,
+    CommitPolicy,
+    Committer,
+    Confirmed,
+    Deadline,
+    EpochBegan,
+    Event,
+    GenerationBegan,
+    Heal,
+    HolderJoined,
+    HolderLost,
+    Pinned,
+    Retire,
+    ShardSealed,
+    Unpinned,
+)
+from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.records import CommitRecord
+from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint.sources import Sources, newest_records
+from tests.checkpoint.crash_job import Wrong
+from tests.checkpoint.crash_stage import Fate, Killed
+from tests.checkpoint.crash_tray import JOB, Duplicate, Tray, content, holding_at, sealed_by
+
+POINTS = ("arena.", "replicate.", "commit.record", "durable.", "retention.")
+PIECE = 9000
+SAVES_MAX = 4
+Work = Iterator[None]
+
+
+class Trays:
+    """All lives of the job over one folder, and what it may restore."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.folder, self.disk = folder, folder / "disk"
+        self.disk.mkdir(parents=True)
+        self.world = self.rng.randint(2, 4)
+        self.life = self.generation = 0
+        self.trays = [Tray(index, self.world, folder, self.passes) for index in range(self.world)]
+        self.committer: Committer | None = None
+        self.fate = Fate(None, 0)
+        self.story: deque[str] = deque(maxlen=8)
+        self.works: list[tuple[str, Work]] = []
+        # the model
+        self.lives: dict[int, int] = {}
+        """Generation -> the life that wrote it."""
+        self.decided: set[int] = set()
+        """Generations that the coordinator has said are committed."""
+        self.logged: dict[int, set[int]] = {}
+        """Committed generation -> trays that have its record."""
+        self.copies: dict[tuple[int, int], set[tuple[str, int]]] = {}
+        """(generation, owner) -> ("arena" or "copy", tray)."""
+        self.on_disk = -1
+
+    def passes(self, what: str) -> None:
+        if self.fate.strikes(what):
+            raise Killed
+
+    @staticmethod
+    def points() -> list[str]:
+        return [name for name in crashpoints.CRASH_POINTS if name.startswith(POINTS)]
+
+    # -- a life
+    def live(self) -> str:
+        """Where fate struck; "": nowhere."""
+        self.life += 1
+        named = self.rng.random() < 0.5
+        self.fate = Fate(
+            self.rng.choice(self.points()) if named else None,
+            self.rng.randint(1, 3) if named else self.rng.randint(1, 300),
+        )
+        self.works = []
+        crashpoints.enable(self.passes)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                restored = self._play()
+        except BaseException as error:
+            error.add_note("\n".join([*self.story, f"life {self.life}: {vars(self.fate)}", said.getvalue()[-2000:]]))
+            raise
+        finally:
+            crashpoints.enable(None)
+        self._die(restored)
+        return self.fate.struck
+
+    def _play(self) -> int | None:
+        """Until fate strikes or enough is saved. What was restored."""
+        restored: int | None = None
+        try:
+            self._recover()
+            restored = self._restore()
+        except Killed:
+            return restored
+        saves = self.rng.randint(1, SAVES_MAX)
+        left = self.rng.randint(0, 40)
+        while True:
+            if not self.works and saves and not self.fate.struck:
+                saves -= 1
+                self._begin()
+            if not self.works or (self.fate.struck and left == 0):
+                return restored
+            left -= bool(self.fate.struck)
+            name, work = self.works[self.rng.randrange(len(self.works))]
+            try:
+                next(work)
+            except StopIteration:
+                self.works = [one for one in self.works if one[1] is not work]
+            except Killed:
+                self.works = [one for one in self.works if one[0] != name]
+                self.dying = name
+
+    def _die(self, restored: int | None) -> None:
+        """Who dies; all ranks are started again."""
+        for _, work in self.works:
+            work.close()  # type: ignore[attr-defined]
+        what = self.rng.choice(["rank", "agent", "tray", "coordinator", "everybody", "two trays"])
+        trays = self.rng.sample(
+            self.trays, {"rank": 0, "coordinator": 0, "everybody": self.world, "two trays": 2}.get(what, 1)
+        )
+        if not self.fate.struck:
+            what, trays = "nobody", []
+        if what == "two trays" and self.rng.random() < 0.8:
+            what = "two agents"
+        for tray in self.trays:
+            tray.stop()
+        for tray in trays:
+            memory = "tray" in what
+            tray.lose(memory=memory)
+            self._forget("copy", tray.index)
+            if memory:
+                self._forget("arena", tray.index)
+                for logged in self.logged.values():
+                    logged.discard(tray.index)
+                if self.committer is not None:
+                    self.committer.handle(HolderLost(holder=tray.name))
+        if what in ("coordinator", "everybody"):
+            self.committer = None
+        at = f"{self.fate.struck or 'nothing'}, {what} {[tray.index for tray in trays]} died"
+        self.story.append(f"life {self.life}: restored {restored}, struck at {at}, floor {self.floor()}")
+
+    def _forget(self, kind: str, tray: int) -> None:
+        for places in self.copies.values():
+            places.discard((kind, tray))
+
+    # -- recovery
+    def _recover(self) -> None:
+        seen = [tray.start(self.life) for tray in self.trays]
+        self.inventory = [
+            holding_at(holding, tray) for tray, one in zip(self.trays, seen, strict=True) for holding in one.holdings
+        ]
+        self.inventory += [holding for tray in self.trays for holding, _ in tray.held()]
+        self.durable = Sources(None, self.trays[0].store, rank=0, world=1)
+        try:
+            on_disk, records = self.durable.on_disk(set(seen[0].durable))
+        finally:
+            self.durable.close()
+        self.records = newest_records([*records, *(record for one in seen for record in one.records)])
+        if self.committer is None:
+            logged = {record.generation: record for one in seen for record in one.records}
+            self.committer = Committer(CommitPolicy(copies=2), [logged[g] for g in sorted(logged)][-2:])
+        self.committer.handle(EpochBegan(epoch=self.life, owners=tuple(range(self.world))))
+        for tray in self.trays:
+            holds = [sealed_by(holding) for holding in self.inventory if holding.holder == tray.name]
+            self._tell(HolderJoined(holder=tray.name, domain=tray.name, holds=tuple(holds)))
+        self.inventory += on_disk
+        self.generation = max([self.generation, *(one.newest_generation for one in seen)])
+
+    def floor(self) -> int:
+        """What a restore must not fall behind."""
+        newest = max((g for g, trays in self.logged.items() if trays), default=-1)
+        if newest >= 0 and all(self.copies.get((newest, owner)) for owner in range(self.world)):
+            return max(newest, self.on_disk)
+        return self.on_disk
+
+    def _restore(self) -> int | None:
+        while True:
+            try:
+                plan = choose(self.inventory, self.records)
+            except NoUsableGeneration as error:
+                if self.floor() >= 0:
+                    raise Wrong(f"older: generation {self.floor()} was committed") from error
+                self._begin_anew()
+                return None
+            bad = self._read(plan)
+            if bad is None:
+                break
+            self.inventory.remove(bad)
+        if plan.generation < self.floor():
+            raise Wrong(f"older: generation {plan.generation}, {self.floor()} was committed; {plan.passed_over}")
+        if plan.generation not in self.decided:
+            raise Wrong(f"unverified: generation {plan.generation} was never committed")
+        return plan.generation
+
+    def _read(self, plan: RestorePlan) -> Holding | None:
+        """All shards, each from its nearest source, and compared. What was bad."""
+        for owner, sources in plan.sources.items():
+            holding = self._holding(plan.generation, owner, sources[0])
+            try:
+                data = self._bytes(holding)
+            except CheckpointError:
+                return holding
+            if data != content(self.lives[plan.generation], plan.generation, owner):
+                raise Wrong(f"torn: {holding}")
+        return None
+
+    def _holding(self, generation: int, owner: int, source: Source) -> Holding:
+        return next(
+            h for h in self.inventory
+            if (h.generation, h.owner, h.holder, h.tier) == (generation, owner, source.holder, source.tier)
+        )  # fmt: skip
+
+    def _bytes(self, holding: Holding) -> bytes:
+        if holding.tier is Tier.SHARED:
+            with self.trays[0].store.open(holding.generation) as reader:
+                return bytes(reader.read(holding.owner, 0, reader.reader(holding.owner).size))
+        tray = next(tray for tray in self.trays if tray.name == holding.holder)
+        if holding.tier is Tier.OWN_TRAY:
+            shard = tray.arena.reader(holding.generation)
+            return b"".join(bytes(shard.chunk(index)) for index in range(len(shard.crcs)))
+        fd = next(fd for held, fd in tray.held() if held == holding)
+        with Arena.attach(fd, job=JOB) as arena:
+            shard = arena.reader(holding.generation, owner=holding.owner)
+            return b"".join(bytes(shard.chunk(index)) for index in range(len(shard.crcs)))
+
+    def _begin_anew(self) -> None:
+        """Everything is lost: the job has begun again."""
+        self.logged.clear()
+        self.copies.clear()
+        self.committer = Committer(CommitPolicy(copies=2))
+        self.committer.handle(EpochBegan(epoch=self.life, owners=tuple(range(self.world))))
+
+    # -- a save
+    def _begin(self) -> None:
+        assert self.committer is not None
+        for record in self.committer.committed.values():
+            self._announce(record)  # who has come since
+        if sum(any(self.copies.get((g, o)) for o in range(self.world)) for g in self.committer.keep()) > 1:
+            return  # there is no room for another copy: the newer is healed and confirmed first
+        self.generation += 1
+        g, step = self.generation, self.life * 100 + self.generation % 100
+        self.lives[g] = self.life
+        self.committer.handle(GenerationBegan(generation=g, step=step))
+        keep = self.committer.keep()
+        for tray in self.trays:
+            self.works.append((f"save {tray.index}", self._save(tray, g, step, keep)))
+        if self.rng.random() < 0.1:
+            self.works.append(("coordinator", self._deadline(g)))
+
+    def _deadline(self, g: int) -> Work:
+        for _ in range(self.rng.randint(0, 60)):
+            yield
+        self._tell(Deadline(generation=g))
+
+    def _save(self, tray: Tray, g: int, step: int, keep: tuple[int, ...]) -> Work:
+        data = content(self.life, g, tray.index)
+        writer = tray.arena.begin(g, step, keep=keep)
+        half = len(data) // 2
+        writer.payload[:half] = data[:half]
+        yield
+        writer.payload[half : len(data)] = data[half:]
+        if self.rng.random() < 0.03:
+            writer.abandon()
+            return
+        writer.seal(len(data), f"layout {len(data)}")
+        self.copies.setdefault((g, tray.index), set()).add(("arena", tray.index))
+        yield
+        self._sealed(tray, g, tray.index, tray.arena)
+        yield
+        holder = self.trays[(tray.index + 1) % self.world]
+        yield from self._push(tray.index, g, lambda: tray.arena._file.fd, holder)
+
+    def _push(self, owner: int, g: int, source: Callable[[], int], holder: Tray) -> Work:
+        """The bytes as they are, in pieces; the holder verifies them before it keeps them."""
+        assert self.committer is not None
+        fd = -1
+        try:
+            size = os.fstat(source()).st_size
+            fd = holder.copies.room(size)
+            for at in range(0, size, PIECE):
+                os.pwrite(fd, os.pread(source(), PIECE, at), at)
+                yield
+            try:
+                verify(fd, g)
+            except CheckpointError:
+                return  # it has been overwritten meanwhile
+            besides = self.committer.newest
+            holder.copies.keep(str(owner), 0, 0, g, besides.generation if besides else -1, fd)
+            with Arena.attach(fd, job=JOB) as arena:
+                self.copies.setdefault((g, owner), set()).add(("copy", holder.index))
+                fd = -1
+                yield
+                self._sealed(holder, g, owner, arena)
+        finally:
+            if fd >= 0 and fd not in {kept for _, kept in holder.held()}:
+                os.close(fd)
+
+    def _sealed(self, holder: Tray, g: int, owner: int, arena: Arena) -> None:
+        info = next((one for one in arena.slots() if one.generation == g and one.manifest_digest), None)
+        if info is not None:
+            self._tell(
+                ShardSealed(
+                    generation=g, step=info.step, epoch=info.epoch, owner=owner, holder=holder.name, domain=holder.name,
+                    digest=info.manifest_digest, layout_hash=info.layout_hash,
+                )
+            )  # fmt: skip
+
+    # -- the coordinator
+    def _tell(self, event: Event) -> None:
+        assert self.committer is not None
+        for output in self.committer.handle(event):
+            if isinstance(output, Commit):
+                g = output.record.generation
+                self.decided.add(g)
+                if any(len({at for _, at in self.copies[g, owner]}) < 2 for owner in range(self.world)):
+                    raise Wrong(f"unverified: generation {g} was committed with too few copies")
+                self._announce(output.record)
+                if self.rng.random() < 0.4:
+                    self.works.append(("flush", self._flush(output.record)))
+            elif isinstance(output, Retire) and self.rng.random() < 0.5:
+                for tray in self.trays:
+                    self.works.append((f"release {tray.index}", self._release(tray, output.generation)))
+            elif isinstance(output, Heal):
+                self.works.append((f"heal {output.to}", self._heal(output)))
+
+    def _announce(self, record: CommitRecord) -> None:
+        for tray in self.trays:
+            self.works.append((f"commit {tray.index}", self._commit(tray, record)))
+
+    def _commit(self, tray: Tray, record: CommitRecord) -> Work:
+        g = record.generation
+        tray.folder.remember(record)
+        self.logged.setdefault(g, set()).add(tray.index)
+        yield
+        with contextlib.suppress(NoUsableGeneration):
+            tray.arena.commit(g)
+        yield
+        self._tell(Confirmed(generation=g, holder=tray.name))
+
+    def _release(self, tray: Tray, g: int) -> Work:
+        yield
+        with contextlib.suppress(CheckpointError):
+            tray.arena.release(g)
+
+    def _heal(self, heal: Heal) -> Work:
+        """From wherever there is one."""
+        yield
+        to = next(tray for tray in self.trays if tray.name == heal.to)
+        for tray in self.trays:
+            for holding, fd in tray.held():
+                if (holding.generation, holding.owner) == (heal.generation, heal.owner) and tray is not to:
+                    with contextlib.closing(Duplicate(fd)) as source:
+                        yield from self._push(heal.owner, heal.generation, lambda source=source: source.fd, to)  # type: ignore[misc]
+                    return
+        owner = self.trays[heal.owner]
+        if owner is not to and any(
+            info.generation == heal.generation and info.manifest_digest for info in owner.arena.slots()
+        ):
+            yield from self._push(heal.owner, heal.generation, lambda: owner.arena._file.fd, to)
+
+    # -- the durable tier
+    def _flush(self, record: CommitRecord) -> Work:
+        """Each shard from its owner, or from who holds a copy; any rank finishes."""
+        assert self.committer is not None
+        committer, g = self.committer, record.generation
+        committer.handle(Pinned(generation=g, by="flush"))
+        writer = self.rng.choice(self.trays).store.writer(g, record.step, record.epoch, self.world)
+        written = 0
+        for owner in range(self.world):
+            yield
+            written += self._flush_shard(writer, g, owner)
+        committer.handle(Unpinned(generation=g, by="flush"))
+        if written == self.world and writer.finish():
+            self.on_disk = max(self.on_disk, g)
+            yield
+            collect(self.trays[0].store, Retention(2), epoch=self.life, now=lambda: 1e12, orphan_ttl_s=100.0)
+
+    def _flush_shard(self, writer: Any, g: int, owner: int) -> bool:
+        copies = [fd for tray in self.trays for h, fd in tray.held() if (h.generation, h.owner) == (g, owner)]
+        with contextlib.ExitStack() as opened:
+            arenas = [self.trays[owner].arena] if self.rng.random() < 0.7 else []
+            arenas += [opened.enter_context(Arena.attach(fd, job=JOB)) for fd in copies]  # as for a dead owner
+            for arena in arenas:
+                with contextlib.suppress(CheckpointError), arena.lease(g):
+                    reader = arena.reader(g, owner=owner)
+                    if writer.write_shard(
+                        owner, reader, reader.layout_hash, reader.crcs, chunk_bytes=arena.chunk_bytes
+                    ):
+                        return True
+        return False
+
+    # -- between lives
+    def mishap(self) -> str:
+        """A bit is flipped, in the newest image of an arena or in a copy."""
+        if self.rng.random() > 0.08:
+            return ""
+        tray = self.rng.choice(self.trays)
+        images = [(path, ("arena", tray.index), tray.index) for path in tray.base.glob("rackrun-*/*/*.arena")]
+        images += [(Path(f"/proc/self/fd/{fd}"), ("copy", tray.index), held.owner) for held, fd in tray.held()]
+        if not images:
+            return ""
+        path, place, owner = self.rng.choice(images)
+        with path.open("r+b") as file:
+            with Arena.attach(file.fileno(), job=JOB) as arena:
+                sealed = [info for info in arena.slots() if info.manifest_digest and info.payload_bytes]
+                if not sealed:
+                    return ""
+                newest = max(sealed, key=lambda info: info.generation)
+                at = arena._superblock.geometry.payload_at(newest.index) + self.rng.randrange(newest.payload_bytes)
+            byte = os.pread(file.fileno(), 1, at)[0] ^ (1 << self.rng.randrange(8))
+            os.pwrite(file.fileno(), bytes([byte]), at)
+        self.copies.get((newest.generation, owner), set()).discard(place)
+        self.story.append(f"bit flipped in generation {newest.generation}, {place} of rank {owner}")
+        return "bit flipped"
+
+    def close(self) -> None:
+        for tray in self.trays:
+            tray.stop()
+            tray.copies.close()
