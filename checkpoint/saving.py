@@ -28,7 +28,7 @@ __all__ = ["Counters", "Flush", "SaveHandle", "Saving"]
 register("save.copied", "save.sealed", "flush.leased", "flush.written", "flush.gathered", "flush.finished")
 
 _ORPHANS_S = 24 * 3600.0
-_FLUSH_S = 24 * 3600.0
+_FLUSH_S = 3600.0
 
 
 @dataclass

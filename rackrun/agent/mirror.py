@@ -28,6 +28,8 @@ __all__ = ["Copies", "Holder", "Mirror", "verify"]
 
 register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
+_OWNERS_MAX = 4
+"""Of one slot, one after the other, the present one included."""
 _SILENCE_S = 60.0
 """Of the holder, before a push is given up."""
 
@@ -64,20 +66,23 @@ class Copies:
         return fd
 
     def keep(self, tray: str, index: int, incarnation: int, step: int, besides: int, fd: int) -> list[int]:
-        """It was verified. Returns the steps that are now kept of this worker; workers that it had before are forgotten when
-        they are two behind."""
+        """It was verified. Returns the steps that are now kept of this worker. Of those before it in its slot, too, only these two
+        steps stay: one of them may be all that is whole."""
         owner = _Owner(tray, index, incarnation)
         held = self._held.setdefault(owner, {})
         if (old := held.pop(step, None)) is not None:
             os.close(old)
         held[step] = fd
         crash_point("replicate.replacing")
-        for other in [other for other in held if other not in (step, besides)]:
-            os.close(held.pop(other))
-        older = sorted(o.incarnation for o in self._held if (o.tray, o.index) == (tray, index))[:-2]
-        for gone in older:
-            for old in self._held.pop(_Owner(tray, index, gone)).values():
-                os.close(old)
+        slots = sorted(
+            (one for one in self._held if (one.tray, one.index) == (tray, index)), key=lambda one: one.incarnation
+        )
+        for number, whose in enumerate(reversed(slots)):
+            wanted = (step, besides) if number < _OWNERS_MAX else ()
+            for other in [other for other in self._held[whose] if other not in wanted]:
+                os.close(self._held[whose].pop(other))
+            if not self._held[whose]:
+                del self._held[whose]
         crash_point("replicate.kept")
         return sorted(held)
 

@@ -70,6 +70,8 @@ class _Agents:
             connection.request("GET", f"/{kind}/{path}/{self._step}", headers=headers)
             response = connection.getresponse()
             expected = http.HTTPStatus.OK if stop is None else http.HTTPStatus.PARTIAL_CONTENT
+            if response.status == http.HTTPStatus.NOT_FOUND:
+                raise CheckpointError("it is not kept any more")
             if response.status != expected:
                 raise http.client.HTTPException(f"{response.status} {response.reason}")
             left = int(response.headers["Content-Length"])

@@ -119,11 +119,15 @@ def test_more_than_the_host_has_is_refused() -> None:
         Copies().room(1 << 50)
 
 
-def test_a_slots_former_workers_are_forgotten_when_they_are_two_behind() -> None:
+def test_of_a_slots_former_workers_what_may_be_all_that_is_whole_stays() -> None:
     copies = Copies()
-    for incarnation in (1, 2, 3):
-        copies.keep("a", 0, incarnation, 4, -1, os.memfd_create("copy"))
-    assert [copies.find("a", 0, incarnation, 4) is not None for incarnation in (1, 2, 3)] == [False, True, True]
+    for incarnation, step, besides in ((1, 4, -1), (2, 6, 4), (3, 8, 4)):
+        copies.keep("a", 0, incarnation, step, besides, os.memfd_create("copy"))
+    kept = [(one, step) for one in (1, 2, 3) for step in (4, 6, 8) if copies.find("a", 0, one, step) is not None]
+    assert kept == [(1, 4), (3, 8)], "every rank of the world has step 4 elsewhere, and this is where"
+    for incarnation in range(4, 10):
+        copies.keep("a", 0, incarnation, 8, 4, os.memfd_create("copy"))
+    assert copies.find("a", 0, 5, 8) is None, "there is an end to it"
     copies.close()
 
 

@@ -46,12 +46,12 @@ def stories(plots: Mapping[str, Mapping[str, Plot]], *steps: int | None, sharded
 
 @pytest.mark.parametrize(("mode", "story"), stories(IN_A_UNIT, 3, 6, 8, 11))
 def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, reference: Reference) -> None:
-    """Once after the other: under DDP a live replica gives the state, under FSDP2 everybody goes back to a snapshot."""
+    """Once after the other: under DDP a live replica gives the state, under FSDP2 a snapshot, to which everybody goes back if need be."""
     trained = train(mode, told(story), spares=len(story))
     trained.assert_same_training(reference(mode), told(story))
     assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"] * len(story), trained
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
-    assert all((recovery["rollback"] is None) == (mode == "ddp") for recovery in trained.recoveries), trained
+    assert mode == "fsdp" or all(recovery["rollback"] is None for recovery in trained.recoveries), trained
 
 
 @pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, sharded=1))
@@ -101,16 +101,16 @@ def check_random_story(mode: str, seed: int, train: Train, reference: Reference)
 
 
 def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Reference) -> None:
-    """Twice in a row a newcomer starts from the same snapshot, the second time from the first newcomer's; a later loss then
-    finds a later snapshot."""
+    """Twice in a row a newcomer starts from the same snapshot, the second time from the first newcomer's (and nobody else goes
+    back, for nothing has been done since); a later loss then finds a later snapshot."""
     faults = [
-        Fault(name="first", place="forward", rank=1, step=5),
+        Fault(name="first", place="forward", rank=1, step=6),
         Fault(name="second", place="backward", rank=1, step=5, after="first"),
-        Fault(name="third", place="forward", rank=3, step=9, after="second"),
+        Fault(name="third", place="forward", rank=3, step=10, after="second"),
     ]
     trained = train("fsdp", faults, spares=3)
     trained.assert_same_training(reference("fsdp"), faults)
-    assert [recovery["rollback"] for recovery in trained.recoveries] == [4, 4, 8], trained
+    assert [recovery["rollback"] for recovery in trained.recoveries] == [4, None, 8], trained
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])

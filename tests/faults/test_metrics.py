@@ -38,9 +38,9 @@ def scraped(out_dir: Path) -> Samples:
 def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was_restored_from(
     start_rackrun: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """FSDP2 on two trays; rank 1 is lost in step 7. Rank 0 waits after the last step until the metrics were read."""
+    """FSDP2 on two trays; rank 1 is lost in step 8, all go back to the end of step 6. Rank 0 waits after the last step until the metrics were read."""
     faults = [
-        Fault(name="lost", place="backward", rank=1, step=7),
+        Fault(name="lost", place="backward", rank=1, step=8),
         Fault(name="held", place="after the loop", rank=0, then="wait", until="read"),
     ]
     marks = tmp_path / "marks"
@@ -69,6 +69,7 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     assert seen["snapshot_bytes", ""] > 4096
     assert seen["snapshot_stall_seconds_count", ""] >= 2 * 4
     assert seen["snapshot_copies_total", "made"] >= 2
-    assert seen["restores_total", "own_snapshot"] == seen["restores_total", "its_tray"] == 1, seen
+    assert seen["restores_total", "own_snapshot"] == 1, seen
+    assert seen["restores_total", "its_tray"] == 1, seen
     assert seen["checkpoints_total", "done"] == seen["checkpoint_write_seconds_count", ""] >= 1
     assert seen["recoveries_total", "swap"] == 1
