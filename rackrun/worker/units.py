@@ -8,8 +8,6 @@ calls, here, inside whatever call the loop is in: the user's loop never goes bac
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,27 +17,24 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rackrun.core.commands import Plan, Restore
-from rackrun.core.ids import BEGIN, Generation, Position
+from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
-from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
-from rackrun.worker.fetch import Damaged
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
+from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
-from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
-from rackrun.worker.world import Abandoned, Scope, Superseded
+from rackrun.worker.world import Abandoned, Scope
 
 __all__ = ["UnitRunner"]
 
@@ -77,6 +72,7 @@ class UnitRunner:
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
         self._pace = Pace()
+        self._rejoin = Rejoin(runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle)
         self._begun = False
         self._last_step = -1
         self._came_in = BEGIN
@@ -338,7 +334,7 @@ class UnitRunner:
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
         if step is not None and step.at.phase and self._state.content() != self._content:
-            self._leave("changed parameters in a phase that broke, and cannot put them back.")
+            leave(self._world.rank, "changed parameters in a phase that broke, and cannot put them back.")
 
     def _judge_late_breaks(self, at: Position) -> None:
         """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
@@ -350,108 +346,15 @@ class UnitRunner:
                 flush=True,
             )
             return
-        self._leave(
+        leave(
+            self._world.rank,
             f"used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn. "
-            "Remedy: keep collectives before optimizer.step(), or in phases."
+            "Remedy: keep collectives before optimizer.step(), or in phases.",
         )
-
-    def _leave(self, because: str) -> None:
-        """What this process has is of no use to the world: end it, so that the world goes on from another copy."""
-        print(f"rackrun: rank {self._world.rank} {because}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     # -- recovery
     def _recover(self) -> None:
-        """Take part in the newest generation: join its groups, bring state where it is missing."""
-        world, boot, channel = self._world, self._runtime.boot, self._runtime.channel
-        assert channel is not None, "only an agent brings plans"
-        assert boot is not None, "only an agent brings plans"
-        while True:
-            plan = world.wait_plan()
-            self._page.enter(Activity.RECOVERING, self.passed, self._pace.recovery_deadline_ms())
-            mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
-            try:
-                if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
-                    self._take_place(plan, mine.rank)
-                world.join(plan)
-                if plan.rollback is not None and Position(plan.rollback) < self._came_in:
-                    self._leave(
-                        f"took over after step {self._came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place."
-                    )
-                self._restore(plan, fresh=mine.fresh)
-            except Superseded:
-                continue
-            except RuntimeError as error:
-                world.collective_failed(world.generation, error)
-                continue
-            break
-        self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
-        if self._durable is not None:
-            self._durable.somebody_was_lost()
-        self._reports.resumed(Generation(plan.generation))
-
-    def _take_place(self, plan: Plan, rank: int) -> None:
-        moved = self._world.promote(rank)
-        promote_groups(moved)
-        promote_sharded(self._state.modules.values(), rank)
-        self._world.start_build(plan)
-
-    def _restore(self, plan: Plan, *, fresh: bool) -> None:
-        world = self._world
-        communicator = world.groups[0].communicator
-        settle_restores()
-        self._settle()
-        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
-        if plan.rollback is not None or (restore is not None and not restore.sources):
-            self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
-        if communicator is not None:
-            manifest = world.attempt(
-                plan,
-                lambda: run_restores(
-                    plan,
-                    world.rank,
-                    communicator,
-                    self._state,
-                    world.replica_class,
-                    self._runtime.device,
-                    lambda: world.superseded(plan.generation),
-                ),
-            )
-            if manifest is not None:
-                self._replicas.adopt(manifest)
-                self._replicas.unique.take_place(world.rank)
-        if plan.rollback is not None:
-            if (
-                communicator is not None
-            ):  # a newcomer that has begun its loop can go back no further, and others may have to
-                world.attempt(plan, lambda: communicator.inner.barrier().wait())
-            world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
-        elif fresh:
-            world.stand_at(plan.committed, plan.gate)
-
-    def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
-        """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,
-        after the coordinator was told: it plans again."""
-        world = self._world
-        if restore is not None and restore.sources:
-            return  # from a replica that goes back itself
-        where, fetched = "", None
-        try:
-            if restore is not None:
-                lost, where = restore, restore.snapshot or restore.rebuild[0].row
-                fetched = world.attempt(
-                    plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
-                )
-            self._replicas.adopt(self._snapshots.load(step, fetched))
-        except Damaged as damaged:
-            print(
-                f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "
-                f"{_hosts(restore) or 'this host'}.",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._reports.damaged(plan.generation, step, where, str(damaged))
-            raise Superseded from damaged
+        self._rejoin.run(self._came_in)
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
         """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:
@@ -479,12 +382,6 @@ class UnitRunner:
                 optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-
-
-def _hosts(restore: Restore | None) -> str:
-    """Of those that gave a snapshot, or a part of it."""
-    given = [restore.snapshot, *(one.snapshot for one in restore.rebuild)] if restore is not None else []
-    return ", ".join(dict.fromkeys(where.rpartition(":")[0] for where in given if where))
 
 
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:

@@ -139,11 +139,11 @@ def then(name: str, place: str, *, other: int = 0, **more: object) -> Plot:
 _IN_ANY_RECOVERY: dict[str, Plot] = {
     "a survivor, told that the world breaks": then("survivor", "after world.World.on_break", other=1),
     "a survivor, told of the plan": then("survivor", "before world.World.on_plan", other=2),
-    "the newcomer, before it takes its place": then("newcomer", "before units.UnitRunner._take_place", rank=ANYONE),
+    "the newcomer, before it takes its place": then("newcomer", "before rejoin.Rejoin._take_place", rank=ANYONE),
     "a survivor, before it builds groups": then("survivor", "before builder.build_communicator", other=3),
     "a survivor that has built groups": then("survivor", "after builder.build_communicator", other=1),
     "the newcomer, before it builds groups": then("newcomer", "before builder.build_communicator"),
-    "a survivor that has all it needs": then("survivor", "after units.UnitRunner._restore", other=2),
+    "a survivor that has all it needs": then("survivor", "after rejoin.Rejoin._restore", other=2),
     "the newcomer, in its first step": then("newcomer", "backward"),
 }
 

@@ -42,13 +42,13 @@ PLACES_INSIDE = (
     # in a recovery
     "world.World.on_break",
     "world.World.on_plan",
-    "units.UnitRunner._take_place",
+    "rejoin.Rejoin._take_place",
     "builder.build_communicator",
     "world.World.join",
     "restore._send",
     "restore._receive",
     "snapshot.Snapshots.load",
-    "units.UnitRunner._restore",
+    "rejoin.Rejoin._restore",
 )
 """Functions of rackrun.worker with two places each: ``before NAME``, ``after NAME``."""
 WAIT_S = 20.0

@@ -1,0 +1,154 @@
+"""Joining a generation: groups that are built again, a lost rank's place taken, state brought where it is missing.
+
+Everything a plan asks of this process happens here, between two attempts at a unit. When a newer generation is announced in the
+middle of it, it begins again with that one's plan.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from rackrun.core.commands import Plan, Restore
+from rackrun.core.ids import Generation, Position
+from rackrun.link.page import Activity
+from rackrun.worker.compat import promote_groups, promote_sharded
+from rackrun.worker.durable import DurableCheckpoints
+from rackrun.worker.fetch import Damaged
+from rackrun.worker.pace import Pace
+from rackrun.worker.replicas import ReplicaCheck
+from rackrun.worker.reports import Reports
+from rackrun.worker.restore import run_restores, settle_restores
+from rackrun.worker.runtime import Runtime
+from rackrun.worker.snapshot import Snapshots
+from rackrun.worker.state import TrackedState
+from rackrun.worker.world import Superseded
+
+__all__ = ["Rejoin", "leave"]
+
+
+class Rejoin:
+    """``settle`` waits until no copy of the state is in the making."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: TrackedState,
+        snapshots: Snapshots,
+        replicas: ReplicaCheck,
+        pace: Pace,
+        durable: DurableCheckpoints | None,
+        settle: Callable[[], None],
+    ) -> None:
+        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
+        self._state, self._snapshots, self._replicas = state, snapshots, replicas
+        self._pace, self._durable, self._settle = pace, durable, settle
+        self._reports = Reports(runtime)
+
+    def run(self, came_in: Position) -> None:
+        """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
+        this process entered its loop; it can go back no further."""
+        world, boot, channel = self._world, self._runtime.boot, self._runtime.channel
+        assert channel is not None, "only an agent brings plans"
+        assert boot is not None, "only an agent brings plans"
+        while True:
+            plan = world.wait_plan()
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
+            mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
+            try:
+                if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
+                    self._take_place(plan, mine.rank)
+                world.join(plan)
+                if plan.rollback is not None and Position(plan.rollback) < came_in:
+                    leave(
+                        world.rank,
+                        f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
+                    )
+                self._restore(plan, fresh=mine.fresh)
+            except Superseded:
+                continue
+            except RuntimeError as error:
+                world.collective_failed(world.generation, error)
+                continue
+            break
+        self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
+        if self._durable is not None:
+            self._durable.somebody_was_lost()
+        self._reports.resumed(Generation(plan.generation))
+
+    def _take_place(self, plan: Plan, rank: int) -> None:
+        moved = self._world.promote(rank)
+        promote_groups(moved)
+        promote_sharded(self._state.modules.values(), rank)
+        self._world.start_build(plan)
+
+    def _restore(self, plan: Plan, *, fresh: bool) -> None:
+        world = self._world
+        communicator = world.groups[0].communicator
+        settle_restores()
+        self._settle()
+        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+        if plan.rollback is not None or (restore is not None and not restore.sources):
+            self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
+        if communicator is not None:
+            manifest = world.attempt(
+                plan,
+                lambda: run_restores(
+                    plan,
+                    world.rank,
+                    communicator,
+                    self._state,
+                    world.replica_class,
+                    self._runtime.device,
+                    lambda: world.superseded(plan.generation),
+                ),
+            )
+            if manifest is not None:
+                self._replicas.adopt(manifest)
+                self._replicas.unique.take_place(world.rank)
+        if plan.rollback is not None:
+            if (
+                communicator is not None
+            ):  # a newcomer that has begun its loop can go back no further, and others may have to
+                world.attempt(plan, lambda: communicator.inner.barrier().wait())
+            world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
+        elif fresh:
+            world.stand_at(plan.committed, plan.gate)
+
+    def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
+        """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,
+        after the coordinator was told: it plans again."""
+        world = self._world
+        if restore is not None and restore.sources:
+            return  # from a replica that goes back itself
+        where, fetched = "", None
+        try:
+            if restore is not None:
+                lost, where = restore, restore.snapshot or restore.rebuild[0].row
+                fetched = world.attempt(
+                    plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
+                )
+            self._replicas.adopt(self._snapshots.load(step, fetched))
+        except Damaged as damaged:
+            print(
+                f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "
+                f"{_hosts(restore) or 'this host'}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._reports.damaged(plan.generation, step, where, str(damaged))
+            raise Superseded from damaged
+
+
+def leave(rank: int, because: str) -> None:
+    """What this process has is of no use to the world: end it, so that the world goes on from another copy."""
+    print(f"rackrun: rank {rank} {because}", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hosts(restore: Restore | None) -> str:
+    """Of those that gave a snapshot, or a part of it."""
+    given = [restore.snapshot, *(one.snapshot for one in restore.rebuild)] if restore is not None else []
+    return ", ".join(dict.fromkeys(where.rpartition(":")[0] for where in given if where))
