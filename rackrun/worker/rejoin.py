@@ -109,9 +109,8 @@ class Rejoin:
                 self._replicas.adopt(manifest)
                 self._replicas.unique.take_place(world.rank)
         if plan.rollback is not None:
-            if (
-                communicator is not None
-            ):  # a newcomer that has begun its loop can go back no further, and others may have to
+            if communicator is not None:
+                # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
                 world.attempt(plan, lambda: communicator.inner.barrier().wait())
             world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
         elif fresh:
@@ -130,7 +129,7 @@ class Rejoin:
                 fetched = world.attempt(
                     plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
                 )
-            self._replicas.adopt(self._snapshots.load(step, fetched))
+            self._replicas.adopt(self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None))
         except Damaged as damaged:
             print(
                 f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "

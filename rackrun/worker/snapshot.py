@@ -215,7 +215,7 @@ class Snapshots:
         of `fetch_snapshot`."""
         return fetch_snapshot(restore, step, self._runtime.boot.token if self._runtime.boot else "", overtaken)
 
-    def load(self, step: int, fetched: int | None) -> Manifest:
+    def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
 
         Raises `Damaged` when a chunk of it is not what was sealed: the state is untouched then, and an older snapshot of
@@ -240,7 +240,7 @@ class Snapshots:
                 os.close(fetched)
         for later in [other for other in self._held if other > step]:
             self._forget(later)
-        if self._runtime.world.has_mirrors:
+        if self._runtime.world.has_mirrors and all_go_back:
             self._mirrored = step  # all go back to it, and keep it until something newer is elsewhere
         if fetched is not None:
             self._runtime.world.replica_class = (
