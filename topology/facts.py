@@ -46,7 +46,7 @@ def against(reading: GpuReading, before: GpuReading | None = None) -> tuple[Find
         found.append(Finding(Health.LOST, "the driver has lost the GPU"))
     elif reading.verdict == "reset_required":
         found.append(Finding(Health.RESET, "the driver requires a reset"))
-    found += [Finding(Health.DEGRADED, f"{call}, twice") for call in reading.failing]
+    found += [Finding(Health.DEGRADED, f"{call}, twice in a row") for call in reading.failing]
     if reading.recovery_action is not None:
         health = health_of_action(reading.recovery_action)
         scope: Scope = "tray" if reading.recovery_action > 4 else "gpu"
@@ -133,25 +133,34 @@ def preflight(
 
 
 def _against_spare(gpu: GpuReading, clique: CliqueId | None, links: int | None) -> list[str]:
-    found = [finding.what for finding in against(gpu)]
+    findings = against(gpu)
+    found = [finding.what for finding in findings]
+    if clique is None or not clique.domain.startswith("host:"):
+        # Within one host NCCL does not ask for it, and on some machines it never completes.
+        found += _against_registration(gpu, clique)
+    up = sum(state in _UP for state in gpu.links or ())
+    down_is_said = any(finding.what.startswith("NVLink") for finding in findings)
+    if links is not None and gpu.links is not None and up < links and not down_is_said:
+        found.append(f"{up} NVLinks are up, not {links}")
+    return found
+
+
+def _against_registration(gpu: GpuReading, clique: CliqueId | None) -> Iterable[str]:
     fabric = gpu.fabric
     if fabric is None or fabric.state == FabricState.NOT_SUPPORTED:
-        if clique is not None and not clique.domain.startswith("host:"):
-            found.append(f"it is in no fabric, but is to join clique {clique}")
-    else:
-        if fabric.state != FabricState.COMPLETED:
-            found.append(f"its fabric registration is {_state(fabric.state)}, not completed")
-        elif fabric.status != 0:
-            found.append(f"its fabric registration ended with code {fabric.status}")
-        elif clique is not None and fabric.domain and fabric.joined != clique:
-            found.append(f"it is in clique {fabric.joined}, not in {clique}")
-        elif clique is not None and not fabric.domain and not clique.domain.startswith("host:"):
-            found.append(f"it is in no NVLink domain, but is to join clique {clique}")
-        found += [f"fabric: {what}" for what, _ in fabric_faults(fabric.mask) if what == "fabric manager disconnected"]
-    up = sum(state in _UP for state in gpu.links or ())
-    if links is not None and gpu.links is not None and len(gpu.links) < links and up == len(gpu.links):
-        found.append(f"{up} NVLinks, not {links}")
-    return found
+        if clique is not None:
+            yield f"it is in no fabric, but is to join clique {clique}"
+        return
+    if fabric.state != FabricState.COMPLETED:
+        yield f"its fabric registration is {_state(fabric.state)}, not completed"
+    elif fabric.status != 0:
+        yield f"its fabric registration ended with code {fabric.status}"
+    elif clique is not None and fabric.joined is None:
+        yield f"it is in no NVLink domain, but is to join clique {clique}"
+    elif clique is not None and fabric.joined != clique:
+        yield f"it is in clique {fabric.joined}, not in {clique}"
+    if any(what == "fabric manager disconnected" for what, _ in fabric_faults(fabric.mask)):
+        yield "fabric: fabric manager disconnected"
 
 
 def _state(state: int) -> str:

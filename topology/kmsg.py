@@ -40,7 +40,7 @@ class KernelXid(msgspec.Struct, frozen=True, kw_only=True):
     """Of Xid 154: the new recovery action."""
 
 
-_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\)[^:]*: (\d{1,4})(?:, *(.*))?$")
+_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: [^)]*)?\)[^:]*: (\d{1,4})(?:, *(.*))?$")
 _FALLEN = re.compile(
     r"NVRM: (?:The NVIDIA )?GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+[0-9a-fA-F]):?.*has fallen off the bus"
 )
