@@ -70,6 +70,8 @@ class Breaker:
         self._suspected: dict[CliqueId, int] = {}
         self._waiting: list[tuple[int, str, Verdict]] = []
         self.open_since_ms: int | None = None
+        self.withheld: dict[tuple[str, int], Withheld] = {}
+        """By tray and GPU: what was not acted on. A verdict is told once, so whoever resets the breaker looks here."""
 
     @property
     def wake_at_ms(self) -> int | None:
@@ -81,28 +83,43 @@ class Breaker:
         self._gone.clear()
         self._suspected.clear()
         self._fabric.clear()
+        self.withheld.clear()
 
     def handle(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
-        decisions = self.tick(at_ms)
+        """What is to be done about it, and about what has waited long enough."""
+        self.withheld.pop((tray, verdict.index), None)
+        self._waiting = [one for one in self._waiting if (one[1], one[2].index) != (tray, verdict.index)]
+        return self._noted([*self._ripe(at_ms), *self._decide(at_ms, tray, verdict)])
+
+    def tick(self, at_ms: int) -> list[Decision]:
+        """What has waited long enough."""
+        return self._noted(self._ripe(at_ms))
+
+    def _decide(self, at_ms: int, tray: str, verdict: Verdict) -> list[Decision]:
         if verdict.response not in {Response.SWAP, Response.FENCE}:
-            return [*decisions, Passed(tray=tray, verdict=verdict)]
+            return [Passed(tray=tray, verdict=verdict)]
         clique = self._clique_of.get(tray)
         if not verdict.fabric or clique is None:
-            return [*decisions, self._quarantine(at_ms, tray, verdict)]
-        decisions += self._against_fabric(at_ms, tray, clique)
+            return [self._quarantine(at_ms, tray, verdict)]
+        decisions = self._against_fabric(at_ms, tray, clique)
         if clique in self._suspected:
             return [*decisions, _blame_the_switch(tray, verdict, clique)]
         self._waiting.append((at_ms + self._policy.gather_ms, tray, verdict))
         return decisions
 
-    def tick(self, at_ms: int) -> list[Decision]:
-        """What has waited long enough."""
+    def _ripe(self, at_ms: int) -> list[Decision]:
         for clique, since in list(self._suspected.items()):
             if at_ms - since > self._policy.window_ms:
                 del self._suspected[clique]
         due = [entry for entry in self._waiting if entry[0] <= at_ms]
         self._waiting = [entry for entry in self._waiting if entry[0] > at_ms]
         return [self._quarantine(at_ms, tray, verdict) for _, tray, verdict in due]
+
+    def _noted(self, decisions: list[Decision]) -> list[Decision]:
+        for decision in decisions:
+            if isinstance(decision, Withheld):
+                self.withheld[decision.tray, decision.verdict.index] = decision
+        return decisions
 
     def _against_fabric(self, at_ms: int, tray: str, clique: CliqueId) -> list[Decision]:
         """Notes it; when this makes the switch a suspect, says so and gives up what waited for the same reason."""
