@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +46,5 @@ def fake(library: Path, tmp_path: Path) -> Iterator[Callable[..., Fake]]:
         return Fake(topology, racks[-1], library)
 
     yield make
-    gc.collect()
     for rack in racks:
         rack.close()

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -88,8 +87,8 @@ class FakeTray(ctypes.Structure):
 class FakeRack:
     """The state file of a simulated rack, mapped here and in every process that the library is loaded into."""
 
-    def __init__(self, path: Path, trays: Mapping[str, FakeTray], memory: mmap.mmap) -> None:
-        self.path, self._trays, self._memory = path, dict(trays), memory
+    def __init__(self, path: Path, trays: Mapping[str, FakeTray], address: int, size: int) -> None:
+        self.path, self._trays, self._address, self._size = path, dict(trays), address, size
 
     @classmethod
     def create(cls, path: Path, topology: Topology, *, driver: str = "580.65.06", links: int = 18) -> FakeRack:
@@ -98,19 +97,18 @@ class FakeRack:
         size = head + ctypes.sizeof(FakeTray) * len(topology.trays)
         with path.open("wb+") as file:
             file.truncate(size)
-            memory = mmap.mmap(file.fileno(), size)
-        memory[:head] = b"".join(
-            value.to_bytes(4, "little") for value in (MAGIC, ctypes.sizeof(FakeTray), len(topology.trays), 0)
-        )
+            address = _map(file.fileno(), size)
+        values = (MAGIC, ctypes.sizeof(FakeTray), len(topology.trays), 0)
+        ctypes.memmove(address, b"".join(value.to_bytes(4, "little") for value in values), head)
         clique_of = {seat.gpu.uuid: seat.clique for seat in topology.seats}
         trays = {}
         for number, (name, (rack, tray)) in enumerate(topology.trays.items()):
-            fake = FakeTray.from_buffer(memory, head + number * ctypes.sizeof(FakeTray))
+            fake = FakeTray.from_address(address + head + number * ctypes.sizeof(FakeTray))
             fake.name, fake.driver, fake.gpus, fake.fabric_version = name.encode(), driver.encode(), len(tray.gpus), 3
             for at, gpu in zip(fake.gpu, tray.gpus, strict=False):
                 _describe(at, gpu, tray, rack.serial, clique_of[gpu.uuid], links)
             trays[name] = fake
-        return cls(path, trays, memory)
+        return cls(path, trays, address, size)
 
     def tray(self, name: str) -> FakeTray:
         return self._trays[name]
@@ -125,10 +123,9 @@ class FakeRack:
         }
 
     def close(self) -> None:
-        """Unmaps it; with a tray still in somebody's hands, once that is let go of."""
+        """Unmaps it: its trays must not be touched afterwards."""
         self._trays.clear()
-        with contextlib.suppress(BufferError):
-            self._memory.close()
+        _libc.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._size))
 
 
 def build(folder: Path, without: Iterable[str] = ()) -> Path:
@@ -142,6 +139,19 @@ def build(folder: Path, without: Iterable[str] = ()) -> Path:
         timeout=60,
     )
     return folder
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+
+
+def _map(fd: int, size: int) -> int:
+    """mmap(2) itself: Python's keeps a descriptor for as long as anybody holds a part of it."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, ctypes.c_size_t(size), protection, mmap.MAP_SHARED, fd, ctypes.c_long(0))
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(address)
 
 
 def _describe(at: FakeGpu, gpu: Gpu, tray: Tray, chassis: str, clique: CliqueId, links: int) -> None:
