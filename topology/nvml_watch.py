@@ -34,8 +34,9 @@ _abandoned: list[subprocess.Popen[bytes]] = []
 class NvmlWatch:
     """Readings every ``period_ms``, and Xids as they happen.
 
-    ``fileno()`` becomes readable when there is something for ``next(0)``. After ``patience_ms`` of silence, or the child's
-    end, every further answer is the `NvmlUnavailable` that says so: make another watch then, later.
+    ``fileno()`` becomes readable when there is something for ``next(0)``; silence is only seen by calling that from time to
+    time. After ``patience_ms`` of silence, or the child's end, every further answer is the `NvmlUnavailable` that says so:
+    make another watch then, later.
     """
 
     def __init__(
@@ -76,21 +77,17 @@ class NvmlWatch:
         return self._fd
 
     def next(self, timeout_s: float) -> TrayReading | XidEvent | NvmlUnavailable | None:
-        """The next message; None when there is none within ``timeout_s``."""
+        """The next message; None when there is none within ``timeout_s``. What lies in the pipe comes before any judgement."""
         until = time.monotonic() + timeout_s
         while self.ended is None:
             message = self._take()
             if message is not None:
                 return message
-            now = time.monotonic()
-            if now >= self._deadline:
-                self._give_up()
-                break
-            if now > until:
-                return None
-            if self._readable(min(until, self._deadline) - now):
+            if self._readable(min(until, self._deadline) - time.monotonic()):
                 self._receive()
-            elif timeout_s <= 0:
+            elif time.monotonic() >= self._deadline:
+                self._give_up()
+            elif time.monotonic() >= until:
                 return None
         return self.ended
 

@@ -112,7 +112,7 @@ def _upwards(switch: str, above: dict[str, str]) -> tuple[str, ...]:
 
 
 def _outside_brackets(text: str) -> list[str]:
-    if text.count("[") != text.count("]") or re.search(r"\[[^\]]*\[|\][^\[]*\]", text):
+    if re.sub(r"[^\[\]]", "", text).replace("[]", ""):
         raise TopologyError(f"{text[:60]!r} are no hosts: brackets.", remedy="write tray[01-18].")
     return [item.strip() for item in re.split(r",(?![^\[]*\])", text) if item.strip()]
 

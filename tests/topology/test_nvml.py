@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -255,6 +256,17 @@ def test_a_watch_ends_with_a_reason_when_its_process_dies(fake: MakeFake) -> Non
         assert "SIGKILL" in answer.what
 
 
+def test_a_watch_that_is_looked_at_late_is_not_taken_for_one_that_hangs(fake: MakeFake) -> None:
+    of = fake()
+    with NvmlWatch(period_ms=50, patience_ms=0, env=of.env("tray-00")) as watch:
+        readable = select.poll()
+        readable.register(watch.fileno(), select.POLLIN)
+        assert readable.poll(DEADLINE_S * 1000)
+        assert isinstance(watch.next(0), TrayReading)
+        assert readable.poll(DEADLINE_S * 1000), "the next one: its time is over by now"
+        assert isinstance(watch.next(0), TrayReading), "what lies there counts, however late"
+
+
 def test_a_watch_does_not_outlive_its_parent(fake: MakeFake) -> None:
     of = fake()
     script = (
@@ -271,8 +283,6 @@ def test_a_watch_does_not_outlive_its_parent(fake: MakeFake) -> None:
         child = os.pidfd_open(pid)
         parent.communicate("\n")
     try:
-        import select
-
         poll = select.poll()
         poll.register(child, select.POLLIN)
         assert poll.poll(DEADLINE_S * 1000), "it still runs"
