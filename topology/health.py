@@ -144,7 +144,7 @@ class TrayHealth:
         if event.xid == ACTION_CHANGED:
             if kernel and kernel.action is not None:
                 live = kernel.action
-            gpu.announced = live
+            gpu.announced = live or None  # none wanted: it says nothing about the next error
         gpu.xids = [(at, xid) for at, xid in gpu.xids if at_ms - at <= policy.recent_ms]
         judged = judge_xid(
             event.xid,

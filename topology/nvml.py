@@ -53,6 +53,8 @@ class Nvml:
         self._handles: dict[int, Any] = {}
         self._known: dict[int, GpuReading] = {}
         self._events: Any = None
+        self._unheard: set[int] = set()
+        """GPUs that were lost when they were to be listened to."""
 
     @classmethod
     def open(cls) -> Nvml | NvmlUnavailable:
@@ -63,7 +65,7 @@ class Nvml:
         try:
             pynvml.nvmlInitWithFlags(0)
             nvml = cls(pynvml)
-            nvml._listen()
+            nvml.listen()
         except pynvml.NVMLError as error:
             return _unavailable(error)
         return nvml
@@ -81,6 +83,8 @@ class Nvml:
             gpus = tuple(self._gpu(index) for index in range(count))
         except nvml.NVMLError as error:
             return _unavailable(error)
+        if any(not gpu.verdict for gpu in gpus if gpu.index in self._unheard):
+            self.listen()
         return TrayReading(driver=driver, gpus=gpus, events=self._events is not None)
 
     def wait(self, timeout_ms: int) -> XidEvent | None:
@@ -117,14 +121,18 @@ class Nvml:
         raised: type[Exception] = self._nvml.NVMLError
         return raised
 
-    def _listen(self) -> None:
-        """Before the first reading, so that no Xid falls between the two. Without permission or support there are no events."""
+    def listen(self) -> None:
+        """From now on, to every GPU that answers. Before the first reading, so that no Xid falls between the two; and again
+        when waiting fails, as it does once one of the GPUs is lost. Without permission or support there are no events."""
         nvml = self._nvml
+        if self._events is not None:
+            self._events = nvml.nvmlEventSetFree(self._events)
         try:
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
             return
         heard = 0
+        self._unheard.clear()
         for index in range(int(nvml.nvmlDeviceGetCount())):
             try:
                 handle = self._handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -132,8 +140,9 @@ class Nvml:
                 if kinds:
                     nvml.nvmlDeviceRegisterEvents(handle, kinds, events)
                     heard += 1
-            except nvml.NVMLError:
-                continue
+            except nvml.NVMLError as error:
+                if error.value in _VERDICTS:
+                    self._unheard.add(index)
         if heard:
             self._events = events
         else:

@@ -19,6 +19,8 @@ from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
 __all__ = ["Message", "main"]
 
 _PARENT = os.getppid()
+XIDS_MAX = 64
+"""In a row: then there is a reading, however many more there are."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,14 +62,24 @@ def _report(nvml: Nvml, period_ms: int, *, once: bool) -> bool:
             if not _parent_waits(period_ms):
                 return False
             continue
-        try:
-            event = nvml.wait(period_ms)
-        except nvml.errors:  # as of a lost GPU: the next reading tells which
+        if not _tell_xids(nvml, period_ms):
+            nvml.listen()
             if not _parent_waits(period_ms):
                 return False
-            continue
-        if event is not None:
+
+
+def _tell_xids(nvml: Nvml, timeout_ms: int) -> bool:
+    """Those of one period, and those that come with them. False when events cannot be waited for."""
+    try:
+        event = nvml.wait(timeout_ms)
+        for _ in range(XIDS_MAX):
+            if event is None:
+                break
             _send(Message(xid=event))
+            event = nvml.wait(0)
+    except nvml.errors:
+        return False
+    return True
 
 
 def _parent_waits(timeout_ms: int) -> bool:

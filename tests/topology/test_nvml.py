@@ -327,6 +327,31 @@ def test_a_gpu_that_is_lost_while_it_is_watched_keeps_its_name(fake: MakeFake) -
         assert (gpu.verdict, gpu.uuid) == ("lost", of.topology.trays["tray-00"][1].gpus[1].uuid)
 
 
+def test_one_lost_gpu_does_not_make_the_others_deaf(fake: MakeFake) -> None:
+    of = fake()
+    with NvmlWatch(period_ms=50, env=of.env("tray-00")) as watch:
+        assert isinstance(watch.next(DEADLINE_S), TrayReading)
+        of.tray("tray-00").fail_all(1, "GPU_IS_LOST")
+        seen = 0
+        while seen < 3:  # by then it listens to the others only
+            reading = watch.next(DEADLINE_S)
+            assert isinstance(reading, TrayReading)
+            seen += bool(reading.gpus[1].verdict)
+        of.tray("tray-00").xid(3, 31)
+        while isinstance(event := watch.next(DEADLINE_S), TrayReading):
+            assert event.events
+        assert isinstance(event, XidEvent)
+        assert (event.xid, event.index) == (31, 3)
+        of.tray("tray-00").fail_all(1, None)
+        while not isinstance(reading := watch.next(DEADLINE_S), TrayReading) or reading.gpus[1].verdict:
+            pass
+        of.tray("tray-00").xid(1, 13)
+        while isinstance(event := watch.next(DEADLINE_S), TrayReading):
+            pass
+        assert isinstance(event, XidEvent), "one that came back is listened to again"
+        assert (event.xid, event.index) == (13, 1)
+
+
 def test_without_events_the_readings_still_come(fake: MakeFake) -> None:
     of = fake()
     for index in range(4):

@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10,
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15,
        VERSION_MISMATCH = 25, UNKNOWN = 999 };
 enum { FIELD_LINK_STATE = 165, FIELD_RECOVERY_ACTION = 230 };
 enum { CALL_IDENTITY, CALL_FABRIC, CALL_PLATFORM, CALL_FIELDS, CALL_LINKS, CALL_REMAPPED, CALL_ECC, CALL_CLOCKS,
@@ -121,7 +121,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
     hang();
     if (index >= tray->gpus) return INVALID_ARGUMENT;
     *device = (void *)(uintptr_t)(index + 1);
-    return tray->gpu[index].error == 15 ? 15 : SUCCESS;
+    return tray->gpu[index].error == GPU_IS_LOST ? GPU_IS_LOST : SUCCESS;
 }
 int nvmlDeviceGetUUID(void *device, char *out, unsigned size) {
     ENTER(device, CALL_IDENTITY)
@@ -282,6 +282,8 @@ int nvmlEventSetWait_v2(set_t *set, event_data_t *data, unsigned timeout_ms) {
             data->data = event->data;
             return SUCCESS;
         }
+        for (unsigned i = 0; i < tray->gpus; i++)
+            if (set->kinds[i] && tray->gpu[i].error == GPU_IS_LOST) return GPU_IS_LOST;
         if (waited >= timeout_ms) return TIMEOUT;
         pause_ms(1);
     }
