@@ -59,6 +59,12 @@ def test_what_is_unknown_is_never_unhealthy() -> None:
     assert preflight(tray(bare), [0]) == ()
 
 
+def test_a_registration_that_failed_joins_nothing() -> None:
+    assert FABRIC.joined == CLIQUE
+    for failed in (replace(FABRIC, status=999), replace(FABRIC, state=2), replace(FABRIC, domain="")):
+        assert failed.joined is None
+
+
 def test_links_without_a_fabric_count_only_when_they_were_up() -> None:
     card = gpu(fabric=None, links=(0, 0, 1, 1))
     assert against(card, card) == ()

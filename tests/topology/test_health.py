@@ -65,6 +65,20 @@ def test_an_announced_recovery_action_counts_until_the_driver_is_asked() -> None
     assert calm.handle(5, line("154, GPU recovery action changed from 0x2 (Node Reboot Required) to 0x0 (None)")) == []
 
 
+def test_an_announcement_is_about_what_comes_with_it() -> None:
+    health = machine()
+    drain = line("154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)")
+    assert one(health.handle(5, drain)).health is Health.DEGRADED
+    assert health.handle(6, line("95, Uncontained ECC error")) == [], "drain and reset is what it wants for it"
+    assert health.handle(7, tray()) == [], "a reading: from here on it is known better"
+    assert one(health.handle(8, line("95, Uncontained ECC error"))).health is Health.RESET
+    earlier = machine()
+    earlier.handle(5, line("154, GPU recovery action changed from 0x4 (Drain and Reset) to 0x0 (None)"))
+    assert one(earlier.handle(6, line("95, Uncontained ECC error"))).health is Health.RESET, (
+        "that was about another error"
+    )
+
+
 @pytest.mark.parametrize("xid", [43, 45, 63, 92])
 def test_what_the_catalogue_ignores_changes_nothing(xid: int) -> None:
     assert machine().handle(5, XidEvent(xid=xid, index=0)) == []
@@ -191,6 +205,7 @@ def test_a_fabric_that_falls_back_is_told_even_if_it_was_late_to_complete() -> N
     health = TrayHealth()
     late = gpu(0, fabric=replace(FABRIC, state=2), links=down(4))
     assert health.handle(0, tray(late)) == [], "it has lost nothing: preflight is what keeps it out"
+    assert health.handle(5, tray(late)) == []
     assert health.handle(10, tray()) == []
     verdict = one(health.handle(20, tray(late)))
     assert (verdict.health, verdict.response) == (Health.FABRIC, Response.FENCE)

@@ -160,13 +160,17 @@ def test_a_lack_of_permission_is_said_and_other_failures_are_tried_twice(fake: M
     tray.fail(0, "remapped", "NO_PERMISSION")
     tray.fail(1, "remapped", "UNKNOWN")
     tray.fail(2, "links", "NOT_SUPPORTED")
+    tray.fail(3, "remapped", "UNKNOWN", once=True)
     found = discover("tray-00", env=of.env("tray-00"), timeout_s=DEADLINE_S)
     assert isinstance(found, PartialTopology)
     assert found.notes == ("GPU 0: no permission to read remapped",)
+    tray.fail(3, "remapped", "UNKNOWN", once=True)
     gpus = reading_of(of.env("tray-00")).gpus
     assert gpus[0].refused == ("remapped",)
     assert gpus[1].failing == ("nvmlDeviceGetRemappedRows fails with code 999",)
     assert gpus[2].links == (1,) * 18
+    assert gpus[3].remapped is not None
+    assert gpus[3].failing == ()
 
 
 def test_a_driver_that_knows_version_2_of_the_fabric_only_is_asked_for_that(fake: MakeFake) -> None:
@@ -268,26 +272,33 @@ def test_a_watch_that_is_looked_at_late_is_not_taken_for_one_that_hangs(fake: Ma
 
 
 def test_a_watch_does_not_outlive_its_parent(fake: MakeFake) -> None:
+    """Not even when something that the parent forked still holds its standard input open."""
     of = fake()
     script = (
-        "import os; from rackrun.topology.nvml_watch import NvmlWatch; watch = NvmlWatch(period_ms=50); watch.next(20);"
-        "print(watch.pid, flush=True); input(); os._exit(0)"
+        "import os, signal; from rackrun.topology.nvml_watch import NvmlWatch; watch = NvmlWatch(period_ms=50);"
+        "watch.next(20); holder = os.fork(); holder or signal.pause();"
+        "print(watch.pid, holder, flush=True); input(); os._exit(0)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **of.env("tray-00")}, text=True,
     )  # fmt: skip
-    with parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        child = os.pidfd_open(pid)
-        parent.communicate("\n")
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pid, holder = map(int, parent.stdout.readline().split())
+    child = os.pidfd_open(pid)
     try:
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        parent.wait(DEADLINE_S)
         poll = select.poll()
         poll.register(child, select.POLLIN)
         assert poll.poll(DEADLINE_S * 1000), "it still runs"
     finally:
+        os.kill(holder, signal.SIGKILL)
         os.close(child)
+        parent.stdin.close()
+        parent.stdout.close()
 
 
 # -- watching

@@ -25,6 +25,7 @@ __all__ = ["CALLS", "NVML_ERRORS", "FakeRack", "FakeTray", "build"]
 
 SOURCE = Path(__file__).with_name("nvml.c")
 MAGIC = 0x6C6D766E
+ONCE = 0x10000
 GPUS, LINKS, EVENTS, MASK_WORDS = 16, 36, 256, 16
 CALLS = ("identity", "fabric", "platform", "fields", "links", "remapped", "ecc", "clocks", "affinity", "events")
 """What can be made to fail by itself: see `FakeTray.fail`."""
@@ -75,9 +76,9 @@ class FakeTray(ctypes.Structure):
         event.gpu, event.type, event.data = gpu, kind, xid
         self.event_count += 1  # last: the event is whole when it is counted
 
-    def fail(self, gpu: int, call: str, error: str | None) -> None:
-        """From now on ``call`` (of `CALLS`) returns ``error`` (of `NVML_ERRORS`); None: answers again."""
-        self.gpu[gpu].result[CALLS.index(call)] = NVML_ERRORS[error] if error else 0
+    def fail(self, gpu: int, call: str, error: str | None, *, once: bool = False) -> None:
+        """From now on ``call`` (of `CALLS`) returns ``error`` (of `NVML_ERRORS`); None: answers again. ``once``: only next time."""
+        self.gpu[gpu].result[CALLS.index(call)] = (NVML_ERRORS[error] if error else 0) | (ONCE if once else 0)
 
     def fail_all(self, gpu: int, error: str | None) -> None:
         """Every call about this GPU returns ``error``, as of one that is lost."""

@@ -20,6 +20,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 enum { FIELD_LINK_STATE = 165, FIELD_RECOVERY_ACTION = 230 };
 enum { CALL_IDENTITY, CALL_FABRIC, CALL_PLATFORM, CALL_FIELDS, CALL_LINKS, CALL_REMAPPED, CALL_ECC, CALL_CLOCKS,
        CALL_AFFINITY, CALL_EVENTS, CALLS };
+#define ONCE 0x10000u
 #define GPUS 16
 #define LINKS 36
 #define EVENTS 256
@@ -71,7 +72,9 @@ static volatile gpu_t *of(void *device) { return &tray->gpu[(uintptr_t)device - 
     __atomic_add_fetch(&tray->calls, 1, __ATOMIC_RELAXED);           \
     volatile gpu_t *gpu = of(device);                                \
     if (gpu->error) return gpu->error;                               \
-    if (gpu->result[call]) return gpu->result[call];
+    uint32_t result = gpu->result[call];                             \
+    if (result & ONCE) gpu->result[call] = 0;                        \
+    if (result) return result & ~ONCE;
 
 static int text(char *out, unsigned size, volatile const char *in) {
     if (strlen((const char *)in) + 1 > size) return INSUFFICIENT_SIZE;
