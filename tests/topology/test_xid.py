@@ -138,7 +138,7 @@ def test_a_fatal_port_error_is_read_with_its_words() -> None:
     [
         ("0x0 (None) to 0x2 (Node Reboot Required)", 2), ("0x1 (GPU Reset Required) to 0x0 (None)", 0),
         ("0x0 (None) to 0x4 (Drain and Reset)", 4), ("0x0 (None) to 0x3 (Drain P2P)", 3), ("0x0 to 0x5", 5),
-        ("0x0 (None) to 0x5 (Something New)", 5),
+        ("0x0 (None) to 0x5 (Something New)", 5), ("0x0 to 07", 7),
     ],
 )  # fmt: skip
 def test_xid_154_names_the_new_recovery_action(said: str, action: int) -> None:
