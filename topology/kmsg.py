@@ -48,7 +48,9 @@ _NVLINK5 = re.compile(
     r"([A-Z0-9_/ ]+?) (Fatal|Nonfatal|Non-fatal|Link Fatal) .*?Link (\d+) \((0x[0-9a-f]{1,8}) (0x[0-9a-f]{1,8})",
     re.IGNORECASE,
 )
-_ACTION = re.compile(r"recovery action changed from .*? to (0x[0-9a-f]+|\d+)(?: \(([^)]*)\))?", re.IGNORECASE | re.ASCII)
+_ACTION = re.compile(
+    r"recovery action changed from .*? to (0x[0-9a-f]+|\d+)(?: \(([^)]*)\))?", re.IGNORECASE | re.ASCII
+)
 _ACTION_NAMES = {
     "none": 0,
     "gpu reset required": 1,
@@ -108,4 +110,6 @@ def _action(said: str) -> int | None:
     match = _ACTION.search(said)
     if match is None:
         return None
-    return _ACTION_NAMES.get((match[2] or "").strip().lower(), int(match[1], 16 if match[1][:2].lower() == "0x" else 10))
+    return _ACTION_NAMES.get(
+        (match[2] or "").strip().lower(), int(match[1], 16 if match[1][:2].lower() == "0x" else 10)
+    )
