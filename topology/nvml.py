@@ -3,21 +3,30 @@
 Every call is guarded. A field that this driver, this GPU or this binding does not have is unknown, and never makes a GPU
 unhealthy; GPU_IS_LOST and RESET_REQUIRED are the driver's verdict about the GPU; a lack of permission is said; what else
 fails is tried once more, then reported.
-
-Structures are read as bytes by the layouts of nvml.h, not through the binding's classes: its class for the fabric means
-version 2, its masks were wrong for some releases, and its classes decode binary fields as text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import struct
-import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from rackrun.topology.nvml_layout import (
+    FABRIC_V2,
+    FABRIC_V3,
+    PLATFORM_V2,
+    SRAM_V1,
+    as_ranges,
+    first_bit,
+    parse_fabric,
+    parse_platform,
+    parse_sram_threshold,
+    text_of,
+    versioned,
+)
 from rackrun.topology.readings import (
     Fabric,
     GpuReading,
@@ -29,9 +38,8 @@ from rackrun.topology.readings import (
     normal_bdf,
 )
 
-__all__ = ["Nvml", "as_ranges", "parse_fabric", "parse_platform"]
+__all__ = ["Nvml"]
 
-FABRIC_V3, FABRIC_V2, PLATFORM_V2, SRAM_V1 = 0x03000028, 0x02000024, 0x0200002C, 0x01000068
 FIELD_LINK_STATE, FIELD_RECOVERY_ACTION = 165, 230
 LINKS_MAX = 36
 CPU_WORDS, NODE_WORDS = 64, 4
@@ -71,14 +79,16 @@ class Nvml:
         return nvml
 
     def close(self) -> None:
-        if self._events is not None:
-            self._nvml.nvmlEventSetFree(self._events)
-        self._nvml.nvmlShutdown()
+        with contextlib.suppress(self._nvml.NVMLError):
+            if self._events is not None:
+                self._nvml.nvmlEventSetFree(self._events)
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
 
     def read(self) -> TrayReading | NvmlUnavailable:
         nvml = self._nvml
         try:
-            driver = _text(nvml.nvmlSystemGetDriverVersion())
+            driver = text_of(nvml.nvmlSystemGetDriverVersion())
             count = int(nvml.nvmlDeviceGetCount())
             gpus = tuple(self._gpu(index) for index in range(count))
         except nvml.NVMLError as error:
@@ -125,28 +135,31 @@ class Nvml:
         """From now on, to every GPU that answers. Before the first reading, so that no Xid falls between the two; and again
         when waiting fails, as it does once one of the GPUs is lost. Without permission or support there are no events."""
         nvml = self._nvml
-        if self._events is not None:
-            self._events = nvml.nvmlEventSetFree(self._events)
-        try:
-            events = nvml.nvmlEventSetCreate()
-        except nvml.NVMLError:
-            return
-        heard = 0
         self._unheard.clear()
-        for index in range(int(nvml.nvmlDeviceGetCount())):
-            try:
-                handle = self._handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
-                kinds = int(nvml.nvmlDeviceGetSupportedEventTypes(handle)) & XID_EVENTS
-                if kinds:
-                    nvml.nvmlDeviceRegisterEvents(handle, kinds, events)
-                    heard += 1
-            except nvml.NVMLError as error:
-                if error.value in _VERDICTS:
-                    self._unheard.add(index)
-        if heard:
-            self._events = events
-        else:
-            nvml.nvmlEventSetFree(events)
+        try:
+            if self._events is not None:
+                self._events = nvml.nvmlEventSetFree(self._events)
+            events = nvml.nvmlEventSetCreate()
+            heard = [self._register(index, events) for index in range(int(nvml.nvmlDeviceGetCount()))]
+            if any(heard):
+                self._events = events
+            else:
+                nvml.nvmlEventSetFree(events)
+        except nvml.NVMLError:  # if more than events is wrong, the next reading says so
+            self._events = None
+
+    def _register(self, index: int, events: Any) -> bool:
+        nvml = self._nvml
+        try:
+            handle = self._handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+            kinds = int(nvml.nvmlDeviceGetSupportedEventTypes(handle)) & XID_EVENTS
+            if kinds:
+                nvml.nvmlDeviceRegisterEvents(handle, kinds, events)
+        except nvml.NVMLError as error:
+            if error.value in _VERDICTS:
+                self._unheard.add(index)
+            return False
+        return bool(kinds)
 
     def _gpu(self, index: int) -> GpuReading:
         asked = _Asked(self._nvml)
@@ -220,10 +233,10 @@ class _Asked:
         rows = self("remapped", "nvmlDeviceGetRemappedRows", handle)
         slow = self("slowdown", "nvmlDeviceGetCurrentClocksEventReasons", handle)
         fields: dict[str, Any] = {
-            "uuid": _text(self("uuid", "nvmlDeviceGetUUID", handle)),
-            "serial": _text(self("serial", "nvmlDeviceGetSerial", handle)),
-            "name": _text(self("name", "nvmlDeviceGetName", handle)),
-            "bdf": normal_bdf(_text(pci.busId)) if pci is not None else "",
+            "uuid": text_of(self("uuid", "nvmlDeviceGetUUID", handle)),
+            "serial": text_of(self("serial", "nvmlDeviceGetSerial", handle)),
+            "name": text_of(self("name", "nvmlDeviceGetName", handle)),
+            "bdf": normal_bdf(text_of(pci.busId)) if pci is not None else "",
             "module_id": self("module_id", "nvmlDeviceGetModuleId", handle),
             "fabric": self._fabric(handle),
             "platform": self._platform(handle),
@@ -237,7 +250,7 @@ class _Asked:
             "ecc_uncorrected": self("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", handle, 1, 0),
             "sram_threshold": self._sram(handle),
             "slowdown": int(slow) & SLOWDOWNS if slow is not None else None,
-            "numa": _first_bit(self("numa", "nvmlDeviceGetMemoryAffinity", handle, NODE_WORDS, 0)),
+            "numa": first_bit(self("numa", "nvmlDeviceGetMemoryAffinity", handle, NODE_WORDS, 0)),
             "cpus": as_ranges(self("cpus", "nvmlDeviceGetCpuAffinityWithinScope", handle, CPU_WORDS, 0)),
         }
         return GpuReading(index=index, **fields, **self._ended())
@@ -254,7 +267,7 @@ class _Asked:
     def _fabric(self, handle: Any) -> Fabric | None:
         def version(number: int) -> Callable[[], Any]:
             def call() -> bytes:
-                buffer = _versioned(number)
+                buffer = versioned(number)
                 self._nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(buffer))
                 return bytes(buffer.raw)
 
@@ -272,16 +285,16 @@ class _Asked:
         return parse_fabric(raw) if raw is not None else None
 
     def _platform(self, handle: Any) -> Platform | None:
-        buffer = _versioned(PLATFORM_V2)
+        buffer = versioned(PLATFORM_V2)
         if self("platform", "nvmlDeviceGetPlatformInfo", handle, ctypes.byref(buffer)) is None:
             return None
         return parse_platform(buffer.raw)
 
     def _sram(self, handle: Any) -> bool | None:
-        buffer = _versioned(SRAM_V1)
+        buffer = versioned(SRAM_V1)
         if self("sram_threshold", "nvmlDeviceGetSramEccErrorStatus", handle, ctypes.byref(buffer)) is None:
             return None
-        return bool(struct.unpack_from("<I", buffer.raw, 96)[0])
+        return parse_sram_threshold(buffer.raw)
 
     def _links(self, handle: Any) -> tuple[int, ...] | None:
         """By the field, which tells four states; by the older call, which tells two, where there is no field."""
@@ -307,63 +320,6 @@ class _Asked:
         if not states:
             self._unknown.append("links")
         return tuple(states) or None
-
-
-def parse_fabric(raw: bytes) -> Fabric:
-    """``nvmlGpuFabricInfo_v3_t`` or ``_v2_t``, by the version in its first word."""
-    version, cluster, status, clique, state, mask = struct.unpack_from("<I16sIIB3xI", raw)
-    return Fabric(
-        state=state,
-        domain=str(uuid.UUID(bytes=cluster)) if any(cluster) else "",
-        clique=clique,
-        status=status,
-        mask=mask,
-        summary=raw[36] if version == FABRIC_V3 else None,
-    )
-
-
-def parse_platform(raw: bytes) -> Platform:
-    """``nvmlPlatformInfo_v2_t``."""
-    guid, chassis, slot, tray, host, _, module = struct.unpack_from("<4x16s16s5B", raw)
-    return Platform(
-        chassis=chassis.partition(b"\0")[0].decode("ascii", errors="backslashreplace"),
-        slot=slot,
-        tray=tray,
-        host=host,
-        module=module,
-        guid=guid[:8].hex() if not any(guid[8:]) else guid.hex(),
-    )
-
-
-def as_ranges(words: Any) -> str:
-    """``0-71,144`` of a mask in words of 64 bits, the lowest first; empty for none."""
-    bits = [at * 64 + bit for at, word in enumerate(words or ()) for bit in range(64) if int(word) >> bit & 1]
-    ranges: list[list[int]] = []
-    for bit in bits:
-        if ranges and ranges[-1][1] == bit - 1:
-            ranges[-1][1] = bit
-        else:
-            ranges.append([bit, bit])
-    return ",".join(f"{first}-{last}" if first != last else str(first) for first, last in ranges)
-
-
-def _versioned(version: int) -> Any:
-    """A structure whose first word is its version, which names its size as well."""
-    buffer = ctypes.create_string_buffer(version & 0xFFFFFF)
-    struct.pack_into("<I", buffer, 0, version)
-    return buffer
-
-
-def _first_bit(words: Any) -> int | None:
-    """The CPU's node: GPU memory has nodes of its own on coherent systems, which are numbered after those of the CPUs."""
-    for at, word in enumerate(words or ()):
-        if int(word):
-            return at * 64 + (int(word) & -int(word)).bit_length() - 1
-    return None
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", errors="backslashreplace") if isinstance(value, bytes) else str(value or "")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -36,7 +36,7 @@ class NvmlWatch:
 
     ``fileno()`` becomes readable when there is something for ``next(0)``; silence is only seen by calling that from time to
     time. After ``patience_ms`` of silence, or the child's end, every further answer is the `NvmlUnavailable` that says so:
-    make another watch then, later.
+    make another watch then, later. Make another one after a GPU was reset, too: NVML must be opened again.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import pytest
 
 from rackrun.topology.discover import discover
 from rackrun.topology.model import CliqueId
-from rackrun.topology.nvml import as_ranges, parse_fabric, parse_platform
+from rackrun.topology.nvml_layout import as_ranges, parse_fabric, parse_platform
 from rackrun.topology.nvml_watch import NvmlWatch, read_once
 from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
 from rackrun.topology.sources import PartialTopology, merge
