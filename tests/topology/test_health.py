@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -40,6 +41,7 @@ def test_an_xid_79_fences_its_gpu_at_once() -> None:
     verdict = one(machine().handle(5, XidEvent(xid=79, index=2, uuid="GPU-2")))
     assert (verdict.index, verdict.uuid, verdict.health, verdict.response) == (2, "GPU-2", Health.LOST, Response.FENCE)
     assert "FALLEN_OFF_THE_BUS" in str(verdict)
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict, "it goes over the wire"
 
 
 def test_a_fatal_149_of_the_kernel_log_fences_its_gpu_and_speaks_of_the_fabric() -> None:

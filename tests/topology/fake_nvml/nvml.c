@@ -20,6 +20,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 enum { FIELD_LINK_STATE = 165, FIELD_RECOVERY_ACTION = 230 };
 enum { CALL_IDENTITY, CALL_FABRIC, CALL_PLATFORM, CALL_FIELDS, CALL_LINKS, CALL_REMAPPED, CALL_ECC, CALL_CLOCKS,
        CALL_AFFINITY, CALL_EVENTS, CALLS };
+#define POLL_MS 5 /* a whole rack of these runs on one machine */
 #define ONCE 0x10000u
 #define GPUS 16
 #define LINKS 36
@@ -60,7 +61,7 @@ static void pause_ms(long ms) {
 }
 
 static void hang(void) {
-    while (tray && tray->hang) pause_ms(1);
+    while (tray && tray->hang) pause_ms(POLL_MS);
 }
 
 static volatile gpu_t *of(void *device) { return &tray->gpu[(uintptr_t)device - 1]; }
@@ -274,7 +275,7 @@ int nvmlDeviceRegisterEvents(void *device, unsigned long long types, set_t *set)
     return SUCCESS;
 }
 int nvmlEventSetWait_v2(set_t *set, event_data_t *data, unsigned timeout_ms) {
-    for (unsigned waited = 0;; waited++) {
+    for (unsigned waited = 0;; waited += POLL_MS) {
         hang();
         while (set->seen < __atomic_load_n(&tray->event_count, __ATOMIC_ACQUIRE)) {
             volatile event_t *event = &tray->event[set->seen++ % EVENTS];
@@ -288,7 +289,7 @@ int nvmlEventSetWait_v2(set_t *set, event_data_t *data, unsigned timeout_ms) {
         for (unsigned i = 0; i < tray->gpus; i++)
             if (set->kinds[i] && tray->gpu[i].error == GPU_IS_LOST) return GPU_IS_LOST;
         if (waited >= timeout_ms) return TIMEOUT;
-        pause_ms(1);
+        pause_ms(POLL_MS);
     }
 }
 int nvmlEventSetFree(set_t *set) {
