@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
 from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.inside import seat_groups
-from rackrun.topology.layout import counts, domain_rooms, lay_out
+from rackrun.topology.layout import counts, lay_out
 from rackrun.topology.mesh import Ints
-from rackrun.topology.objective import NOWHERE, Fitness, Question, score
+from rackrun.topology.objective import NOWHERE, Fitness, Question
+from rackrun.topology.ways import best_way
 
-__all__ = ["WAYS_MAX", "nearness", "solve"]
+__all__ = ["nearness", "solve"]
 
-WAYS_MAX = 400
-"""Up to so many ways to spread the groups in question over cliques, each is tried."""
-_SMALL = 64
-"""Ranks of a world in which that is done."""
+_LEAVERS_MAX = 400
+"""Up to so many choices of who leaves a clique, each is looked at."""
 
 
-def solve(question: Question, ways_max: int = WAYS_MAX) -> Ints:
-    """(world_size,): the slot of each rank. Raises `DoesNotFit`."""
+def solve(question: Question, *, look_further: bool = True) -> Ints:
+    """(world_size,): the slot of each rank. Raises `DoesNotFit`.
+
+    look_further: see `rackrun.topology.ways`; False leaves it at the greedy choice.
+    """
     mesh = question.mesh
     usable, good = counts(question)
     if int(usable.sum()) < mesh.world_size:
@@ -43,16 +45,9 @@ def solve(question: Question, ways_max: int = WAYS_MAX) -> Ints:
         home = _rehome_singles(question, good)
     if (home == NOWHERE).any() and not question.allow_crossing:
         raise _too_few(question, usable)
-    found = seat_groups(question, home)
-    if (home == NOWHERE).any() or mesh.world_size > _SMALL:
-        return found
-    best = score(question, found)
-    for way in _ways(question, home, ways_max):
-        seats = seat_groups(question, way)
-        terms = score(question, seats)
-        if terms < best:
-            best, found = terms, seats
-    return found
+    if (home == NOWHERE).any() or not look_further:
+        return seat_groups(question, home)
+    return best_way(question, home)
 
 
 def nearness(question: Question, home: Ints, group: int) -> tuple[Ints, Ints]:
@@ -112,7 +107,7 @@ def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int
     states = np.where(old != NOWHERE, question.states[old], Fitness.BAD)
     well, badly = (states == Fitness.USABLE).sum(1), (states == Fitness.AVOID).sum(1)
     avoid = max(0, avoid)
-    if badly.any() and avoid and math.comb(len(groups), count) <= WAYS_MAX:
+    if badly.any() and avoid and math.comb(len(groups), count) <= _LEAVERS_MAX:
 
         def lost(way: tuple[int, ...]) -> int:
             left = list(way)
@@ -181,32 +176,6 @@ def _lemons(question: Question, cliques: Ints, size: int) -> Ints:
             order = np.lexsort((question.lemons[slots], question.states[slots]))[:size]
             found[at] = question.lemons[slots[order]].sum()
     return found
-
-
-def _ways(question: Question, home: Ints, ways_max: int) -> Iterator[Ints]:
-    """Every other choice of homes for the groups that are in question, if there are few enough."""
-    mesh = question.mesh
-    usable, _ = counts(question)
-    fits = usable // mesh.group_size
-    limits, domains = domain_rooms(question), question.board.domain
-    if question.previous is None:
-        asked = np.arange(len(mesh.groups))
-    else:
-        old = question.previous
-        unwell = (old == NOWHERE) | (question.states[old] > Fitness.USABLE)
-        asked = np.flatnonzero(unwell[mesh.groups].any(1) | (home != question.previous_cliques))
-    options = np.flatnonzero(fits > 0)
-    if not len(asked) or len(options) < 2 or len(options) ** min(len(asked), 20) > ways_max:
-        return
-    for choice in itertools.product(options, repeat=len(asked)):
-        way = home.copy()
-        way[asked] = choice
-        taken = np.bincount(way, minlength=len(fits))
-        if (taken > fits).any() or (way == home).all():
-            continue
-        if question.previous is None and (np.bincount(domains, weights=taken) > limits).any():
-            continue
-        yield way
 
 
 def least(*keys: Ints) -> int:
