@@ -152,17 +152,20 @@ def _without_last(question: Question, slots: Ints, held: int) -> Ints:
 def _scatter(question: Question, seats: Ints, groups: Ints) -> None:
     """Groups that fit into no clique: each rank keeps its slot if it can, or takes the nearest to the roomiest clique."""
     board, states = question.board, question.states
+    free = states < Fitness.BAD
+    free[seats[seats != NOWHERE]] = False
+    if question.previous is not None:
+        ranks = question.mesh.groups[groups].ravel()
+        old = question.previous[ranks]
+        keeps = (old != NOWHERE) & free[old]
+        seats[ranks[keeps]] = old[keeps]
+        free[old[keeps]] = False
     for group in groups:
-        free = states < Fitness.BAD
-        free[seats[seats != NOWHERE]] = False
         ranks = question.mesh.groups[group]
-        if question.previous is not None:
-            for rank, old in zip(ranks, question.previous[ranks], strict=True):
-                if old != NOWHERE and free[old]:
-                    seats[rank], free[old] = old, False
-        room = np.bincount(board.clique[free], minlength=len(board.cliques))
-        slots = np.flatnonzero(free)
-        far = board.distance(board.clique[slots], int(room.argmax()))
-        order = slots[np.lexsort((slots, question.lemons[slots], far, states[slots]))]
         lost = ranks[seats[ranks] == NOWHERE]
-        seats[lost] = order[: len(lost)]
+        slots = np.flatnonzero(free)
+        room = np.bincount(board.clique[slots], minlength=len(board.cliques))
+        far = board.distance(board.clique[slots], int(room.argmax()))
+        order = slots[np.lexsort((slots, question.lemons[slots], far, states[slots]))][: len(lost)]
+        seats[lost] = order
+        free[order] = False
