@@ -99,7 +99,7 @@ def _share(own: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
     runs = [own[start:end] for start, end in zip(starts, [*starts[1:], len(own)], strict=True)]
     if min(len(run) for run in runs) < parts:
         runs = [own]
-    share = []
+    share: list[int] = []
     for run in runs:
         each, more = divmod(len(run), parts)
         start = part * each + min(part, more)
