@@ -35,7 +35,7 @@ __all__ = ["Fitness", "Move", "Placement", "place"]
 class Move(NamedTuple):
     rank: Rank
     source: SlotId | None
-    """None: it sat on a slot that is no longer there."""
+    """None: it had no slot of this topology."""
     target: SlotId
     why: str
 
@@ -181,7 +181,7 @@ class Placement:
         assert question.previous is not None
         old, new = int(question.previous[rank]), int(self.seats[rank])
         if old == NOWHERE:
-            return "its slot is no longer there"
+            return "it had no slot of this topology"
         before = question.previous_cliques[self.mesh.group_of[rank]]
         if self.mesh.group_size > 1 and before == NOWHERE:
             return "its group was not inside one clique"
@@ -216,7 +216,8 @@ def place(
         Given a ``previous`` placement they are there to be used.
     health, lemons: by slot, or by tray for all of its slots; the worse of the two holds. What is not named is usable.
     preflighted: slots or trays that may be used; None: all. Who sits on a slot has passed.
-    previous: a placement, or its ``slots``. What can stay, stays.
+    previous: a placement, or the slots of all ranks; a name that there is not, such as "", is of a rank without a slot. What can
+        stay, stays.
     allow_cross_clique: place groups that fit into no clique anyhow, near each other. They crawl.
 
     Raises `DoesNotFit`; `TopologyError` for slots that there are not.
@@ -249,12 +250,15 @@ def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] |
     if isinstance(previous, Placement) and previous.board is board and previous.mesh == mesh:
         return previous.seats
     slots = previous.slots if isinstance(previous, Placement) else tuple(previous)
-    if len(slots) != mesh.world_size or len(set(slots)) != len(slots):
+    found = np.array([board.number.get(slot, NOWHERE) for slot in slots], np.int64)
+    taken = found[found != NOWHERE]
+    if len(slots) != mesh.world_size or len(np.unique(taken)) != len(taken):
         raise TopologyError(
-            f"the previous placement has {len(slots)} ranks on {len(set(slots))} slots; the mesh has {mesh.world_size}.",
-            remedy="give the placement of the same mesh, or none.",
+            f"the previous placement has {len(slots)} ranks, {len(taken)} of them on {len(np.unique(taken))} slots of the topology; "
+            f"the mesh has {mesh.world_size} ranks.",
+            remedy="give one slot for each rank of the mesh, or no previous placement.",
         )
-    return np.array([board.number.get(slot, NOWHERE) for slot in slots], np.int64)
+    return found
 
 
 def _slots_of(board: Board, name: str) -> list[int]:

@@ -178,7 +178,14 @@ def test_a_tray_that_is_gone_from_the_topology_is_lost() -> None:
     )
     after = place(smaller, TP4, previous=placed.slots)
     assert sorted(moved(after)) == [0, 1, 2, 3]
-    assert {(move.source, move.why) for move in after.moves} == {(None, "its slot is no longer there")}
+    assert {(move.source, move.why) for move in after.moves} == {(None, "it had no slot of this topology")}
+
+
+def test_a_world_that_grows_keeps_what_stands() -> None:
+    smaller = place(NVL72, Mesh.of({"dp": 15, "tp": 4}), spares=12)
+    after = place(NVL72, TP4, previous=[*smaller.slots, "", "", "", ""])
+    assert after.slots[:60] == smaller.slots
+    assert sorted(moved(after)) == [60, 61, 62, 63]
 
 
 # -- when it does not fit
@@ -217,7 +224,7 @@ def test_a_slot_that_there_is_not_is_an_error(wrong: dict[str, object], what: st
 
 
 def test_the_previous_placement_must_be_of_the_same_size() -> None:
-    with pytest.raises(TopologyError, match="has 3 ranks on 2 slots; the mesh has 64"):
+    with pytest.raises(TopologyError, match="3 ranks, 3 of them on 2 slots of the topology; the mesh has 64"):
         place(NVL72, TP4, previous=["tray-00/0", "tray-00/1", "tray-00/1"])
 
 

@@ -5,25 +5,31 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rackrun.topology.board import Board
 from rackrun.topology.errors import DoesNotFit
+from rackrun.topology.mesh import Mesh
 from rackrun.topology.model import CliqueId
 from rackrun.topology.placement import Placement, place
+from rackrun.topology.rack_file import read_rack_file
 from tests.topology.placements import AVOID, BAD, USABLE, Drawn, Oracle, chances, draw_case, draw_health, shuffled
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"
+RACKS = {name: read_rack_file(EXAMPLES / f"{name}.yaml") for name in ("gb200-nvl72", "two-gb200-nvl72", "hgx-h100")}
 few = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Story:
     """A placement, and then faults one after the other, each placed against the one before."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, case: Drawn | None = None) -> None:
         self.chance = chance
-        self.case: Drawn = draw_case(chance, slots=96, world=96)
+        self.case = case or draw_case(chance, slots=96, world=96)
         self.board = Board(self.case.topology)
         self.preflighted: set[str] | None = None
         if chance.randint(0, 2) == 0:
@@ -48,8 +54,8 @@ class Story:
         self.placed = self.place(previous=before.slots if before else None)
         Rules(self, before).check()
 
-    def run(self) -> None:
-        for _ in range(self.chance.randint(0, 4)):
+    def run(self, faults: int = 4) -> None:
+        for _ in range(self.chance.randint(0, faults)):
             if self.placed is not None:
                 self.step()
 
@@ -148,6 +154,29 @@ def test_rules_hold_from_the_first_placement_to_the_last_fault(chance: random.Ra
     Story(chance).run()
 
 
+REAL = [
+    ("gb200-nvl72", {"dp": 16, "tp": 4}, 8),
+    ("gb200-nvl72", {"dp": 8, "tp": 8}, 8),
+    ("gb200-nvl72", {"ep": 64}, 8),
+    ("two-gb200-nvl72", {"pp": 2, "dp": 16, "tp": 4}, 8),
+    ("two-gb200-nvl72", {"pp": 4, "dp": 4, "tp": 8}, 8),
+    ("two-gb200-nvl72", {"dp": 2, "ep": 64}, 8),
+    ("two-gb200-nvl72", {"dp": 128}, 8),
+    ("hgx-h100", {"dp": 3, "tp": 8}, 0),
+    ("hgx-h100", {"dp": 4, "tp": 7}, 1),
+]
+
+
+def on_a_real_rack(name: str, axes: dict[str, int], spares: int, chance: random.Random) -> None:
+    Story(chance, Drawn(RACKS[name], Mesh.of(axes), spares)).run(faults=8)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(REAL), chances())
+def test_rules_hold_on_racks_that_exist(real: tuple[str, dict[str, int], int], chance: random.Random) -> None:
+    on_a_real_rack(*real, chance)
+
+
 @few
 @given(chances())
 def test_knowing_of_more_degrading_slots_never_leads_to_more_use_of_degrading_slots(chance: random.Random) -> None:
@@ -200,3 +229,6 @@ def test_rules_hold_in_many_more_stories(seed: int) -> None:
         Story(random.Random(seed * 1_000 + number)).run()
         knowing_more_never_hurts(random.Random(seed * 1_000 + number))
         the_first_spare_is_taken(random.Random(seed * 1_000 + number))
+    for real in REAL:
+        for number in range(10):
+            on_a_real_rack(*real, random.Random(seed * 1_000 + number))
