@@ -111,6 +111,20 @@ def test_a_lost_tray_is_replaced_by_the_nearest_whole_one() -> None:
     assert moved(again) == {14: "tray-17/0"}
 
 
+def test_the_nearest_tray_is_the_one_with_the_next_index() -> None:
+    placed = place(NVL72, TP4, health={"tray-02": BAD, "tray-12": BAD})
+    back = {"tray-10": BAD}
+    assert trays_of(placed.spares) == []
+    assert trays_of(tuple(moved(place(NVL72, TP4, previous=placed, health=back)).values())) == ["tray-12"]
+    assert place(NVL72, TP4, previous=placed).spares_for(0)[0] == "tray-02/0"
+
+
+def test_who_sits_on_a_slot_has_passed_its_preflight() -> None:
+    placed = place(NVL72, TP4, spares=8)
+    after = place(NVL72, TP4, previous=placed, preflighted={"tray-17"}, health={"tray-05/3": BAD})
+    assert moved(after) == {23: "tray-17/0"}
+
+
 def test_without_a_spare_in_its_clique_the_whole_group_moves() -> None:
     mesh = Mesh.of({"dp": 32, "tp": 4})
     placed = place(TWO, mesh, spares=8)
@@ -150,6 +164,20 @@ def test_a_rank_on_a_degrading_gpu_moves_while_a_better_one_is_free_and_no_group
     stays = place(TWO, mesh, previous=placed, health=none_left)
     assert stays.moves == ()
     assert "no better one is free" in " ".join(stays.explain(17))
+
+
+def test_a_group_that_moves_goes_where_no_slot_is_degrading_however_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rackrun.topology.ways.CELLS_MAX", 0)
+    racks = [machine(2, 2, name, (leaf, "top")) for name, leaf in (("a", "leaf-0"), ("b", "leaf-0"), ("c", "leaf-1"))]
+    topology = joined(*racks)
+    mesh = Mesh.of({"dp": 3, "tp": 2})
+    previous = ["a-0/0", "a-0/1", "a-1/0", "a-1/1", "c-0/0", "c-0/1"]
+    near = place(topology, mesh, previous=previous, health={"a-1/0": BAD})
+    assert moved(near) == {2: "b-0/0", 3: "b-0/1"}
+    far = place(
+        topology, mesh, previous=previous, health={"a-1/0": BAD, "b-0/1": AVOID, "b-1/0": AVOID, "b-1/1": AVOID}
+    )
+    assert moved(far) == {2: "c-1/0", 3: "c-1/1"}
 
 
 def test_a_degrading_spare_is_better_than_none() -> None:
