@@ -30,7 +30,7 @@ def seat_groups(question: Question, home: Ints) -> Ints:
         slots = board.members[clique]
         free = slots[(question.states[slots] < Fitness.BAD) & ~taken[slots]]
         lost = ranks[seats[ranks] == NOWHERE]
-        if len(lost) == len(ranks) and not taken[slots].any() and _all_new(question, lost, clique):
+        if question.previous is None:
             seats[lost] = _without_spares(question, free, len(free) - len(lost))
             continue
         good = int((question.states[free] == Fitness.USABLE).sum())
@@ -45,12 +45,6 @@ def seat_groups(question: Question, home: Ints) -> Ints:
     if len(crossing):
         _scatter(question, seats, crossing)
     return seats
-
-
-def _all_new(question: Question, ranks: Ints, clique: int) -> bool:
-    if question.previous is None:
-        return True
-    return bool((question.previous_cliques[question.mesh.group_of[ranks]] != clique).all())
 
 
 def preference(question: Question, rank: int, slots: Ints) -> tuple[Ints, ...]:
