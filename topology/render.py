@@ -135,7 +135,7 @@ def draw_svg(
     if len(topology.racks) > racks_max:
         legend.append(f"and {len(topology.racks) - racks_max} racks more")
     parts += [_line(_GAP, y + 16 * at, text, "normal") for at, text in enumerate(legend)]
-    x, y = max(x, 640), y + 16 * len(legend)
+    x, y = max(x, 2 * _GAP + 7 * max(len(text) for text in legend)), y + 16 * len(legend)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{x}" height="{y}" viewBox="0 0 {x} {y}" '
         'font-family="ui-monospace, monospace" font-size="11">'

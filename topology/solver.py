@@ -88,12 +88,11 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
         if not len(open_to):
             break
         slots = (inside[open_to] + 1) * size
-        worse = np.maximum(0, slots - good[open_to]) - np.maximum(0, slots - size - good[open_to])
-        kept = np.minimum(on_avoid[open_to], np.maximum(0, slots - good[open_to]))
-        kept -= np.minimum(on_avoid[open_to], np.maximum(0, slots - size - good[open_to]))
+        after, before = (np.maximum(0, taken - good[open_to]) for taken in (slots, slots - size))
+        worse, staying = after - before, np.minimum(on_avoid[open_to], after) - np.minimum(on_avoid[open_to], before)
         pp, dp = (found[open_to] for found in nearness(question, home, int(group)))
         lemons = _lemons(question, open_to, size)
-        clique = open_to[least(worse, -kept, pp, dp, -(usable[open_to] - slots), lemons, open_to)]
+        clique = open_to[least(worse, -staying, pp, dp, -(usable[open_to] - slots), lemons, open_to)]
         home[group] = clique
         inside[clique] += 1
     return home
