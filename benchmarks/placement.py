@@ -1,9 +1,9 @@
 """Placement of 100,000 GPUs: 1,389 racks of 72, from nothing, and repaired after one fault.
 
-    python benchmarks/placement.py            about 1 minute on one core
+    python benchmarks/placement.py            about 15 s on one core
     python benchmarks/placement.py --racks 20
 
-Measured: reading the topology into arrays (once for a topology), a placement from nothing with the arrays at hand and without,
+Measured: reading the topology into arrays (once for a topology), a placement from nothing without the arrays and with them,
 and the repair of one lost GPU, of one lost tray, and of one lost GPU in a clique without spares, whose whole group moves. Each is
 a median. Naming all slots and hashing them is shown by itself: a repair tells who moved, and needs neither.
 """
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jobs import machine, save
 
@@ -50,13 +51,15 @@ def racks(count: int) -> Topology:
     return Topology.of(built, cliques)
 
 
-def median(run: Callable[[], object], times: int) -> float:
-    taken = []
+def median(run: Callable[[], object], times: int) -> dict[str, float]:
+    """Of wall time, and of this process's time on a core: somebody else may be using the machine."""
+    wall, cpu = [], []
     for _ in range(times):
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - busy)
+    return {"wall_s": statistics.median(wall), "cpu_s": statistics.median(cpu), "best_wall_s": min(wall)}
 
 
 def main() -> int:
@@ -87,33 +90,27 @@ def main() -> int:
 
         return repair
 
-    def named() -> None:
-        after = place(board, mesh, previous=placed, health={"r0007-t03/1": Fitness.BAD})
-        start = time.perf_counter()
-        assert len(after.content_id) == 64
-        naming.append(time.perf_counter() - start)
-
-    naming: list[float] = []
+    repairs = iter([place(board, mesh, previous=placed) for _ in range(args.times)])
     times = args.times
-    median(named, times)
-    result = {
+    result: dict[str, Any] = {
         "machine": machine(),
         "gpus": len(board.slots),
         "racks": args.racks,
         "ranks": mesh.world_size,
-        "from_nothing_s": median(from_nothing, times),
-        "read_into_arrays_s": median(lambda: Board(topology), times),
-        "from_nothing_with_arrays_s": median(lambda: place(board, mesh, spares=SPARES), times),
-        "one_gpu_lost_s": median(repaired(placed, {"r0007-t03/1": Fitness.BAD}, 1), 20 * times),
-        "one_tray_lost_s": median(repaired(placed, {"r0007-t03": Fitness.BAD}, 4), 20 * times),
-        "whole_group_moves_s": median(repaired(bare, {**whole, "r0007-t03/1": Fitness.BAD}, 8), 20 * times),
-        "names_and_hash_s": statistics.median(naming),
+        "from_nothing": median(from_nothing, times),
+        "read_into_arrays": median(lambda: Board(topology), times),
+        "from_nothing_with_arrays": median(lambda: place(board, mesh, spares=SPARES), times),
+        "one_gpu_lost": median(repaired(placed, {"r0007-t03/1": Fitness.BAD}, 1), 20 * times),
+        "one_tray_lost": median(repaired(placed, {"r0007-t03": Fitness.BAD}, 4), 20 * times),
+        "whole_group_moves": median(repaired(bare, {**whole, "r0007-t03/1": Fitness.BAD}, 8), 20 * times),
+        "names_and_hash": median(lambda: next(repairs).content_id, times),
     }
     path = save("placement" if args.racks == 1389 else "placement-small", result)
-    print("| what | median |\n|---|---|")
-    for name, value in result.items():
-        if isinstance(value, float):
-            print(f"| {name.removesuffix('_s').replace('_', ' ')} | {value * 1e3:.1f} ms |")
+    print("| what | wall, ms | on a core, ms | best wall, ms |\n|---|---|---|---|")
+    for name, taken in result.items():
+        if isinstance(taken, dict) and "wall_s" in taken:
+            shown = " | ".join(f"{seconds * 1e3:.1f}" for seconds in taken.values())
+            print(f"| {name.replace('_', ' ')} | {shown} |")
     print(f"\n{path.relative_to(path.parents[2])}")
     return 0
 
