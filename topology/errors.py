@@ -7,13 +7,14 @@
         +-- TopologyError            yours: a rack that cannot be
             +-- RackFileError        a rack file that does not parse: file, line, field
             +-- SourcesDisagree      two sources contradict each other about one device
+            +-- DoesNotFit           no place for a mesh: too few healthy slots, or cut the wrong way
 """
 
 from __future__ import annotations
 
 from rackrun.errors import UsageError
 
-__all__ = ["RackFileError", "SourcesDisagree", "TopologyError"]
+__all__ = ["DoesNotFit", "RackFileError", "SourcesDisagree", "TopologyError"]
 
 
 class TopologyError(UsageError):
@@ -26,3 +27,7 @@ class RackFileError(TopologyError):
 
 class SourcesDisagree(TopologyError):
     """Two sources contradict each other about one device. Both are named; neither is chosen."""
+
+
+class DoesNotFit(TopologyError):
+    """A mesh that finds no place: too few usable slots, or none of its bound groups' size in one clique."""
