@@ -205,11 +205,12 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
     lost = next(i for i, what in enumerate(reference.moments[1]) if what.startswith("committed Position(step=6"))
     ended = train(main, snapshot_every=1, kill={1: lost})
     assert ended.exit_code == 0, ended
-    assert [plan.rollback for plan in ended.plans] == [1]
+    (back_to,) = [plan.rollback for plan in ended.plans]
+    assert back_to in (1, 5), "5 where nobody has begun to write over it yet"
     for rank, said in ended.said.items():
         found = {int(number): of for number, of in said["found"].items()}
         assert all(mirrored in held for mirrored, held in found.values() if mirrored >= 0), (rank, found)
-        assert {found[number][0] for number in range(8, 12)} == {1}, (rank, found)
+        assert {found[number][0] for number in range(8, 12)} == {back_to}, (rank, found)
         if rank != 1:
             assert {found[number][0] for number in range(2, 6)} == {1}, (rank, found)
 
