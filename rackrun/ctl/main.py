@@ -16,6 +16,7 @@ from rich.console import Console
 from rackrun.coordinator.report import read_report
 from rackrun.ctl.ckpt import ckpt
 from rackrun.ctl.render import render_report, render_result, render_status
+from rackrun.ctl.topology import topology
 from rackrun.errors import RackrunError, UsageError
 from rackrun.launch.place import Endpoint, Result, find_run, read_json
 
@@ -23,7 +24,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="rackctl",
-    help="Look at a run of rackrun, stop it, and look after its checkpoints.",
+    help="Look at a run of rackrun, stop it, look after its checkpoints, and at the rack.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,6 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 _TIMEOUT_S = 5.0
 
 app.add_typer(ckpt)
+app.add_typer(topology)
 
 
 def main() -> None:

@@ -1,0 +1,159 @@
+"""``rackctl topology``: a rack as it is described or found, which rank would sit where, and why.
+
+With a rack file, of that rack; without one, of this machine, as its driver tells. Exit codes: 0 all is well; 1 something is
+not as it should be; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rackrun.errors import UsageError
+from rackrun.topology.discover import discover
+from rackrun.topology.errors import TopologyError
+from rackrun.topology.facts import preflight
+from rackrun.topology.mesh import BOUND, Mesh
+from rackrun.topology.model import Topology
+from rackrun.topology.nvml_watch import read_once
+from rackrun.topology.placement import Placement, place
+from rackrun.topology.rack_file import read_rack_file
+from rackrun.topology.readings import NvmlUnavailable
+from rackrun.topology.render import draw_svg, draw_text
+from rackrun.topology.sources import merge
+
+__all__ = ["topology"]
+
+topology = typer.Typer(
+    name="topology",
+    help="The rack: NVLink domains, health, which rank sits where and why.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_FILE = typer.Argument(metavar="[FILE]", help="A rack file. Default: this machine, as its driver tells.")
+File = Annotated[Path | None, _FILE]
+MeshOption = Annotated[
+    str, typer.Option("--mesh", metavar="AXIS=SIZE,..", help="Such as pp=2,dp=-1,tp=4; the last axis is the fastest.")
+]
+Spares = Annotated[int, typer.Option("--spares", min=0, help="Slots of each NVLink domain that are held back.")]
+Bound = Annotated[
+    str | None,
+    typer.Option("--bound", metavar="AXIS,..", help=f"Axes that stay in one clique. Default: {', '.join(BOUND)}."),
+]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_AXIS = re.compile(r"([A-Za-z_]\w*)=(-1|\d{1,7})", re.ASCII)
+
+
+@topology.command(epilog="Example: rackctl topology show examples/racks/gb200-nvl72.yaml --mesh dp=-1,tp=8 --spares 8")
+def show(
+    file: File = None,
+    mesh: MeshOption = "",
+    spares: Spares = 0,
+    bound: Bound = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="OUT", help="Write the picture there instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The racks as a picture. With a mesh: which rank sits where."""
+    rack = _found(file)
+    placed = _placed(rack, mesh, spares, bound) if mesh else None
+    if as_json:
+        told = {"topology": json.loads(rack.to_json()), "content_id": rack.content_id}
+        print(json.dumps(told | ({} if placed is None else {"slots": placed.slots, "spares": placed.spares})))
+    elif svg is not None:
+        try:
+            svg.write_text(draw_svg(rack, placed), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{svg} cannot be written: {error.strerror}.", remedy="give another --svg.") from error
+    else:
+        Console().print(draw_text(rack, placed))
+
+
+@topology.command(epilog="Example: rackctl topology check rack.yaml --mesh dp=-1,tp=8 --spares 8")
+def check(
+    file: File = None, mesh: MeshOption = "", spares: Spares = 0, bound: Bound = None, as_json: Json = False
+) -> None:
+    """Whether the rack can be, the mesh fits, and, on this machine, whether every GPU may be used."""
+    problems: list[str] = []
+    if file is None:
+        reading = read_once()
+        indices = [] if isinstance(reading, NvmlUnavailable) else [gpu.index for gpu in reading.gpus]
+        problems += preflight(reading, indices)
+    if file is not None or not problems:
+        rack = _found(file)
+        if mesh:
+            _placed(rack, mesh, spares, bound)
+        if not as_json:
+            cliques = len({seat.clique for seat in rack.seats})
+            print(f"{len(rack.racks)} racks, {len(rack.trays)} trays, {len(rack.seats)} GPUs, {cliques} cliques")
+    if as_json:
+        print(json.dumps({"problems": problems}))
+    for problem in problems if not as_json else ():
+        print(problem)
+    if problems:
+        raise typer.Exit(1)
+
+
+@topology.command(epilog="Example: rackctl topology explain 17 rack.yaml --mesh dp=-1,tp=8 --spares 8")
+def explain(
+    rank: Annotated[int, typer.Argument(min=0)],
+    file: File = None,
+    mesh: MeshOption = "dp=-1",
+    spares: Spares = 0,
+    bound: Bound = None,
+    as_json: Json = False,
+) -> None:
+    """Why a rank sits where it sits, and who would take over."""
+    lines = _placed(_found(file), mesh, spares, bound).explain(rank)
+    print(json.dumps({"rank": rank, "lines": lines}) if as_json else "\n".join(lines))
+
+
+def _found(file: Path | None) -> Topology:
+    if file is not None:
+        return read_rack_file(file)
+    found = discover()
+    if isinstance(found, NvmlUnavailable):
+        raise TopologyError(found.what, remedy="give a rack file; see examples/racks.")
+    return merge([found])
+
+
+def _placed(rack: Topology, mesh: str, spares: int, bound: str | None) -> Placement:
+    axes = _axes(mesh)
+    axes_bound = None if bound is None else [name for name in bound.split(",") if name]
+    if open_axis := next((name for name, size in axes.items() if size == -1), None):
+        of_mesh = Mesh.of({name: max(size, 1) for name, size in axes.items()}, axes_bound)
+        axes[open_axis] = max(_room(rack, of_mesh, spares) // math.prod(of_mesh.shape), 1)
+    return place(rack, Mesh.of(axes, axes_bound), spares=spares)
+
+
+def _axes(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _AXIS.fullmatch(part.strip())
+        if match is None or match[1] in axes or (match[2] == "-1" and -1 in axes.values()):
+            raise UsageError(
+                f"--mesh {text!r}: {part.strip()!r} is not AXIS=SIZE, is there twice, or is a second -1.",
+                remedy="for example --mesh pp=2,dp=-1,tp=4.",
+            )
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def _room(rack: Topology, mesh: Mesh, spares: int) -> int:
+    """Ranks for which there is room, in whole bound groups."""
+    domains: dict[str, dict[object, int]] = {}
+    for seat in rack.seats:
+        of = domains.setdefault(seat.clique.domain, {})
+        of[seat.clique] = of.get(seat.clique, 0) + 1
+    room = 0
+    for cliques in domains.values():
+        whole = sum(count // mesh.group_size * mesh.group_size for count in cliques.values())
+        kept = max(sum(cliques.values()) - spares, 0) // mesh.group_size * mesh.group_size
+        room += min(whole, kept)
+    return room
