@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import aiohttp
@@ -28,8 +28,6 @@ __all__ = ["Copies", "Holder", "Mirror", "verify"]
 
 register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
 
-_OWNERS_MAX = 4
-"""Of one slot, one after the other, the present one included."""
 _SILENCE_S = 60.0
 """Of the holder, before a push is given up."""
 
@@ -65,32 +63,28 @@ class Copies:
             raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
         return fd
 
-    def keep(self, tray: str, index: int, incarnation: int, step: int, besides: int, fd: int) -> list[int]:
-        """It was verified. Returns the steps that are now kept of this worker. Of those before it in its slot, too, only these two
-        steps stay: one of them may be all that is whole."""
-        owner = _Owner(tray, index, incarnation)
-        held = self._held.setdefault(owner, {})
+    def keep(self, tray: str, index: int, incarnation: int, step: int, fd: int) -> None:
+        """It was verified."""
+        held = self._held.setdefault(_Owner(tray, index, incarnation), {})
         if (old := held.pop(step, None)) is not None:
             os.close(old)
         held[step] = fd
         crash_point("replicate.replacing")
-        slots = sorted(
-            (one for one in self._held if (one.tray, one.index) == (tray, index)), key=lambda one: one.incarnation
-        )
-        for number, whose in enumerate(reversed(slots)):
-            wanted = (step, besides) if number < _OWNERS_MAX else ()
-            for other in [other for other in self._held[whose] if other not in wanted]:
-                os.close(self._held[whose].pop(other))
-            if not self._held[whose]:
-                del self._held[whose]
-        crash_point("replicate.kept")
-        return sorted(held)
 
-    def keep_only(self, steps: tuple[int, int]) -> None:
-        """The world has gone on by other means: of other steps nothing is wanted any more."""
-        for held in self._held.values():
-            for step in [step for step in held if step not in steps]:
+    def steps(self, tray: str, index: int, incarnation: int) -> list[int]:
+        """What is kept of this worker."""
+        return sorted(self._held.get(_Owner(tray, index, incarnation), ()))
+
+    def prune(self, everywhere: int) -> None:
+        """Of each worker, present or former, the step that is ``everywhere`` stays, and the last that came, if it is newer."""
+        for owner in list(self._held):
+            held = self._held[owner]
+            last = next(reversed(held))
+            for step in [step for step in held if step != everywhere and (step != last or step < everywhere)]:
                 os.close(held.pop(step))
+            if not held:
+                del self._held[owner]
+        crash_point("replicate.kept")
 
     def close(self) -> None:
         for held in self._held.values():
@@ -126,16 +120,26 @@ class Mirror:
         self._destination, self._tell = destination, tell
         self._session: aiohttp.ClientSession | None = None
         self._pushing: dict[Worker, asyncio.Task[None]] = {}
+        self._to: dict[Worker, Holder | Set] = {}
 
     def look(self, worker: Worker) -> None:
-        """Does it want a copy? Called now and then."""
-        if worker.page.mirroring and worker not in self._pushing and (to := self._destination(worker)):
+        """Does it want a copy? Called now and then. What is on its way to where it is not wanted any more is given up."""
+        to = self._destination(worker)
+        if worker in self._pushing and self._to[worker] != to:
+            self._pushing[worker].cancel()
+        if worker.page.mirroring and worker not in self._pushing and to:
             if self._session is None:
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_SILENCE_S)
                 self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
             task = asyncio.create_task(self._push(self._session, worker, to), name=f"mirror-{worker.slot}")
-            self._pushing[worker] = task
+            self._pushing[worker], self._to[worker] = task, to
             task.add_done_callback(lambda _: self._pushing.pop(worker))
+
+    def forget_all_but(self, living: Collection[Worker]) -> None:
+        """Of a worker that has ended nothing is sent any more: the world goes on from what is elsewhere already."""
+        for worker, task in self._pushing.items():
+            if worker not in living:
+                task.cancel()
 
     async def close(self) -> None:
         tasks = list(self._pushing.values())
@@ -154,18 +158,26 @@ class Mirror:
             if which is None or worker.snapshot_fds[which] < 0 or to.generation != generation:
                 return  # of an older generation: others may have given theirs to the keepers of another set
             fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
-            source = Source(fd, step, os.fstat(fd).st_size, lambda: worker.page.snapshots().get(step) == which)
-            if isinstance(to, Holder):
-                event: Event = await self._copy(session, worker, to, source, besides)
-            else:
-                await give_stripes(session, to, source, besides)
-                event = SnapshotStriped(
-                    slot=worker.slot,
-                    incarnation=Incarnation(worker.incarnation),
-                    generation=Generation(generation),
-                    step=Step(step),
-                    besides=Step(besides),
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(_SILENCE_S) as limit:
+                source = Source(
+                    fd,
+                    step,
+                    os.fstat(fd).st_size,
+                    lambda: worker.page.snapshots().get(step) == which,
+                    lambda: limit.reschedule(loop.time() + _SILENCE_S),
                 )
+                if isinstance(to, Holder):
+                    event: Event = await self._copy(session, worker, to, source, besides)
+                else:
+                    await give_stripes(session, to, source, besides)
+                    event = SnapshotStriped(
+                        slot=worker.slot,
+                        incarnation=Incarnation(worker.incarnation),
+                        generation=Generation(generation),
+                        step=Step(step),
+                        besides=Step(besides),
+                    )
             self._tell(event)
             well = True
         except (aiohttp.ClientError, OSError, TimeoutError, Refused) as error:
@@ -182,7 +194,7 @@ class Mirror:
         path = f"{worker.slot}/{worker.incarnation}"
         async with session.put(
             f"http://{to.address}/snapshot/{path}/{source.step}",
-            params={"besides": str(besides)},
+            params={"besides": str(besides), "generation": str(to.generation)},
             headers={"Content-Length": str(source.size)},
             data=source.read(0, source.size),
         ) as answer:
@@ -192,6 +204,7 @@ class Mirror:
         return SnapshotMirrored(
             slot=worker.slot,
             incarnation=Incarnation(worker.incarnation),
+            generation=Generation(to.generation),
             holder=TrayId(to.tray),
             where=f"{to.address}/{path}",
             steps=tuple(Step(one) for one in kept),

@@ -117,14 +117,11 @@ class Rows:
         members: tuple[int, ...],
         owner: int,
         length: int,
-        besides: int,
         body: AsyncIterator[bytes],
     ) -> None:
         """``owner``'s stripe of its snapshot of ``length`` bytes, for the row of ``key`` (generation, keeper, step), with a trailer. Returns when it is in
         the row, verified. `Refused`: there is no memory; `rackrun.checkpoint.errors.CheckpointError`: it is not what it should be."""
         at = _Key(*key)
-        if besides >= 0:
-            await self.keep_only((at.step, besides))
         kept = self._rows.get(at)
         if kept is None:
             kept = self._rows[at] = _Kept(at.step, members, at.keeper)
@@ -152,11 +149,14 @@ class Rows:
             if kept.row.spoiled:
                 await kept.close()
 
-    async def keep_only(self, steps: tuple[int, int]) -> None:
-        """Of other steps nothing is wanted any more."""
-        for kept in [self._rows.pop(key) for key in list(self._rows) if key.step not in steps]:
-            kept.row.spoiled = "a newer one has taken its place"
-            await kept.close()
+    async def prune(self, everywhere: int) -> None:
+        """Of each rank's rows that of the step that is ``everywhere`` stays, and the last that was begun, if it is newer."""
+        last = {key.keeper: key for key in self._rows}
+        for key in list(self._rows):
+            if key.step != everywhere and (key != last[key.keeper] or key.step < everywhere):
+                kept = self._rows.pop(key)
+                kept.row.spoiled = "a newer one has taken its place"
+                await kept.close()
 
     def close(self) -> None:
         for kept in self._rows.values():
@@ -188,6 +188,8 @@ class Source:
     size: int
     valid: Callable[[], bool]
     """It has not been written over."""
+    moves: Callable[[], None] = lambda: None
+    """Told with every chunk that has been sent."""
 
     async def read(self, start: int, stop: int) -> AsyncIterator[bytes]:
         at = start
@@ -196,6 +198,7 @@ class Source:
             if not chunk or not self.valid():
                 raise ConnectionResetError("it was overwritten")
             yield chunk
+            self.moves()
             at += len(chunk)
 
 

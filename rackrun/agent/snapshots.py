@@ -50,6 +50,11 @@ class SnapshotService:
         self._copies = Copies()
         self._rows = Rows()
         self._allocating = asyncio.Lock()
+        self._everywhere = -1
+        """The newest step of which every rank is known to have something on other trays. A newcomer does not know it: then what
+        others have said counts."""
+        self._generation = 0
+        """The newest of which something came."""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -89,6 +94,10 @@ class SnapshotService:
         tray, index, incarnation, step = self._asked(request)
         size = request.content_length or 0
         try:
+            self._check_generation(int(request.query["generation"]))
+        except (ValueError, KeyError):
+            raise web.HTTPUnprocessableEntity(text="of which generation?") from None
+        try:
             async with self._allocating:  # gigabytes take a second each, and not this loop's
                 fd = await asyncio.to_thread(self._copies.room, size)
         except Refused as refused:
@@ -98,17 +107,29 @@ class SnapshotService:
             async for chunk in request.content.iter_chunked(_CHUNK_BYTES):
                 at += await asyncio.to_thread(os.pwrite, fd, chunk, at)
             await asyncio.to_thread(verify, fd, step)
-            besides = int(request.query.get("besides", "-1"))
-            kept = self._copies.keep(tray, index, incarnation, step, besides, fd)
+            self._check_generation(int(request.query["generation"]))  # it may have taken long
+            self._copies.keep(tray, index, incarnation, step, fd)
             fd = -1
-            if besides >= 0:
-                await self._rows.keep_only((step, besides))
-        except (CheckpointError, ValueError) as error:
+            await self._prune(int(request.query["besides"]))
+        except (CheckpointError, ValueError, KeyError) as error:
             raise web.HTTPUnprocessableEntity(text=f"this is no whole snapshot: {error}") from error
         finally:
             if fd >= 0:
                 os.close(fd)
-        return web.json_response(kept)
+        return web.json_response(self._copies.steps(tray, index, incarnation))
+
+    def _check_generation(self, generation: int) -> None:
+        """What is of an older generation than what was here already is late: it must not take a newer one's place."""
+        if generation < self._generation:
+            raise web.HTTPConflict(text=f"generation {generation} is over: {self._generation} has begun")
+        self._generation = generation
+
+    async def _prune(self, everywhere: int) -> None:
+        """Of each worker, and of each row, two steps stay: the newest, and the one that is everywhere."""
+        if everywhere >= 0:
+            self._everywhere = everywhere
+        self._copies.prune(self._everywhere)
+        await self._rows.prune(self._everywhere)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         tray, index, incarnation, step = self._asked(request)
@@ -157,10 +178,10 @@ class SnapshotService:
         try:
             members = tuple(int(rank) for rank in query["members"].split(","))
             owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
+            self._check_generation(key[0])
             body = request.content.iter_chunked(_CHUNK_BYTES)
-            await self._rows.take(key, members, owner, length, besides, body)
-            if besides >= 0:
-                self._copies.keep_only((key[2], besides))
+            await self._rows.take(key, members, owner, length, body)
+            await self._prune(besides)
         except Refused as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
         except (CheckpointError, ValueError, KeyError) as error:

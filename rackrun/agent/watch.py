@@ -54,6 +54,7 @@ class Watch:
             self._not_before_ns = now_ns  # we were held up, so workers may have been: their time starts again
         self._looked_ns = now_ns
         poll = False
+        self._mirror.forget_all_but(self._tray.living())
         for worker in self._tray.living():
             worker.tie(self._tray.look)
             if not worker.tied:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
-from rackrun.core.events import Event, SnapshotDamaged, SnapshotMirrored
+from rackrun.core.events import Event, SnapshotDamaged, SnapshotMirrored, SnapshotStriped
 from rackrun.core.ids import Rank
 from rackrun.core.wire import StateCopied
 
@@ -62,12 +62,17 @@ class CopyMetrics:
         if isinstance(event, SnapshotDamaged):
             self.damaged.inc()
         elif isinstance(event, SnapshotMirrored) and event.steps:
-            self.copies.labels("made").inc()
-            plan = self._plan()
-            for member in plan.members if plan else ():
-                if (member.slot, member.incarnation) == (event.slot, event.incarnation):
-                    self._mirrored[member.rank] = max(event.steps)
-            self.mirrored_step.set(self._of_all(self._mirrored))
+            self._elsewhere(event, max(event.steps))
+        elif isinstance(event, SnapshotStriped):
+            self._elsewhere(event, event.step)
+
+    def _elsewhere(self, event: SnapshotMirrored | SnapshotStriped, step: int) -> None:
+        self.copies.labels("made").inc()
+        plan = self._plan()
+        for member in plan.members if plan else ():
+            if (member.slot, member.incarnation) == (event.slot, event.incarnation):
+                self._mirrored[member.rank] = step
+        self.mirrored_step.set(self._of_all(self._mirrored))
 
     def copied(self, told: StateCopied) -> None:
         match told.kind, told.outcome:

@@ -5,6 +5,7 @@ Reads the file only; the job may still run. Formats: `rackrun.coordinator.journa
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -126,9 +127,16 @@ def read_report(path: Path) -> Report:
         connection.close()
 
 
+def _resume(body: str) -> ResumeGeneration:
+    """JSON has no NaN: a gate's (a loss that was none) stands there as null."""
+    raw = msgspec.json.decode(body)
+    raw["plan"]["gate"] = [math.nan if value is None else value for value in raw["plan"].get("gate", ())]
+    return msgspec.convert(raw, ResumeGeneration)
+
+
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     plans: dict[int, Plan] = {
-        (resume := msgspec.json.decode(body, type=ResumeGeneration)).plan.generation: resume.plan
+        (resume := _resume(body)).plan.generation: resume.plan
         for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
     first_resume_ms = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]

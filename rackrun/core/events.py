@@ -145,6 +145,8 @@ class WorkerFinished(_WorkerEvent, frozen=True, kw_only=True):
 class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
     """Another tray keeps verified copies of this worker's snapshots."""
 
+    generation: Generation
+    """In which the newest of them was taken."""
     holder: TrayId
     where: str
     """``host:port/slot/incarnation`` of the holder's agent."""

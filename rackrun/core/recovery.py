@@ -130,7 +130,7 @@ class Recovery:
         if event.where:
             self.snapshots.damaged(event.where, event.step)
         if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
-            self._note = f"the snapshot of step {event.step} for rank {record.rank} is damaged ({event.because})"
+            self._note = f"the snapshot of step {event.step} for rank {record.rank} cannot be used ({event.because})"
             self._break(self._note, event.at_ms)
 
     def forget_all(self) -> None:

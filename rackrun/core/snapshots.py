@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rackrun.core.commands import Plan
 from rackrun.core.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
-from rackrun.core.ids import Position, Rank, SlotId, Step, TrayId, tray_of
+from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, TrayId, tray_of
 from rackrun.core.stripes import Rows
 from rackrun.core.verdict import Kept, Rebuild
 from rackrun.core.workers import WorkerRecord
@@ -16,6 +17,7 @@ __all__ = ["Snapshots", "upto"]
 
 LEFT_IN_SLOT_MAX = 2
 """Workers that are gone, whose snapshots an agent keeps in one slot."""
+PLANS_MAX = 16
 KEPT_MAX = 3
 """Former owners of a rank, and copies, that are remembered."""
 
@@ -27,6 +29,8 @@ class Snapshots:
     _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
     """Of workers present and former, on other trays."""
     _rows: Rows = field(default_factory=Rows)
+    _ends: deque[tuple[Generation, Position]] = field(default_factory=lambda: deque(maxlen=PLANS_MAX))
+    """Of the last plans: which history goes on from each."""
 
     def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
         """``address`` is the tray's snapshot service."""
@@ -45,9 +49,13 @@ class Snapshots:
         self._forget_as_the_agent_does(event.slot)
 
     def mirrored(self, rank: Rank, event: SnapshotMirrored) -> None:
-        copy = Kept(
-            tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=event.steps
-        )
+        steps = event.steps
+        for generation, end in self._ends:
+            if generation > event.generation:  # it was on its way when that plan was made
+                steps = tuple(step for step in steps if Position(step) <= end)
+        if self._ends and event.generation < self._ends[0][0] - 1:
+            return
+        copy = Kept(tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps)
         same = (copy.tray, copy.slot, copy.incarnation)
         others = [one for one in self._copies.get(rank, ()) if (one.tray, one.slot, one.incarnation) != same]
         self._copies[rank] = [copy, *others][:KEPT_MAX]
@@ -98,6 +106,7 @@ class Snapshots:
         for held in (self._left, self._copies):
             for rank, holders in held.items():
                 held[rank] = [replace(holder, steps=upto(holder.steps, plan)) for holder in holders]
+        self._ends.append((plan.generation, plan.committed if plan.rollback is None else Position(plan.rollback)))
         self._rows.planned(plan)
 
     def clear(self) -> None:

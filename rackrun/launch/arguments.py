@@ -131,8 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
             "from one to the next. Default: about as many as take five minutes."),
         add("--checkpoint-keep", "--checkpoint_keep", action=env, type=int, default=3, metavar="N", help="How many of the "
             "newest stay."),
-        add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default="stop", help="When the last copy "
-            "of some state is lost and there is no --checkpoint-dir: stop with the reason, or begin again from step 0."),
+        add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default=None, help="When the last copy "
+            "of some state is lost: stop with the reason, or begin again, from the newest checkpoint or step 0. Default: restart "
+            "with --checkpoint-dir, else stop."),
         add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
             "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
             "8 trays, which takes a seventh of that memory (xor:N: over N trays); local, nothing. Default: mirror."),
@@ -196,7 +197,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         ledger=args.ledger,
         redundancy=redundancy(args.snapshot_copies, nodes_max * args.trays),
         checkpoints=_checkpoints(args),
-        start_over=args.checkpoint_dir is not None or args.lost_state == "restart",
+        start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         quiet=args.quiet,
         role=args.role,
         local_addr=args.local_addr,

@@ -62,7 +62,7 @@ class ControlThread(threading.Thread):
     def _obey(self, command: WorkerCommand) -> None:
         match command:
             case BreakGeneration():
-                report = self._world.on_break(command, self._snapshots())
+                report = self._world.on_break(command, self._snapshots)
                 if report is not None:
                     self._channel.send(report)
             case ResumeGeneration(plan=plan):

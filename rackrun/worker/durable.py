@@ -7,6 +7,7 @@ Nothing that storage does can stop training. `rackrun.worker.resumption` is the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -27,8 +28,8 @@ from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
 from rackrun.worker.image import StateImages
 from rackrun.worker.manifest import Lineage
-from rackrun.worker.reports import Reports
-from rackrun.worker.resumption import Resumption, say
+from rackrun.worker.reports import Reports, say
+from rackrun.worker.resumption import Resumption
 from rackrun.worker.room import Room
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
@@ -81,7 +82,9 @@ class DurableCheckpoints:
         self._saved = self._given_up = -1
         self._doubtful = False
         """Whoever was lost may not have written its part of the last one."""
-        self._room = Room()
+        self._whole: dict[int, bool] = {}
+        """Step -> whether its checkpoint is, as far as somebody has looked."""
+        self._room = Room(1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._complained: set[str] = set()
 
     # -- at the start
@@ -103,15 +106,16 @@ class DurableCheckpoints:
         """After a step was committed, on all ranks alike. Whether one was begun."""
         began = self._state.lineage.began
         if at.step == began + _PROBATION_STEPS and math.isfinite(gate.loss) and self._world.rank == 0:
-            self._probation.confirm(began)
+            threading.Thread(target=self._probation.confirm, args=[began], daemon=True).start()
         if not self._state.lineage.kin and not last:
             return False  # replicas have not been compared yet
         every = self._options.every or self._every(gate)
         if last or gate.draining:
             self.save(at.step, last=True)  # whether or not an older one is still being written
             return True
-        if not gate.writing and at.step > self._saved:
+        if self._doubtful and not gate.writing and began < self._saved < at.step:
             self._doubtful = False
+            threading.Thread(target=self._look_at, args=[self._saved], daemon=True).start()  # storage may stand still
         if (at.step + 1) % every and (not gate.cut_short or gate.writing):
             return False
         if gate.writing:
@@ -126,10 +130,17 @@ class DurableCheckpoints:
         self._doubtful = True
 
     def cut_short(self, step: int) -> bool:
-        """Whether the last checkpoint is not whole and will not be: ``step``, beyond it, is to be one, rather than the next that is due.
-        One that is done again is made whole by whoever has taken a place."""
-        begun = self._state.lineage.began < self._saved < step
-        return self._doubtful and begun and not self.writing and not self._store.path(self._saved).exists()
+        """Whether the last checkpoint is known not to be whole, nor to become so: ``step``, beyond it, is to be one, rather than
+        the next that is due. One that is done again is made whole by whoever has taken a place."""
+        return self._saved < step and self._whole.get(self._saved) is False
+
+    def _look_at(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is whole. Of what storage does not tell, nothing is said."""
+        whole = True
+        with contextlib.suppress(OSError):
+            whole = self._store.path(step).exists()
+        self._whole = {step: whole}
+        return whole
 
     def _every(self, gate: GateSums) -> int:
         step_s = gate.step_s / self._world.size
@@ -139,17 +150,8 @@ class DurableCheckpoints:
         """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
         if step <= self._saved:
             return  # done again after a rollback: it is there
-        if (
-            not last
-            and self._saved > self._state.lineage.began
-            and not self._store.path(self._saved).exists()
-            and not self.writing
-            and self._saved != self._given_up
-        ):
-            self._complain(
-                f"the checkpoint of step {self._saved} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
-            )
-        self._saved = step
+        former, self._saved = self._saved, step
+        ended = not last and former > self._state.lineage.began and former != self._given_up and not self.writing
         kin = self._state.lineage.kin or (self._world.rank,)
         shard = self._images.describe(
             self._world.replica_class,
@@ -183,6 +185,10 @@ class DurableCheckpoints:
                 finally:
                     shard.tensors.clear()
                     copied.set()
+                if ended and not self._look_at(former):
+                    self._complain(
+                        f"the checkpoint of step {former} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
+                    )
                 if torn:
                     self._failed(step, "is given up: parameters were changed between two steps")
                 else:
@@ -223,9 +229,13 @@ class DurableCheckpoints:
         life = self._state.lineage.life
         writer = self._store.writer(step, step, life, self._world.size)
         written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
-        if written and writer.finish():
+        whole = written and writer.finish()
+        if whole:
             self._probation.confirm(self._state.lineage.began)
             self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
+        elif writer.failure is not None:
+            self._failed(step, f"could not be written: {writer.failure}")
+        if whole or self._world.rank == 0:
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
                 self._store,
@@ -235,8 +245,6 @@ class DurableCheckpoints:
                 orphan_ttl_s=_ORPHANS_S,
                 finished=step if not last else -1,
             )
-        elif writer.failure is not None:
-            self._failed(step, f"could not be written: {writer.failure}")
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:
         self._reports.copied("checkpoint", step, "failed")

@@ -6,12 +6,13 @@ never taken for it.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import mmap
 import os
 from collections.abc import Callable, Iterator
 
-from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.parity import rebuild
 from rackrun.checkpoint.xor_set import RowHeader, XorSet, decode_header
 from rackrun.core.commands import Restore, Stripes
@@ -28,10 +29,10 @@ class Damaged(Exception):
 
 
 def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[[], bool]) -> int:
-    """The descriptor of its arena. RuntimeError when somebody does not give his part: his tray may be lost too. `Damaged`:
-    what was to be rebuilt."""
+    """The descriptor of its arena. `Damaged`: somebody does not give his part, or what was rebuilt is not what was lost; RuntimeError:
+    nobody waits for it any more."""
+    fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
     try:
-        fd = os.memfd_create("rackrun-fetched", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
             if restore.snapshot:
@@ -45,8 +46,10 @@ def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[
             raise
         return fd
     except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+            raise MemoryPlanError(f"the snapshot cannot be brought here: {error.strerror}.") from error
         whose = restore.snapshot or ", ".join(one.snapshot for one in restore.rebuild)
-        raise RuntimeError(f"{whose} did not give the snapshot of step {step}: {error!r}") from error
+        raise Damaged(f"{whose} does not give it ({error!r}).") from error
     except CheckpointError as error:
         raise Damaged(error.what) from error
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.core.commands import Plan, Restore
 from rackrun.core.ids import Generation, Position
 from rackrun.link.page import Activity
@@ -130,10 +131,12 @@ class Rejoin:
                     plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
                 )
             self._replicas.adopt(self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None))
+        except MemoryPlanError as error:
+            leave(world.rank, f"has no memory for its own snapshot, and another takes its place: {error}")
         except Damaged as damaged:
             print(
-                f"rackrun: rank {world.rank}: the snapshot of step {step} is damaged, and not used: {damaged} Remedy: check the memory of "
-                f"{_hosts(restore) or 'this host'}.",
+                f"rackrun: rank {world.rank}: the snapshot of step {step} cannot be used: {damaged} Remedy: look at "
+                f"{_hosts(restore) or 'the memory of this host'}.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -6,6 +6,7 @@ Without an agent there is nobody to tell, but rank 0 shows its log.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.runtime import Runtime
 
-__all__ = ["Reports"]
+__all__ = ["Reports", "say"]
 
 
 class Reports:
@@ -114,3 +115,8 @@ class Reports:
                 f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
             )
             print(f"step {at.step}  {'  '.join(shown)}", flush=True)
+
+
+def say(what: str) -> None:
+    """To people."""
+    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ it is passed over, as one is that was quarantined (`rackrun.checkpoint.probation
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from rackrun.checkpoint.reshard import fill, plan_reshard
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost, UsageError
 from rackrun.worker.image import entry_of, manifest_in
+from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
 from rackrun.worker.world import World
 
@@ -185,8 +185,3 @@ def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> No
 def _story(barred: dict[int, str], common: list[int]) -> str:
     told = "; ".join(f"step {generation} is {barred[generation]}" for generation in common if generation in barred)
     return f"used: {told}" if told else "read"
-
-
-def say(what: str) -> None:
-    """To people."""
-    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ The first one is planned: what the host cannot bear is refused then, and not by 
 from __future__ import annotations
 
 import mmap
-import os
 
 from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
@@ -19,7 +18,10 @@ _SPARE_ROOM = 64
 
 
 class Room:
-    def __init__(self) -> None:
+    """For so many ranks of this host at once: the first time all take theirs; a newcomer finds the others' taken."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._kept: mmap.mmap | None = None
 
     def take(self, size: int) -> mmap.mmap:
@@ -30,7 +32,7 @@ class Room:
             return kept
         del kept
         room = max(size + size // _SPARE_ROOM, mmap.PAGESIZE)
-        MemoryPlan(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), room, Redundancy.local(), ceilings(None)).check()
+        MemoryPlan(self._ranks, room, Redundancy.local(), ceilings(None)).check()
         try:
             return mmap.mmap(-1, room)
         except OSError as error:

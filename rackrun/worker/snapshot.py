@@ -35,6 +35,7 @@ from rackrun.worker.fetch import Damaged, fetch_snapshot
 from rackrun.worker.gate import GateSums
 from rackrun.worker.image import Shard, StateImages, load_image
 from rackrun.worker.manifest import Manifest
+from rackrun.worker.reports import say
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
 
@@ -43,6 +44,8 @@ __all__ = ["Snapshots"]
 _CORES_A_THREAD = 8
 _THREADS_MAX = 4
 _SLICE_S = 0.05
+_PINNED_STEPS = 1000
+"""For so long what other trays have is worth keeping here, when nothing newer comes through."""
 _SPARE_ROOM = 64
 """An arena has room for an image larger by one part in so many: plain state grows a little."""
 
@@ -90,6 +93,11 @@ class Snapshots:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
         if gate.mirrored == self._runtime.world.size:
             self._mirrored = self._runtime.page.mirrored
+        elif 0 <= self._mirrored < at.step - _PINNED_STEPS:
+            self._mirrored = -1
+            say(
+                f"rank {self._runtime.world.rank}: for {_PINNED_STEPS} steps no snapshot has come through to other trays"
+            )
         mirrored = self._runtime.world.has_mirrors
         if self._fds[0] < 0 or (mirrored and gate.mirroring and not now):
             return False  # what is on its way must not be written over, nor what all have elsewhere
@@ -120,8 +128,9 @@ class Snapshots:
         free = [slot for slot in (0, 1) if slot not in self._held.values()]
         older = [held for held in self._held if held != self._mirrored]
         slot = free[0] if free else self._held[min(older)]
+        if not self._runtime.world.unless_broken(lambda: self._runtime.page.seal_snapshot(slot, -1)):
+            return  # this rank has told what it has: that is what the next plan is made of
         self._held = {s: i for s, i in self._held.items() if i != slot}
-        self._runtime.page.seal_snapshot(slot, -1)
         shard = self._images.describe(self._runtime.world.replica_class)
         described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
         writer = self._begin(slot, step, shard.layout.total_bytes)

@@ -39,18 +39,20 @@ class Undo:
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
-        self._stands: tuple[bytes, list[int], int] = b"", [], -1
+        self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
 
     def committed(self) -> None:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
-        self._stands = self._state.encode_plain(), self.versions(), self._state.filled
+        self._stands = self._state.encode_plain(), self.versions(), self._buffer_versions(), self._state.filled
 
     def check_stands(self) -> None:
         """Raises `StepError` when it has."""
-        plain, versions, filled = self._stands
+        plain, versions, buffers, filled = self._stands
         if filled != self._state.filled or not versions:
             return
         changed = "a parameter" if versions != self.versions() else ""
+        if not changed and buffers != self._buffer_versions():
+            changed = "a buffer (by a forward in training mode, perhaps)"
         if changed or plain != self._state.encode_plain():
             raise StepError(
                 f"{changed or 'tracked state (a scheduler, an optimizer setting, ...)'} was changed between two steps, where it is lost when a step is done again.",
@@ -95,6 +97,9 @@ class Undo:
         """Of all parameters, this rank's part: equal as long as nothing was written to them."""
         parameters = self._state.parameters()
         return [(p._local_tensor if isinstance(p, DTensor) else p)._version for p in parameters]
+
+    def _buffer_versions(self) -> list[int]:
+        return [buffer._version for buffer in self._state.buffers().values()]
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the

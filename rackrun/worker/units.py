@@ -137,6 +137,8 @@ class UnitRunner:
         self._recorded.append(unit)
         self._catch_up()
         result: T = unit.result
+        for known in self._recorded:
+            known.result = None  # what a step returns may be large, and is asked for once
         return result
 
     def finish(self) -> None:
@@ -309,7 +311,7 @@ class UnitRunner:
     def _begin_copies(self, at: Position, gate: GateSums) -> bool:
         """The same on all ranks."""
         begun = False
-        if self._replicas.some_are_unique:
+        if self._replicas.some_are_unique and not self._world.broken:
             begun = self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
         if self._durable is not None:
             begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)

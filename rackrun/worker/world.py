@@ -260,7 +260,15 @@ class World:
         self.generation = 1
 
     # -- called by the control thread
-    def on_break(self, command: BreakGeneration, snapshots: tuple[Step, ...]) -> WorkerParked | None:
+    def unless_broken(self, act: Callable[[], None]) -> bool:
+        """Whether it was done: not once this worker has told, for the next plan, what it has."""
+        with self._changed:
+            if self._broken:
+                return False
+            act()
+            return True
+
+    def on_break(self, command: BreakGeneration, snapshots: Callable[[], tuple[Step, ...]]) -> WorkerParked | None:
         with self._changed:
             if command.generation <= self._announced:
                 return None
@@ -274,7 +282,7 @@ class World:
                 passed=self._passed,
                 entered=self._entered,
                 gate=self._gate,
-                snapshots=snapshots,
+                snapshots=snapshots(),
                 replica_class=self._class_to_report(),
             )
             communicators = [group.communicator for group in self.groups if group.communicator]

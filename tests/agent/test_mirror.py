@@ -35,11 +35,13 @@ class Holder:
         self.service = SnapshotService("b", "127.0.0.1", TOKEN, Nobody())
         self.address = ""
 
-    async def put(self, path: str, body: bytes, besides: int = -1) -> tuple[int, str]:
+    async def put(self, path: str, body: bytes, besides: int = -1, generation: int = 1) -> tuple[int, str]:
         async with (
             aiohttp.ClientSession(headers=AUTHORIZATION) as session,
             session.put(
-                f"http://{self.address}/snapshot/{path}", params={"besides": str(besides)}, data=body
+                f"http://{self.address}/snapshot/{path}",
+                params={"besides": str(besides), "generation": str(generation)},
+                data=body,
             ) as answer,
         ):
             return answer.status, await answer.text()
@@ -119,16 +121,24 @@ def test_more_than_the_host_has_is_refused() -> None:
         Copies().room(1 << 50)
 
 
-def test_of_a_slots_former_workers_what_may_be_all_that_is_whole_stays() -> None:
-    copies = Copies()
-    for incarnation, step, besides in ((1, 4, -1), (2, 6, 4), (3, 8, 4)):
-        copies.keep("a", 0, incarnation, step, besides, os.memfd_create("copy"))
-    kept = [(one, step) for one in (1, 2, 3) for step in (4, 6, 8) if copies.find("a", 0, one, step) is not None]
-    assert kept == [(1, 4), (3, 8)], "every rank of the world has step 4 elsewhere, and this is where"
-    for incarnation in range(4, 10):
-        copies.keep("a", 0, incarnation, 8, 4, os.memfd_create("copy"))
-    assert copies.find("a", 0, 5, 8) is None, "there is an end to it"
-    copies.close()
+async def test_what_may_be_all_that_is_whole_stays_whoever_it_is_of(
+    holder: Holder, snapshot: Callable[[int], bytes]
+) -> None:
+    """Worker 1 is replaced by 2, and that by 3, which do not know what is everywhere; worker 9 of another slot does."""
+    for path, step, besides in (("a/0/1", 4, -1), ("a/1/9", 6, 4), ("a/0/2", 6, -1), ("a/0/3", 8, -1)):
+        assert (await holder.put(f"{path}/{step}", snapshot(step), besides))[0] == 200
+    assert [(await holder.get(f"a/0/{path}"))[0] for path in ("1/4", "2/6", "3/8")] == [200, 200, 200]
+    await holder.put("a/1/9/10", snapshot(10), besides=8)
+    assert [(await holder.get(f"a/0/{path}"))[0] for path in ("1/4", "2/6", "3/8")] == [404, 404, 200]
+
+
+async def test_what_comes_late_from_an_older_generation_takes_nobodys_place(
+    holder: Holder, snapshot: Callable[[int], bytes]
+) -> None:
+    assert (await holder.put("a/0/2/20", snapshot(20), besides=10, generation=5))[0] == 200
+    status, why = await holder.put("a/0/1/8", snapshot(8), besides=4, generation=4)
+    assert (status, "generation 4 is over" in why) == (409, True)
+    assert (await holder.get("a/0/2/20"))[0] == 200
 
 
 # -- the owner's side --------------------------------------------------------------------------------------------------
@@ -165,7 +175,12 @@ async def test_a_worker_that_wants_a_copy_gets_one_and_the_coordinator_hears_of_
     assert worker.page.mirrored == 4
     assert told == [
         SnapshotMirrored(
-            slot=SlotId("a/0"), incarnation=Incarnation(7), holder="b", where=f"{holder.address}/a/0/7", steps=(4,)
+            generation=Generation(1),
+            slot=SlotId("a/0"),
+            incarnation=Incarnation(7),
+            holder="b",
+            where=f"{holder.address}/a/0/7",
+            steps=(4,),
         )
     ]
     assert await holder.get("a/0/7/4") == (200, body)

@@ -306,7 +306,8 @@ class Trays:
             except CheckpointError:
                 return  # it has been overwritten meanwhile
             besides = self.committer.newest
-            holder.copies.keep(str(owner), 0, 0, g, besides.generation if besides else -1, fd)
+            holder.copies.keep(str(owner), 0, 0, g, fd)
+            holder.copies.prune(besides.generation if besides else -1)
             with Arena.attach(fd, job=JOB) as arena:
                 self.copies.setdefault((g, owner), set()).add(("copy", holder.index))
                 fd = -1

@@ -38,6 +38,7 @@ def copied(
 
 def mirrored(slot: str, incarnation: int, *steps: int) -> SnapshotMirrored:
     return SnapshotMirrored(
+        generation=Generation(1),
         slot=SlotId(slot), incarnation=Incarnation(incarnation), holder=TrayId("tray-09"), where="h:1/x",
         steps=tuple(Step(step) for step in steps),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from io import StringIO
 from pathlib import Path
@@ -139,6 +140,13 @@ def test_the_report_is_json_and_text(journal: Journal) -> None:
     assert "rank 1 lost on tray-00/1 (SIGKILL) -> tray-00/2 in 0.31 s, step 4 done again" in text
     assert "goodput (ETTR) 40.0%" in text
     assert "32 samples in 8 units" in text
+
+
+def test_a_loss_that_was_no_number_does_not_make_the_journal_unreadable(journal: Journal, tmp_path: Path) -> None:
+    broken = msgspec.structs.replace(plan(3, *WORLD, committed=Position(7)), gate=(math.nan, 4.0))
+    journal.persist(ResumeGeneration(plan=broken, because="again"), 1500)
+    journal.close()
+    assert read_report(tmp_path / "journal.sqlite").exit_code == 0
 
 
 def test_what_is_no_journal_is_refused_with_a_remedy(tmp_path: Path) -> None:

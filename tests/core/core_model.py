@@ -423,21 +423,22 @@ class Cluster:
         """Step and place, when the snapshot that this member goes back to is not what it was."""
         plan = process.plan
         assert plan is not None
-        if plan.rollback is None:
+        step = plan.committed.step if plan.rollback is None else plan.rollback
+        if plan.rollback is None and process.stateful:
             return None
-        where, key = "", (process.slot, process.incarnation, plan.rollback)
+        where, key = "", (process.slot, process.incarnation, step)
         if not process.stateful:
             restore = next(r for r in plan.restores if r.rank == process.rank)
             where = restore.snapshot
             if restore.rebuild:
                 inputs = [one.snapshot.split("/") for one in restore.rebuild]
-                bad = [(SlotId(f"{i[1]}/{i[2]}"), int(i[3]), plan.rollback) in self.rotten for i in inputs]
-                return (plan.rollback, restore.rebuild[0].row) if any(bad) else None
+                bad = [(SlotId(f"{i[1]}/{i[2]}"), int(i[3]), step) in self.rotten for i in inputs]
+                return (step, restore.rebuild[0].row) if any(bad) else None
             if not where:
                 return None
             _, tray, index, incarnation = where.split("/")
-            key = (SlotId(f"{tray}/{index}"), int(incarnation), plan.rollback)
-        return (plan.rollback, where) if key in self.rotten else None
+            key = (SlotId(f"{tray}/{index}"), int(incarnation), step)
+        return (step, where) if key in self.rotten else None
 
     def _tell_of_damage(self, process: Process, step: int, where: str) -> None:
         process.reported = True

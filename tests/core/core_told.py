@@ -114,11 +114,12 @@ class Told:
         of = Generation(generation or self.view.generation)
         return self.tell(WorkerSevered(**self._who(slot), generation=of, because="connection reset"))
 
-    def mirrors(self, slot: str, holder: str, *steps: int) -> Sequence[Command]:
+    def mirrors(self, slot: str, holder: str, *steps: int, generation: int | None = None) -> Sequence[Command]:
         who = self._who(slot)
         return self.tell(
             SnapshotMirrored(
                 **who,
+                generation=Generation(generation or self.view.generation),
                 holder=TrayId(holder),
                 where=f"{holder}:2/{slot}/{who['incarnation']}",
                 steps=tuple(Step(step) for step in steps),

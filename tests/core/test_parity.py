@@ -295,7 +295,7 @@ def test_what_was_rebuilt_and_is_not_what_was_lost_is_not_rebuilt_from_there_aga
     plan = plan_in(four.park_all(passed=9, snapshots=[4, 8]))
     newcomer = next(member.slot for member in plan.members if member.rank == 1)
     answers = four.finds_damaged(newcomer, 8, plan.restores[0].rebuild[0].row)
-    assert only(BreakGeneration, answers).because == "the snapshot of step 8 for rank 1 is damaged (chunk 0)"
+    assert only(BreakGeneration, answers).because == "the snapshot of step 8 for rank 1 cannot be used (chunk 0)"
     assert plan_in(four.park_all(passed=9, snapshots=[4, 8])).rollback == 4
 
 

@@ -109,7 +109,7 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
         plans = cluster.plans.values()
         seen[f"exit {cluster.stopped.exit_code}"] += 1
         seen["swaps"] += sum(bool(plan.restores) and plan.rollback is None for plan in plans)
-        seen["damaged"] += any("is damaged" in line for line in cluster.log)
+        seen["damaged"] += any("cannot be used" in line for line in cluster.log)
         seen["rollbacks"] += sum(plan.rollback is not None for plan in plans)
         seen["absorbs"] += sum(not plan.restores and plan.committed.step >= 0 for plan in plans)
     # The storm is worth its name: everything has happened, often.

@@ -408,6 +408,21 @@ def test_a_damage_that_is_told_late_is_remembered_but_breaks_nothing(rack: Told)
     assert rack.view.phase == "training"
 
 
+def test_a_copy_that_is_told_of_late_is_of_a_history_that_has_ended() -> None:
+    """Its step 4 was pushed before all went back to 2; the step 4 that is done since may have other bits."""
+    told = three_trays()
+    told.mirrors("b/0", "c", 2)
+    told.mirrors("b/1", "c", 2)
+    told.mirrors("a/0", "b", 2)
+    told.exits("a/1", snapshots=[2])
+    assert plan_in(told.park_all(passed=4, snapshots=[2])).rollback == 2
+    told.mirrors("b/0", "c", 2, 4, generation=1)
+    told.resume_all()
+    told.exits("b/0")
+    plan = plan_in(told.park_all(passed=4, snapshots=[2, 4]))
+    assert plan.rollback == 2
+
+
 def test_the_workers_own_tray_is_asked_first() -> None:
     told = three_trays()
     who = told.incarnation["b/0"]

@@ -88,6 +88,13 @@ def test_the_defaults_are_torchruns_but_for_restarts(script: str) -> None:
     assert options.signals[:2] == (signal.SIGTERM, signal.SIGINT)
 
 
+def test_state_that_is_lost_stops_the_job_unless_there_are_checkpoints_or_it_was_said_otherwise(script: str) -> None:
+    assert not parse([script]).start_over
+    assert parse(["--lost-state", "restart", script]).start_over
+    assert parse(["--checkpoint-dir", "c", script]).start_over
+    assert not parse(["--checkpoint-dir", "c", "--lost-state", "stop", script]).start_over
+
+
 def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(["--max-restarts", "0", script]).max_restarts == 0
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")

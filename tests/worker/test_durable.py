@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_writer import GenerationWriter
+from rackrun.core.ids import Position
 from rackrun.worker.durable import DurableOptions
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -164,6 +166,25 @@ def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
     assert ended.exit_code == 0, ended
     assert len(ended.plans) == 1, ended
     assert 19 <= min(generations(folder)) < 35
+
+
+def test_storage_that_answers_with_errors_stops_nobody(folder: Path, train: Train) -> None:
+    """Also where it is only asked whether something is there."""
+
+    def main(run: Run) -> None:
+        exists = Path.exists
+
+        def stale(self: Path, **how: Any) -> bool:
+            if "gen-" in self.name and run._world.passed >= Position(3):
+                raise OSError(errno.ESTALE, "stale file handle")
+            return exists(self, **how)
+
+        Path.exists = stale  # type: ignore[method-assign]
+        trained(ddp, 9)(run)
+
+    lived = train(main).moments[1]
+    ended = train(main, kill={1: _moment(lived, "committed Position(step=4")})
+    assert ended.exit_code == 0, ended
 
 
 def test_a_job_whose_last_copy_is_lost_begins_again_from_the_disk_and_not_from_nothing(
