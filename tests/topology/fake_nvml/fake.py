@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping
@@ -134,6 +135,7 @@ def build(folder: Path, without: Iterable[str] = ()) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libnvidia-ml.so.1"
     options = [f"-DNO_{name}" for name in without]
+    assert shutil.which("gcc"), "these tests compile a library: install gcc (Debian: gcc libc6-dev)"
     subprocess.run(
         ["gcc", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", *options, "-o", str(library), str(SOURCE)],
         check=True,
