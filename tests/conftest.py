@@ -33,18 +33,17 @@ SETTLE_S = 3.0
 
 
 def children() -> dict[str, object]:
-    return {
-        f"child process {process.pid}: {' '.join(process.cmdline())[:200]}": process.pid
-        for process in _living_children()
-    }
+    return {f"child process {process.pid}: {command}": process.pid for process, command in _living_children().items()}
 
 
-def _living_children() -> list[psutil.Process]:
-    living = []
+def _living_children() -> dict[psutil.Process, str]:
+    """With what they run; one that ends while it is looked at is none."""
+    living = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                living.append(process)
+            command = " ".join(process.cmdline())
+            if "multiprocessing.resource_tracker" not in command:
+                living[process] = command[:200]
     return living
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.mark.parametrize(
-    ("kind", "crashes"), [("manager", 80), ("trays", 220), ("forks", 20)], ids=["managers", "trays", "processes"]
+    ("kind", "crashes"), [("manager", 60), ("trays", 160), ("forks", 12)], ids=["managers", "trays", "processes"]
 )
 def test_whatever_crashes_a_restore_is_whole_verified_and_not_older_than_the_last_commit(
     kind: str, crashes: int

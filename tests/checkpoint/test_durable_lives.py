@@ -1,4 +1,4 @@
-"""A job that saves, crashes and starts again, two thousand times over one directory: what it restores is one state, whole.
+"""A job that saves, crashes and starts again, a thousand times over one directory: what it restores is one state, whole.
 
 As the runtime does it (`rackrun.worker.durable`): every rank by itself writes its shard, tries to finish the generation,
 and collects when it has; the next start restores the newest with any number of ranks. A generation's number is its step,
@@ -29,7 +29,7 @@ from rackrun.checkpoint.retention import Retention, collect
 from tests.checkpoint.storage import JOB, Crash, Hooked
 
 POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith(("durable.", "retention."))]
-CRASHES = 2000
+CRASHES = 1000
 CHUNK = 2048
 WORLD_MAX = 3
 SAVES_MAX = 3
@@ -208,7 +208,7 @@ class Job:
         return []
 
 
-def test_after_any_of_two_thousand_crashes_a_start_restores_one_whole_state_and_none_older_than_was_finished(
+def test_after_any_of_a_thousand_crashes_a_start_restores_one_whole_state_and_none_older_than_was_finished(
     tmp_path: Path,
 ) -> None:
     rng = random.Random(1733)

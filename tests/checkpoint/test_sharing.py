@@ -154,6 +154,7 @@ def test_each_tensor_is_on_disk_once_and_any_number_of_ranks_goes_on_from_it(
             assert (one["restored"], one["tiers"], one["state"]) == (2, ["shared"], state)
 
 
+@pytest.mark.soak
 def test_a_share_on_disk_stands_in_for_a_damaged_image_in_memory(tmp_path: Path, shm: Path) -> None:
     forked(tmp_path, shm, 2, "ddp", 2, durable_every=2, keep=True)
     (arena,) = shm.glob("rackrun-*/*/rank-00001-*.arena")

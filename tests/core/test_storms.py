@@ -11,7 +11,7 @@ from core_model import SHORT, TIMEOUTS, Cluster
 from rackrun.core.config import JobConfig
 from rackrun.core.ids import TrayId
 
-SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 1_000
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
 
 KINDS = ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
 

@@ -88,7 +88,10 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param([], id="to the console", marks=pytest.mark.soak), pytest.param(["--tee", "3"], id="and to a file")],
+    [
+        pytest.param([], id="to the console", marks=pytest.mark.soak),
+        pytest.param(["--tee", "3"], id="and to a file", marks=pytest.mark.soak),
+    ],
 )
 def test_a_gibibyte_of_output_takes_no_memory(
     options: list[str], start_rackrun: Callable[..., Any], tmp_path: Path

@@ -22,7 +22,7 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
-    room = Room()
+    room = Room(1)
     first = room.take(100_000)
     second = room.take(10)
     assert second is not first, "two checkpoints may be on their way"
@@ -35,10 +35,9 @@ def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
 
 def test_what_fits_is_planned_for_all_ranks_of_the_host_and_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rackrun.worker.room.ceilings", lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),))
-    assert len(Room().take(300_000)) >= 300_000
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert len(Room(1).take(300_000)) >= 300_000
     with pytest.raises(MemoryPlanError, match="2 rank"):
-        Room().take(300_000)
+        Room(2).take(300_000)
 
 
 def test_a_checkpoint_without_memory_is_given_up_and_said_once_and_training_goes_on(

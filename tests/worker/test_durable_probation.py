@@ -65,7 +65,7 @@ def test_ten_steps_after_it_show_that_a_checkpoint_is_good(
 
     assert small(ends_after(12)).exit_code == 1
     assert probation.attempts() == {4: 1}
-    assert small(ends_after(14)).exit_code == 1
+    assert small(ends_after(40)).exit_code == 1
     assert not probation.attempts()
 
 
