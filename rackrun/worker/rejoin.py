@@ -116,6 +116,8 @@ class Rejoin:
             world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
+        elif any(not restore.sources for restore in plan.restores):
+            self._snapshots.hold(plan.committed.step)  # as the newcomer does, which can go back no further
 
     def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
         """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,

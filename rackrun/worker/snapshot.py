@@ -154,6 +154,11 @@ class Snapshots:
         copying.thread.start()
         self.cost_s = described + time.monotonic() - began
 
+    def hold(self, step: int) -> None:
+        """Begin the snapshot of ``step``, after which the state stands, if there is none."""
+        if step not in self._held:
+            self.take(step)
+
     @property
     def copying(self) -> bool:
         return self._copying is not None
