@@ -123,10 +123,10 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
 def test_what_is_rebuilt_from_parity_in_a_storm_is_what_was_lost() -> None:
     """The model gives a rebuilt snapshot only where every row is whole and every input the file that was given."""
     rebuilt = 0
-    for seed in range(SEEDS // 8):
+    for seed in range(SEEDS // 5):
         try:
             cluster = storm_of_trays(seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
         rebuilt += sum(bool(restore.rebuild) for plan in cluster.plans.values() for restore in plan.restores)
-    assert rebuilt > SEEDS / 200, rebuilt
+    assert rebuilt > SEEDS / 300, rebuilt
