@@ -139,8 +139,8 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
 @pytest.mark.parametrize(
     ("kind", "ranks", "die", "committed"),
     [
-        ("fsdp", 3, "1:4:arena.seal.digested", 3),
-        pytest.param("ddp", 2, "0:4:arena.commit.one_copy", 4, marks=pytest.mark.soak),
+        pytest.param("fsdp", 3, "1:4:arena.seal.digested", 3, marks=pytest.mark.soak),
+        ("ddp", 2, "0:4:arena.commit.one_copy", 4),
     ],
     ids=["FSDP2, before it has sealed", "DDP, rank 0 between commit and its mark"],
 )

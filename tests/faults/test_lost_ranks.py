@@ -81,7 +81,7 @@ def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, 
     assert lost, trained
 
 
-@pytest.mark.parametrize(("mode", "seed"), [pytest.param("ddp", 0, marks=pytest.mark.soak), ("fsdp", 1)])
+@pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.soak)])
 def test_ranks_are_lost_at_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
     check_random_story(mode, seed, train, reference)
 
@@ -129,7 +129,7 @@ def test_connections_break_though_nobody_is_lost(mode: str, train: Train, refere
     assert [recovery["rollback"] for recovery in trained.recoveries] == [None] * 4, trained
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
     """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
     first = Fault(name="0", place="backward", rank=0, step=7)
