@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from rackrun.core.health import Health, Response, Verdict
 from rackrun.topology.model import CliqueId
-from rackrun.topology.verdict import Health, Response, Verdict
 
 __all__ = ["Breaker", "BreakerPolicy", "Passed", "SwitchSuspected", "Withheld"]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rackrun.core.health import Health, Scope, health_of_action
 from rackrun.topology.model import CliqueId
 from rackrun.topology.readings import (
     FabricState,
@@ -22,7 +23,6 @@ from rackrun.topology.readings import (
     TrayReading,
     fabric_faults,
 )
-from rackrun.topology.verdict import Health, Scope, health_of_action
 
 __all__ = ["Finding", "against", "best_of", "preflight"]
 

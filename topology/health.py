@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rackrun.core.health import SEVERITY, Evidence, Health, Response, Scope, Verdict, response_to
 from rackrun.topology.facts import against, best_of
 from rackrun.topology.kmsg import KernelXid
 from rackrun.topology.readings import GpuReading, NvmlUnavailable, TrayReading, XidEvent
-from rackrun.topology.verdict import SEVERITY, Evidence, Health, Response, Scope, Verdict, response_to
 from rackrun.topology.xid import ACTION_CHANGED, judge_xid
 
 __all__ = ["GpuRepaired", "HealthPolicy", "Said", "TrayHealth"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rackrun.core.health import SEVERITY, Health, health_of_action
 from rackrun.topology.kmsg import NvlinkReport
-from rackrun.topology.verdict import SEVERITY, Health, health_of_action
 from rackrun.topology.xid_table import CATALOGUE, NVLINK5, NVLINK5_UNITS
 
 __all__ = ["Judgement", "Nvlink5", "decode_nvlink5", "judge_xid"]

@@ -43,6 +43,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     logs: LogConfig
     env: dict[str, str] = {}
     """Added to the workers' environment: what is the same for all of them (TORCHELASTIC_RUN_ID, OMP_NUM_THREADS, ...)."""
+    topology: bytes = b""
+    """This tray as a rack file has it: a JSON list of one `rackrun.topology.sources.PartialTopology`; empty: no rack file."""
     nnodes: int = 1
     max_restarts: int = 3
     grace_s: float = 10.0

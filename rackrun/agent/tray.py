@@ -90,7 +90,7 @@ class Tray:
             case c.FenceWorker():
                 if worker := self._find(command.slot, command.incarnation):
                     worker.kill()
-            case c.BreakGeneration() | c.DrainWorkers() | c.ReleaseWorkers():
+            case c.BreakGeneration() | c.PauseWorkers() | c.DrainWorkers() | c.ReleaseWorkers():
                 self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
             case c.ResumeGeneration():
                 self._resume = command

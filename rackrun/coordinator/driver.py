@@ -25,6 +25,8 @@ from rackrun.core.commands import (
     Command,
     DrainWorkers,
     FenceWorker,
+    Notice,
+    PauseWorkers,
     ReleaseWorkers,
     ResumeGeneration,
     SetTimer,
@@ -65,6 +67,9 @@ class Observer(Protocol):
 
     def protected(self, text: str) -> None:
         """What snapshots survive from now on."""
+
+    def notice(self, text: str) -> None:
+        """What the coordinator has decided, or has not, about hardware."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,8 +262,10 @@ class Driver:
                     self._send(command, (member.slot for member in command.plan.members))
             case StartWorker() | FenceWorker():
                 self._send(command, (command.slot,))
-            case DrainWorkers() | ReleaseWorkers():
+            case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
                 self._send(command, (worker.slot for worker in command.workers))
+            case Notice():
+                self._observer.notice(command.text)
             case StopJob():
                 data = frame(command)
                 for link in self._links.values():

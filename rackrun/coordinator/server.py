@@ -26,7 +26,16 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
-from rackrun.core.events import JournalFailed, StopRequested, TimerFired, TrayJoined, TrayLost
+from rackrun.core.events import (
+    DeviceChecked,
+    DeviceJudged,
+    JournalFailed,
+    StopRequested,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerEvent,
+)
 from rackrun.core.ids import TrayId, tray_of
 from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
@@ -176,10 +185,14 @@ class Server:
             self._driver.submit(event)
         elif not link.joined:
             raise _Breach(f"{type(event).__name__} before TrayJoined")
-        elif tray_of(event.slot) != link.tray:
-            raise _Breach(f"{type(event).__name__} of slot {event.slot} on the connection of {link.tray}")
+        elif (tray := _tray_of(event)) != link.tray:
+            raise _Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
         elif self._driver.link_of(link.tray) is link:  # else: a newer connection has taken its place
             self._driver.submit(event)
+
+
+def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked) -> TrayId:
+    return event.tray if isinstance(event, DeviceJudged | DeviceChecked) else tray_of(event.slot)
 
 
 class _Breach(Exception):

@@ -21,6 +21,8 @@ __all__ = [
     "FenceWorker",
     "Keeper",
     "Member",
+    "Notice",
+    "PauseWorkers",
     "Plan",
     "ReleaseWorkers",
     "Restore",
@@ -158,6 +160,16 @@ class ResumeGeneration(_Command, frozen=True, kw_only=True):
     """What snapshots survive in this generation, and what that costs. "" with one tray."""
 
 
+class PauseWorkers(_Command, frozen=True, kw_only=True):
+    """Stop between two units, all after the same step, with a sealed snapshot of it where somebody would need one; each answers
+    with `WorkerPaused`. Only the next generation ends the pause. Who is in another generation by then ignores it."""
+
+    generation: Generation
+    """The present one."""
+    workers: tuple[Worker, ...]
+    because: str
+
+
 class DrainWorkers(_Command, frozen=True, kw_only=True):
     """Leave the step loop at the next step boundary, all at the same one."""
 
@@ -171,6 +183,12 @@ class ReleaseWorkers(_Command, frozen=True, kw_only=True):
     workers: tuple[Worker, ...]
 
 
+class Notice(_Command, frozen=True, kw_only=True):
+    """For a person to know; nothing else follows from it here."""
+
+    text: str
+
+
 class StopJob(_Command, frozen=True, kw_only=True):
     """The end. Agents end every worker; the launcher exits with ``exit_code`` (0 done, 1 the script's, 3 ours)."""
 
@@ -182,6 +200,13 @@ class StopJob(_Command, frozen=True, kw_only=True):
 
 
 WorkerCommand: TypeAlias = (
-    StartWorker | FenceWorker | BreakGeneration | ResumeGeneration | DrainWorkers | ReleaseWorkers | StopJob
+    StartWorker
+    | FenceWorker
+    | BreakGeneration
+    | ResumeGeneration
+    | PauseWorkers
+    | DrainWorkers
+    | ReleaseWorkers
+    | StopJob
 )
-Command: TypeAlias = WorkerCommand | SetTimer
+Command: TypeAlias = WorkerCommand | SetTimer | Notice

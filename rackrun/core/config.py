@@ -15,6 +15,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     trays_max: int
     spares: int
     """Slots held back, out of those that exist. WORLD_SIZE is the rest."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    """Axes and sizes, in order (``--mesh``); their product is WORLD_SIZE, and what is left over waits. () : one axis over all."""
+    cross_clique: bool = False
+    """Let a group that belongs into one NVLink clique go on over the network, where no clique has room for it."""
+    pause_timeout_ms: int = 60_000
+    """Ranks that have not paused for a planned swap after this long are not waited for: the swap is made as after a loss."""
     snapshot_copies: Literal["local", "mirror", "xor"] = "mirror"
     """What other trays keep of snapshots."""
     set_size: int = 8

@@ -13,6 +13,8 @@ import msgspec
 from rackrun.core.commands import Command, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    DeviceChecked,
+    DeviceJudged,
     Event,
     JournalFailed,
     SnapshotDamaged,
@@ -27,6 +29,7 @@ from rackrun.core.events import (
     WorkerExited,
     WorkerFinished,
     WorkerParked,
+    WorkerPaused,
     WorkerReady,
     WorkerResumed,
     WorkerSevered,
@@ -113,6 +116,8 @@ class ControlPlane:
                 self._job.timer(event.name, event.at_ms)
             case StopRequested():
                 self._job.stop_requested(event)
+            case DeviceJudged() | DeviceChecked():
+                pass
             case JournalFailed():
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
@@ -146,6 +151,8 @@ class ControlPlane:
                 self._job.recovery.damaged(record, event)
             case SnapshotStriped():
                 self._job.recovery.striped(record, event)
+            case WorkerPaused():
+                pass
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
             case _:

@@ -11,9 +11,12 @@ from typing import TypeAlias
 
 import msgspec
 
+from rackrun.core.health import Verdict
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, TrayId
 
 __all__ = [
+    "DeviceChecked",
+    "DeviceJudged",
     "Event",
     "Failure",
     "JournalFailed",
@@ -28,6 +31,7 @@ __all__ = [
     "WorkerExited",
     "WorkerFinished",
     "WorkerParked",
+    "WorkerPaused",
     "WorkerReady",
     "WorkerResumed",
     "WorkerSevered",
@@ -65,6 +69,10 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     """``host:port`` of the tray's exchange (`rackrun.link.exchange`), over which workers may build groups."""
     snapshots: str
     """``host:port`` where the tray serves the snapshots that it keeps."""
+    topology: bytes = b""
+    """What is known of this tray: a `rackrun.topology.sources.PartialTopology` for each source, as a JSON list; empty: nothing."""
+    unfit: dict[int, tuple[str, ...]] = {}
+    """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.facts.preflight`)."""
 
 
 class TrayLost(_Event, frozen=True, kw_only=True):
@@ -72,6 +80,22 @@ class TrayLost(_Event, frozen=True, kw_only=True):
 
     tray: TrayId
     because: str
+
+
+class DeviceJudged(_Event, frozen=True, kw_only=True):
+    """The health of a tray's GPU has changed, or its process is to be started again."""
+
+    tray: TrayId
+    verdict: Verdict
+
+
+class DeviceChecked(_Event, frozen=True, kw_only=True):
+    """Whether the GPU of a slot may be used by who is not using it yet has changed."""
+
+    tray: TrayId
+    index: int
+    unfit: tuple[str, ...]
+    """Why not; empty: it may."""
 
 
 class WorkerElastic(_WorkerEvent, frozen=True, kw_only=True):
@@ -83,6 +107,8 @@ class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
 
     replica_class: str = ""
     """Equal on ranks whose large state is the same (data-parallel replicas). "" when unknown, as for a spare."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    """Axes and sizes of ``@rackrun.elastic(mesh=...)``, in order, none of them open; () when the script names none."""
 
 
 class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
@@ -103,6 +129,13 @@ class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
 
 class WorkerResumed(_WorkerEvent, frozen=True, kw_only=True):
     """Groups are built and state is in place: this worker computes again, in ``generation``."""
+
+    generation: Generation
+
+
+class WorkerPaused(_WorkerEvent, frozen=True, kw_only=True):
+    """Answer to PauseWorkers: it stands between two units, the same as everybody, and waits for the next generation. What it needs
+    a snapshot for has one of exactly the last unit, sealed."""
 
     generation: Generation
 
@@ -196,6 +229,7 @@ WorkerEvent: TypeAlias = (
     | WorkerReady
     | WorkerParked
     | WorkerResumed
+    | WorkerPaused
     | WorkerSevered
     | WorkerStalled
     | WorkerExited
@@ -204,4 +238,6 @@ WorkerEvent: TypeAlias = (
     | SnapshotDamaged
     | SnapshotStriped
 )
-Event: TypeAlias = WorkerEvent | TrayJoined | TrayLost | TimerFired | StopRequested | JournalFailed
+Event: TypeAlias = (
+    WorkerEvent | TrayJoined | TrayLost | DeviceJudged | DeviceChecked | TimerFired | StopRequested | JournalFailed
+)

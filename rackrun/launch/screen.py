@@ -47,6 +47,9 @@ class Screen:
         if not self._quiet:
             self.say(text)
 
+    def notice(self, text: str) -> None:
+        self.say(text)
+
     # -- ours
     def say(self, text: str) -> None:
         self._queue.put(("err", f"rackrun: {text}"))

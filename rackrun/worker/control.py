@@ -15,6 +15,7 @@ from rackrun.core.commands import (
     BreakGeneration,
     DrainWorkers,
     FenceWorker,
+    PauseWorkers,
     ReleaseWorkers,
     ResumeGeneration,
     StartWorker,
@@ -71,6 +72,8 @@ class ControlThread(threading.Thread):
                     self._world.on_plan(plan, build=not mine[0].fresh)
             case ReleaseWorkers():
                 self._world.on_release()
+            case PauseWorkers():
+                pass  # TODO
             case DrainWorkers():
                 self._world.drain = True
             case StartWorker() | FenceWorker() | StopJob():

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from rackrun.core.health import SEVERITY, Health, Response, Verdict
 from rackrun.topology.health import GpuRepaired, HealthPolicy, TrayHealth
 from rackrun.topology.kmsg import KernelXid, parse_kernel_line
 from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
-from rackrun.topology.verdict import SEVERITY, Health, Response, Verdict
 from tests.topology.readings import FABRIC, ROWS, down, gpu, tray
 
 MINUTE, HOUR = 60_000, 3_600_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rackrun.core.health import Health
 from rackrun.topology.kmsg import NvlinkReport, parse_kernel_line, parse_kmsg_record
-from rackrun.topology.verdict import Health
 from rackrun.topology.xid import _ACTIONS, decode_nvlink5, judge_xid
 from rackrun.topology.xid_table import CATALOGUE, NVLINK5, NVLINK5_UNITS
 
