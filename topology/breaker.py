@@ -73,6 +73,10 @@ class Breaker:
         self.withheld: dict[tuple[str, int], Withheld] = {}
         """By tray and GPU: what was not acted on. A verdict is told once, so whoever resets the breaker looks here."""
 
+    def learn(self, trays: Mapping[str, CliqueId]) -> None:
+        """More trays, or other cliques."""
+        self._clique_of.update(trays)
+
     @property
     def wake_at_ms(self) -> int | None:
         return min((until for until, _, _ in self._waiting), default=None)

@@ -80,7 +80,7 @@ class Placement:
         return isinstance(other, Placement) and self.content_id == other.content_id
 
     def __hash__(self) -> int:
-        return hash(self.content_id)
+        return int(self.content_id[:15], 16)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:

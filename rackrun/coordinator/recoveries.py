@@ -18,6 +18,7 @@ from rackrun.core.events import (
     WorkerElastic,
     WorkerExited,
     WorkerParked,
+    WorkerPaused,
     WorkerResumed,
     WorkerStalled,
 )
@@ -64,6 +65,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     """Everyone went back to the state after this step."""
     redone: tuple[int, ...] = ()
     """Steps computed again: the one that was broken, and those since the rollback."""
+    planned: bool = False
+    """Nothing was lost: all stood between two steps when the rank on a failing GPU was taken out."""
     overtaken: bool = False
     """A newer generation replaced this one before its world had resumed."""
 
@@ -76,7 +79,8 @@ class Recovery(msgspec.Struct, kw_only=True):
         """For people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done again``."""
         restart = self.kind == "restart"
         who = "; ".join(
-            f"rank {one.rank} lost on {one.slot} ({one.how})" + ("" if restart else _successor(one))
+            f"rank {one.rank} {'leaves' if self.planned else 'lost on'} {one.slot} ({one.how})"
+            + ("" if restart else _successor(one))
             for one in self.lost
         )
         parts = [who or f"generation {self.generation}: {self.because}"]
@@ -117,6 +121,7 @@ class RecoveryWatch:
         self._newest_step = -1
         self._elastic = False
         self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
+        self._paused: set[SlotId] = set()
         self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
         self.last: Recovery | None = None
 
@@ -139,6 +144,8 @@ class RecoveryWatch:
                 for member in self._plan.members if self._plan else ():
                     if tray_of(member.slot) == event.tray:
                         self._fault(member.slot, f"tray lost: {event.because}", now_ms)
+            case WorkerPaused() if self._plan and event.generation == self._plan.generation:
+                self._paused.add(event.slot)
             case WorkerParked() if self._open and event.generation == self._open.generation:
                 self._open.parked_ms = now_ms
             case WorkerResumed() if self._plan and event.generation == self._plan.generation:
@@ -163,7 +170,10 @@ class RecoveryWatch:
                 if self._open.break_ms is None:
                     self._open.break_ms = now_ms
             case FenceWorker() if command.slot not in self._how:
-                self._fenced.add(command.slot)
+                if command.swept_along:
+                    self._fenced.add(command.slot)
+                else:
+                    self._fault(command.slot, command.because, cause_ms)
             case StartWorker() if command.restarts > self._restarts:  # before or after its generation's plan
                 self._restarts = command.restarts
                 if self._open is None:
@@ -196,7 +206,8 @@ class RecoveryWatch:
 
     def _fault(self, slot: SlotId, how: str, now_ms: float) -> None:
         self._how.setdefault(slot, how)
-        if self._fault_ms is None:
+        members = self._plan.members if self._plan else ()
+        if self._fault_ms is None and any(member.slot == slot for member in members):
             self._fault_ms = now_ms
 
     def _begin(self, generation: int, kind: str, because: str, cause_ms: float) -> None:
@@ -208,7 +219,8 @@ class RecoveryWatch:
             self._end()
         elif self._fault_ms is not None and self._fault_ms < fault_ms:
             fault_ms = self._fault_ms  # such as the first exit of several, before all start again
-        self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms)
+        planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
+        self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned)
 
     def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
         plan, before = command.plan, self._plan
@@ -237,6 +249,7 @@ class RecoveryWatch:
             self._settle_restart()
         self._how.clear()
         self._fenced.clear()
+        self._paused.clear()
         self._fault_ms = None
 
     def _settle_restart(self) -> None:

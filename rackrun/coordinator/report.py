@@ -85,6 +85,11 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.doubled or self.differing or self.missing or self.rows_lost)
 
 
+class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
+    at_ms: int
+    text: str
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     exit_code: int | None
@@ -93,6 +98,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps_redone: int
     generations: int
     recoveries: tuple[RecoveryReport, ...]
+    notices: tuple[NoticeReport, ...]
+    """What was known of the hardware, and what was decided about it."""
     goodput: Goodput
     ledger: LedgerCheck
 
@@ -164,6 +171,12 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         recoveries=tuple(
             RecoveryReport(line=one.line(), recovery=one, seconds=one.seconds, stages=_stages(one))
             for one in recoveries
+        ),
+        notices=tuple(
+            NoticeReport(at_ms=at_ms, text=msgspec.json.decode(body)["text"])
+            for at_ms, body in connection.execute(
+                "SELECT at_ms, body FROM events WHERE kind = 'command' AND name = 'Notice' ORDER BY id"
+            )
         ),
         goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),
         ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),

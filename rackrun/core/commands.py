@@ -140,6 +140,8 @@ class FenceWorker(_Command, frozen=True, kw_only=True):
     slot: SlotId
     incarnation: Incarnation
     because: str
+    swept_along: bool = False
+    """The whole world starts again; nothing is said against this one."""
 
 
 class BreakGeneration(_Command, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from rackrun.core.events import (
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.job import JobMachine
 from rackrun.core.layout import natural
 from rackrun.core.rack import RackMachine
@@ -64,6 +64,8 @@ class TrayView(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     slots: int
     quarantined: tuple[SlotId, ...]
+    against: dict[SlotId, str]
+    """What is known to be wrong with its GPUs."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +118,10 @@ class ControlPlane:
                 self._job.timer(event.name, event.at_ms)
             case StopRequested():
                 self._job.stop_requested(event)
-            case DeviceJudged() | DeviceChecked():
-                pass
+            case DeviceJudged():
+                self._job.triage.judged(event)
+            case DeviceChecked():
+                self._job.triage.checked(event)
             case JournalFailed():
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
@@ -136,7 +140,7 @@ class ControlPlane:
             case WorkerElastic():
                 self._job.elastic(event.at_ms)
             case WorkerReady():
-                self._job.ready(record, event.replica_class, event.at_ms)
+                self._job.ready(record, event, event.at_ms)
             case WorkerParked():
                 self._job.recovery.parked(record, event)
             case WorkerResumed():
@@ -152,7 +156,7 @@ class ControlPlane:
             case SnapshotStriped():
                 self._job.recovery.striped(record, event)
             case WorkerPaused():
-                pass
+                self._job.swap.paused(record, event)
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
             case _:
@@ -163,7 +167,7 @@ class ControlPlane:
             self._tray_lost(event.tray, f"{event.tray} came back empty", event.at_ms)
         if self._job.world.phase is not Phase.STOPPED:
             self._rack.join(event)
-            self._job.joined(event.at_ms)
+            self._job.joined(event)
 
     def _tray_lost(self, tray: TrayId, because: str, at_ms: int) -> None:
         if tray not in self._rack.trays:
@@ -219,6 +223,7 @@ class ControlPlane:
                     host=rack.trays[tray].host,
                     slots=rack.trays[tray].slots,
                     quarantined=tuple(s for s in rack.slots() if s.startswith(f"{tray}/") and rack.quarantined(s)),
+                    against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
                 )
                 for tray in sorted(rack.trays, key=natural)
             ),

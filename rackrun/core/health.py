@@ -84,11 +84,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def fabric(self) -> bool:
         return any(one.fabric for one in self.evidence if one.health is self.health)
 
+    @property
+    def reasons(self) -> str:
+        return "; ".join(f"{one.what} ({one.source})" for one in self.evidence) or "nothing wrong"
+
     def __str__(self) -> str:
-        reasons = "; ".join(f"{one.what} ({one.source})" for one in self.evidence)
-        return f"GPU {self.index} is {self.health.value}: {reasons or 'nothing wrong'}. {self.response.value}." + (
-            f" Repair: {self.repair}." if self.repair else ""
-        )
+        repair = f" Repair: {self.repair}." if self.repair else ""
+        return f"GPU {self.index} is {self.health.value}: {self.reasons}. {self.response.value}.{repair}"
 
 
 _RESPONSES: dict[Health, tuple[Response, Scope, str]] = {

@@ -5,12 +5,13 @@ Recovery in place (a swap) is `rackrun.core.recovery`; this is what stands aroun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core.commands import (
     Command,
     DrainWorkers,
+    Notice,
     Plan,
     ReleaseWorkers,
     ResumeGeneration,
@@ -20,14 +21,18 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
-from rackrun.core.events import Failure, StopRequested, WorkerExited
-from rackrun.core.ids import Rank, SlotId, tray_of
-from rackrun.core.layout import split
+from rackrun.core.events import Failure, StopRequested, TrayJoined, WorkerExited, WorkerReady
+from rackrun.core.ids import Rank, SlotId, slot_id, tray_of
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
+from rackrun.core.seating import Seating
+from rackrun.core.swap import PlannedSwap
+from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
+from rackrun.topology.errors import TopologyError
+from rackrun.topology.mesh import Mesh
 
 __all__ = ["DRAIN_MS", "JobMachine"]
 
@@ -43,19 +48,30 @@ class JobMachine:
     rack: RackMachine
     emit: Callable[[Command], None]
     world: World = field(default_factory=World)
+    seating: Seating = field(init=False)
     recovery: Recovery = field(init=False)
+    swap: PlannedSwap = field(init=False)
+    triage: Triage = field(init=False)
     culprit: Culprit = field(init=False)
     stopping: StopRequested | None = None
     _gone: dict[Rank, None] = field(default_factory=dict)
     """Ranks that have ended well: of a plain script, or after the release."""
 
     def __post_init__(self) -> None:
-        self.recovery = Recovery(self.config, self.world, self.rack, self, self.emit)
+        self.seating = Seating(self.config, self.rack)
+        self.recovery = Recovery(self.config, self.world, self.rack, self.seating, self, self.emit)
+        self.swap = PlannedSwap(
+            self.config, self.world, self.rack, self.seating, self.emit, self.replace, self.recovery.absorb
+        )
+        self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.culprit = Culprit(self.config.gather_ms)
 
     # -- forming ---------------------------------------------------------------------------------------------------
-    def joined(self, at_ms: int) -> None:
+    def joined(self, event: TrayJoined) -> None:
         """A tray's slots have become free."""
+        at_ms = event.at_ms
+        if self.world.phase is not Phase.FORMING:
+            self._learn_late(event)
         match self.world.phase:
             case Phase.FORMING:
                 joined = len(self.rack.trays)
@@ -70,6 +86,18 @@ class JobMachine:
             case _:
                 pass
 
+    def _learn_late(self, event: TrayJoined) -> None:
+        try:
+            self._learn([event])
+        except TopologyError as error:
+            self.emit(Notice(text=f"{event.tray} is not used: {error}"))
+            for index in range(event.slots):
+                self.rack.devices.checked(slot_id(event.tray, index), (error.what,))
+
+    def _learn(self, joined: Sequence[TrayJoined]) -> None:
+        self.seating.learn(joined)
+        self.triage.learn(self.seating.cliques())
+
     def timer(self, name: str, at_ms: int) -> None:
         kind, _, number = name.partition(":")
         if kind == "join" and self.world.phase is Phase.FORMING:
@@ -79,6 +107,10 @@ class JobMachine:
                 self._form()
         elif kind == "drain" and self.stopping is not None:
             self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+        elif kind == "breaker":
+            self.triage.tick(at_ms)
+        elif kind == "pause":
+            self.swap.timer(number, at_ms)
         elif kind == "exits" and number == str(self.world.generation):
             self._exits_overdue()
         else:
@@ -97,14 +129,25 @@ class JobMachine:
     def _form(self) -> None:
         trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
         slots = sum(trays.values())
+        size = self.seating.world_size(self.config.spares)
         if self.config.spares >= slots:
             because = f"{self.config.spares} spares, but only {slots} slots on {len(trays)} trays: nobody would train"
             self.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
             return
-        ranks, _ = split(trays, self.config.spares)
+        if size > slots - self.config.spares:
+            because = f"the mesh has {size} ranks, but {slots} slots without {self.config.spares} spares are too few"
+            self.stop(2, because, remedy="make the mesh smaller (--mesh), hold back fewer spares, or start more trays.")
+            return
+        try:
+            self._learn(list(self.rack.trays.values()))
+            ranks = self.seating.first(self.config.spares)
+        except TopologyError as error:
+            self.stop(2, error.what, remedy=error.remedy)
+            return
         self.world.size = len(ranks)
+        self.world.spares = slots - len(ranks) if self.config.mesh else self.config.spares
         self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
-        self._launch(f"{len(trays)} trays joined: {len(ranks)} ranks, {self.config.spares} spares")
+        self._launch(f"{len(trays)} trays joined: {len(ranks)} ranks, {self.world.spares} spares")
 
     # -- setup and restart -----------------------------------------------------------------------------------------
     def _launch(self, because: str) -> None:
@@ -152,17 +195,37 @@ class JobMachine:
         if self.world.phase is Phase.SETUP and self._gone:
             self.restart(f"{named(list(self._gone))} exited with code 0 before the first step", None, at_ms)
 
-    def ready(self, record: WorkerRecord, replica_class: str, at_ms: int) -> None:
-        self.recovery.learn_class(record, replica_class)  # told again once the first step has shown what differs
+    def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
+        """``event`` is None for a rank that returned before its first step."""
+        if event is not None:
+            self.recovery.learn_class(
+                record, event.replica_class
+            )  # told again once the first step has shown what differs
+            if record.rank is not None and event.mesh and not self._adopt(Mesh.of(dict(event.mesh))):
+                return
         if record.state is not WorkerState.STARTING:
             return
         record.move(Trigger.READY)
         if record.rank is None:
             self.recovery.decide(at_ms)
+            self._look_at_swaps(at_ms)
             return
         self.elastic(at_ms)
         if self.world.phase is Phase.SETUP and self.world.all_members(WorkerState.READY):
             self._all_ready(at_ms)
+
+    def _adopt(self, mesh: Mesh) -> bool:
+        """The script has named its mesh; False: it cannot go on with it."""
+        if self.seating.mesh == mesh:
+            return True
+        broken = self.seating.adopt(mesh, self.world.seats)
+        if broken and self.config.cross_clique:
+            self.emit(Notice(text=f"{broken}, and that is allowed"))
+        elif broken:
+            shape = ",".join(f"{name}={size}" for name, size in mesh.axes)
+            self.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
+            return False
+        return True
 
     def _all_ready(self, at_ms: int) -> None:
         for record in self.world.members.values():
@@ -192,7 +255,7 @@ class JobMachine:
         world.reason = because
         world.members.clear()
         for record in [record for record in self.rack.occupants.values() if record.alive]:
-            self.emit(self.rack.fence(record, "the world starts again"))
+            self.emit(self.rack.fence(record, "the world starts again", swept_along=True))
         self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
         self._relaunch()
 
@@ -200,7 +263,7 @@ class JobMachine:
         if self.rack.occupants:
             return
         world = self.world
-        seats = self.rack.seats(world.seats)
+        seats = self.seating.again(world.seats)
         if seats is None:
             slots = len(self.rack.slots())
             self.stop(
@@ -289,6 +352,28 @@ class JobMachine:
         if len(self._gone) == self.world.size:
             self.stop(0, f"all {self.world.size} ranks exited with code 0")
 
+    # -- hardware --------------------------------------------------------------------------------------------------
+    def fence(self, slots: Sequence[SlotId], because: str, at_ms: int) -> None:
+        """Whoever is there goes now, for what its GPU is."""
+        occupants = [self.rack.occupants[slot] for slot in slots if slot in self.rack.occupants]
+        self._condemn({record.worker.slot: because for record in occupants if record.alive}, at_ms)
+
+    def replace(self, leaving: Mapping[Rank, str], at_ms: int) -> None:
+        """All stand between two steps: these ranks go, and spares take over."""
+        self._condemn({self.world.seats[rank]: because for rank, because in leaving.items()}, at_ms)
+
+    def _condemn(self, because: Mapping[SlotId, str], at_ms: int) -> None:
+        if self.world.phase is Phase.ENDING:
+            return  # they end anyway
+        losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
+        for loss in losses:
+            self.emit(self.rack.fence(loss.record, loss.because))
+        self.lost(losses, at_ms)
+
+    def hardware_changed(self, at_ms: int) -> None:
+        self.slot_empty(at_ms)
+        self._look_at_swaps(at_ms)
+
     # -- training --------------------------------------------------------------------------------------------------
     def trained(self, at_ms: int) -> None:
         """Everybody computes: time for what had to wait."""
@@ -296,11 +381,16 @@ class JobMachine:
         if self.stopping is not None:
             self._drain(self.stopping)
         self._finish(at_ms)
+        self._look_at_swaps(at_ms)
+
+    def _look_at_swaps(self, at_ms: int) -> None:
+        if self.stopping is None:
+            self.swap.look(at_ms)
 
     def _top_up(self) -> None:
         """Spares start in the background, in the slots that are free: what training loses is replaced before it is
         needed."""
-        for slot in self.rack.free_slots()[: max(self.config.spares - len(self.rack.spares()), 0)]:
+        for slot in self.rack.free_slots()[: max(self.world.spares - len(self.rack.spares()), 0)]:
             self.emit(self.start_spare(slot))
 
     def start_spare(self, slot: SlotId) -> StartWorker:
@@ -325,7 +415,7 @@ class JobMachine:
             return
         record.finished = True
         if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
-            self.ready(record, "", at_ms)
+            self.ready(record, None, at_ms)
         self._finish(at_ms)
 
     def _finish(self, at_ms: int) -> None:

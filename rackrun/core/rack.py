@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core.commands import FenceWorker, StartWorker, Worker
+from rackrun.core.devices import Devices
 from rackrun.core.events import TrayJoined, WorkerEvent, WorkerExited
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.core.layout import natural, slot_order
@@ -29,6 +30,7 @@ class RackMachine:
     occupants: dict[SlotId, WorkerRecord] = field(default_factory=dict)
     """Who is in a slot, until its exit is known: a slot is empty only then."""
     faults: dict[SlotId, int] = field(default_factory=dict)
+    devices: Devices = field(default_factory=Devices)
     last_spare_loss: str = ""
     _incarnation: Incarnation = Incarnation(0)
 
@@ -36,10 +38,13 @@ class RackMachine:
     def join(self, event: TrayJoined) -> None:
         assert event.tray not in self.trays, "a tray that comes back is lost first"
         self.trays[event.tray] = event
+        for index, unfit in event.unfit.items():
+            self.devices.checked(slot_id(event.tray, index), unfit)
 
     def lose_tray(self, tray: TrayId, because: str) -> list[Loss]:
         """Its workers have ended with it. Losses of workers that were condemned already are not repeated."""
         del self.trays[tray]
+        self.devices.forget(tray)
         losses = []
         for slot in [slot for slot in self.occupants if tray_of(slot) == tray]:
             record = self.occupants.pop(slot)
@@ -79,13 +84,18 @@ class RackMachine:
     def quarantined(self, slot: SlotId) -> bool:
         return self.faults.get(slot, 0) >= QUARANTINE_LOSSES
 
+    def usable(self, slot: SlotId) -> bool:
+        """A worker may be started there, or take a rank over."""
+        return not self.quarantined(slot) and self.devices.may_be_taken(slot)
+
     def free_slots(self) -> list[SlotId]:
-        """Where a worker can be started now."""
-        return [slot for slot in self.slots() if slot not in self.occupants and not self.quarantined(slot)]
+        """Where a worker can be started now, slots whose GPU is on its way out last."""
+        free = [slot for slot in self.slots() if slot not in self.occupants and self.usable(slot)]
+        return sorted(free, key=self.devices.fitness)
 
     def clearing_slots(self) -> list[SlotId]:
         """Where one could be started as soon as what is condemned there has ended."""
-        return [slot for slot, record in self.occupants.items() if not record.alive and not self.quarantined(slot)]
+        return [slot for slot, record in self.occupants.items() if not record.alive and self.usable(slot)]
 
     # -- workers ---------------------------------------------------------------------------------------------------
     def current(self, event: WorkerEvent) -> WorkerRecord | None:
@@ -119,13 +129,16 @@ class RackMachine:
             restarts=restarts,
         )
 
-    def fence(self, record: WorkerRecord, because: str, *, fault: bool = False) -> FenceWorker:
+    def fence(
+        self, record: WorkerRecord, because: str, *, fault: bool = False, swept_along: bool = False
+    ) -> FenceWorker:
         """``fault``: it hung, which counts against its slot."""
         record.move(Trigger.FENCE, because)
         record.fenced_for = because
         if fault:
             self._blame_slot(record)
-        return FenceWorker(slot=record.worker.slot, incarnation=record.worker.incarnation, because=because)
+        worker = record.worker
+        return FenceWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, swept_along=swept_along)
 
     def exited(self, record: WorkerRecord, event: WorkerExited) -> Loss:
         """Its slot is empty now."""
@@ -149,11 +162,13 @@ class RackMachine:
         return sorted(spares, key=lambda record: slot_order(record.worker.slot))
 
     def ready_spares(self) -> list[WorkerRecord]:
-        return [record for record in self.spares() if record.state is WorkerState.READY]
+        """Those that may take a rank over now, on a GPU that is in order or, as the last choice, on its way out."""
+        ready = (record for record in self.spares() if record.state is WorkerState.READY)
+        return [record for record in ready if self.devices.may_be_taken(record.worker.slot)]
 
-    def choose(self, lost: Mapping[Rank, SlotId]) -> dict[Rank, WorkerRecord]:
-        """A ready spare for each lost rank: on its own tray if there is one, then in slot order."""
-        ready = self.ready_spares()
+    def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
+        """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order."""
+        ready = list(spares)
         chosen: dict[Rank, WorkerRecord] = {}
         for rank, slot in sorted(lost.items()):
             near = next((spare for spare in ready if tray_of(spare.worker.slot) == tray_of(slot)), None)

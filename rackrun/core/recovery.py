@@ -8,7 +8,7 @@ special: it breaks once more, and the next plan starts from what everyone report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from rackrun.core.events import (
 from rackrun.core.ids import BEGIN, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
+from rackrun.core.seating import Seating
 from rackrun.core.snapshots import Snapshots, upto
 from rackrun.core.stalls import StallWindow
 from rackrun.core.verdict import StatePlan
@@ -59,6 +60,7 @@ class Recovery:
     config: JobConfig
     world: World
     rack: RackMachine
+    seating: Seating
     ladder: Ladder
     emit: Callable[[Command], None]
     stalls: StallWindow = field(default_factory=StallWindow)
@@ -206,9 +208,9 @@ class Recovery:
         if late:
             self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
 
-    def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
+    def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
         for record in records:
-            self.emit(self.rack.fence(record, because, fault=True))
+            self.emit(self.rack.fence(record, because, fault=fault))
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
     def _give_up(self) -> None:
@@ -245,7 +247,7 @@ class Recovery:
         if state is None:
             self._start_over(committed, at_ms)
             return
-        chosen = self._staff()
+        chosen = self._staff(at_ms)
         if chosen is not None and self._may_go_on(committed):
             self._resume(committed, gate, state, chosen, at_ms)
 
@@ -277,27 +279,44 @@ class Recovery:
         ends = [loss.exit for loss in self._losses.values()]
         return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
 
-    def _staff(self) -> dict[Rank, WorkerRecord] | None:
+    def _staff(self, at_ms: int) -> dict[Rank, WorkerRecord] | None:
         """A ready spare for each lost rank; None if they are still to be waited for (or if there is no hope)."""
         lost = self.world.lost()
-        chosen = self.rack.choose(lost)
-        if len(chosen) == len(lost):
-            return chosen
+        ready = {record.worker.slot: record for record in self.rack.ready_spares()}
+        staff = self.seating.staff(self.world.seats, lost, ready)
+        if staff is None:
+            self._wait_for_spares(lost, enough=len(ready) >= len(lost))
+            return None
+        if staff.uprooted:
+            moving = [self.world.members[rank] for rank in staff.uprooted]
+            self._condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
+            return None
+        return {rank: ready[slot] for rank, slot in staff.seats.items()}
+
+    def _wait_for_spares(self, lost: Mapping[Rank, SlotId], *, enough: bool) -> None:
+        """Start what can be started; without any hope the job ends. ``enough``: NVLink does not reach those that are ready."""
         free = self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
         elsewhere = [slot for slot in free if slot not in in_place]
-        short = len(lost) - len(self.rack.spares())
+        short = len(in_place) if enough else len(lost) - len(self.rack.spares())
         for slot in (in_place + elsewhere)[: max(short, 0)]:
             self.emit(self.ladder.start_spare(slot))
-        hope = len(self.rack.spares()) + len(self.rack.clearing_slots())
-        if hope < len(lost):
+        coming = len(self.rack.spares()) + len(self.rack.clearing_slots())
+        if enough:
+            if coming == len(self.rack.ready_spares()):
+                self.ladder.stop(
+                    3,
+                    f"{self._told()}: {len(lost)} ranks to replace, and no spare inside their NVLink clique",
+                    remedy="hold back spares in every NVLink domain (--spares), or let their group go on over the network "
+                    "(--cross-clique).",
+                )
+        elif coming < len(lost):
             last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
             self.ladder.stop(
                 3,
-                f"{self._told()}: {len(lost)} ranks to replace, {hope} spares, no free slot left{last}",
+                f"{self._told()}: {len(lost)} ranks to replace, {coming} spares, no free slot left{last}",
                 remedy="hold back more spares (--spares), or start with more trays.",
             )
-        return None
 
     def _may_go_on(self, committed: Position) -> bool:
         """Recoveries without progress are counted; too many end the job."""
@@ -406,9 +425,9 @@ class Recovery:
         running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
         if not running or record.rank is None or event.generation != self.world.generation:
             return
-        self._absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
+        self.absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
 
-    def _absorb(self, because: str, at_ms: int) -> None:
+    def absorb(self, because: str, at_ms: int) -> None:
         """Nobody is to blame: the step is done again in place."""
         self._absorbing = True
         self._note = because
@@ -438,7 +457,7 @@ class Recovery:
         if blame.ranks:
             self._condemn([self.world.members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
             return
-        self._absorb(f"stalled: {blame.because}", at_ms)
+        self.absorb(f"stalled: {blame.because}", at_ms)
 
 
 def _report(record: WorkerRecord) -> verdict.Report:

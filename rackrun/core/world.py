@@ -43,6 +43,8 @@ class World:
     generation: Generation = Generation(0)
     elastic: bool = False
     size: int = 0
+    spares: int = 0
+    """Slots held back, as long as there are as many."""
     seats: dict[Rank, SlotId] = field(default_factory=dict)
     """Where each rank lives or last lived."""
     members: dict[Rank, WorkerRecord] = field(default_factory=dict)

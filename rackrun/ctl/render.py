@@ -62,6 +62,8 @@ def render_report(console: Console, report: Report) -> None:
         f"{len(report.recoveries)} recoveries",
         highlight=False,
     )
+    for notice in report.notices:
+        console.print(f"{notice.at_ms / 1e3:9.3f} s  {notice.text}", highlight=False, markup=False)
     for one in report.recoveries:
         _waterfall(console, one)
     if not report.ledger.units:

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from core_told import topology_of
+
 from rackrun.core.commands import (
     BreakGeneration,
     Command,
     DrainWorkers,
     FenceWorker,
+    Notice,
+    PauseWorkers,
     Plan,
     ReleaseWorkers,
     Restore,
@@ -38,6 +42,7 @@ from rackrun.core.events import (
     WorkerExited,
     WorkerFinished,
     WorkerParked,
+    WorkerPaused,
     WorkerReady,
     WorkerResumed,
     WorkerSevered,
@@ -71,6 +76,9 @@ class Process:
     hung: str = ""  # "", "code" (parks, but never computes), "silent"
     reported: bool = False
     finished: bool = False
+    told_to_pause: int = -1
+    """The generation in which it was."""
+    paused: bool = False
     torn: bool = False
     """It began to go back to its snapshot: until it resumes, its memory is neither the old state nor the new one."""
     sealed: tuple[int, int] = (0, -1)
@@ -92,7 +100,10 @@ class Process:
 class Cluster:
     """Trays, processes and one control plane; every method is one thing that can happen."""
 
-    def __init__(self, config: JobConfig, slots: int, units: int, shards: str) -> None:
+    def __init__(self, config: JobConfig, slots: int, units: int, shards: str, *, racks: bool = False) -> None:
+        """``racks``: trays tell of their GPUs, two trays to an NVLink clique."""
+        self.racks, self.core_config = racks, config
+        self.planned_swaps = 0
         self.core = ControlPlane(config)
         self.slots, self.units, self.shards = slots, units, shards
         self.now = 0
@@ -108,6 +119,8 @@ class Cluster:
         """(tray, generation, keeper, step) -> whose stripes are in it, and of which file."""
         self.plans: dict[int, Plan] = {}
         self.gates: dict[tuple[int, int], set[int]] = {}
+        self.pausing: set[tuple[int, int]] = set()
+        """Generation and unit whose gate says that all are to pause after it."""
         self.jammed: set[int] = set()
         """Generations whose collectives hang for everyone."""
         self.announced = 0
@@ -135,6 +148,8 @@ class Cluster:
             case FenceWorker():
                 self._fence(command)
             case BreakGeneration():
+                running = [p for p in self.processes.values() if p.alive and p.state == "running"]
+                self.planned_swaps += any(p.paused for p in running) and all(p.paused for p in running)
                 assert command.generation > self.announced, "generations are strictly monotone"
                 self.announced = command.generation
                 assert command.because
@@ -142,7 +157,9 @@ class Cluster:
             case ResumeGeneration():
                 self._check_plan(command)
                 self._send([Worker(m.slot, m.incarnation) for m in command.plan.members], command)
-            case ReleaseWorkers() | DrainWorkers():
+            case Notice():
+                assert command.text
+            case ReleaseWorkers() | DrainWorkers() | PauseWorkers():
                 self._send(command.workers, command)
             case StopJob():
                 assert command.because
@@ -187,7 +204,17 @@ class Cluster:
     # -- trays -----------------------------------------------------------------------------------------------------
     def join(self, tray: TrayId) -> None:
         self.up_trays[tray] = True
-        self.tell(TrayJoined(tray=tray, host=tray, slots=self.slots, store=f"{tray}:1", snapshots=f"{tray}:2"))
+        clique = f"clique-{int(tray.rpartition('-')[2]) // 2}"
+        self.tell(
+            TrayJoined(
+                tray=tray,
+                host=tray,
+                slots=self.slots,
+                store=f"{tray}:1",
+                snapshots=f"{tray}:2",
+                topology=topology_of(tray, self.slots, clique) if self.racks else b"",
+            )
+        )
 
     def tray_dies(self, tray: TrayId) -> None:
         self.up_trays[tray] = False
@@ -248,7 +275,7 @@ class Cluster:
             and self._restored(process) is not None
         ):
             out.append("resume")
-        elif process.state == "running":
+        elif process.state == "running" and not process.paused:
             out += self._training_actions(process)
         return out
 
@@ -310,19 +337,19 @@ class Cluster:
                 process.stateful = process.rank is not None
             case "enter":
                 process.entered_in = process.generation
-                self.gates.setdefault((process.generation, process.passed + 1), set()).add(_rank(process))
+                unit = (process.generation, process.passed + 1)
+                self.gates.setdefault(unit, set()).add(_rank(process))
+                if process.told_to_pause == process.generation:
+                    self.pausing.add(unit)
             case "see":
                 self._apply(process)
+                if (process.generation, process.passed) in self.pausing:
+                    self._pause(process)
             case "finish":
                 process.finished = True
                 self._say(process, WorkerFinished)
             case "seal":
-                arena = self.arenas.setdefault((process.slot, process.incarnation), {})
-                arena[process.passed] = process.chain
-                self.files.setdefault((process.slot, process.incarnation), {})[process.passed] = len(self.log)
-                process.sealed = (process.generation, process.passed)
-                for step in sorted(arena)[:-2]:
-                    del arena[step]
+                self._seal(process)
             case "stripe":
                 self._stripe(process)
             case "resume":
@@ -330,6 +357,20 @@ class Cluster:
                     self._resume(process)
                 else:
                     self._tell_of_damage(process, *bad)
+
+    def _pause(self, process: Process) -> None:
+        if self.shards == "unique":
+            self._seal(process)
+        process.paused = True
+        self._say(process, WorkerPaused, generation=process.generation)
+
+    def _seal(self, process: Process) -> None:
+        arena = self.arenas.setdefault((process.slot, process.incarnation), {})
+        arena[process.passed] = process.chain
+        self.files.setdefault((process.slot, process.incarnation), {})[process.passed] = len(self.log)
+        process.sealed = (process.generation, process.passed)
+        for step in sorted(arena)[:-2]:
+            del arena[step]
 
     def _stripe(self, process: Process) -> None:
         process.given.add(process.sealed)
@@ -361,10 +402,12 @@ class Cluster:
     def _obey(self, process: Process, command: Command) -> None:
         match command:
             case BreakGeneration():
-                process.state = "parked"
+                process.state, process.paused = "parked", False
                 self._park(process, command.generation)
             case ResumeGeneration():
                 self._take(process, command.plan)
+            case PauseWorkers():
+                process.told_to_pause = command.generation
             case ReleaseWorkers():
                 self.end(process, code=0)
             case _:

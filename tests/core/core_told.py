@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker, StopJob
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane, View
 from rackrun.core.events import (
+    DeviceChecked,
+    DeviceJudged,
     Event,
     Failure,
     SnapshotDamaged,
@@ -20,12 +24,16 @@ from rackrun.core.events import (
     WorkerExited,
     WorkerFinished,
     WorkerParked,
+    WorkerPaused,
     WorkerReady,
     WorkerResumed,
     WorkerSevered,
     WorkerStalled,
 )
+from rackrun.core.health import Evidence, Health, Scope, Verdict, response_to
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.topology.model import CliqueId
+from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology
 
 C = TypeVar("C")
 
@@ -53,10 +61,36 @@ class Told:
         return {"slot": SlotId(slot), "incarnation": self.incarnation[slot]}
 
     # -- what happens ----------------------------------------------------------------------------------------------
-    def join(self, tray: str, slots: int = 4) -> Sequence[Command]:
+    def join(
+        self, tray: str, slots: int = 4, *, clique: str = "", unfit: Mapping[int, str] | None = None
+    ) -> Sequence[Command]:
+        """``clique``: of its GPUs, of which it tells then."""
         return self.tell(
-            TrayJoined(tray=TrayId(tray), host=tray, slots=slots, store=f"{tray}:1", snapshots=f"{tray}:2")
+            TrayJoined(
+                tray=TrayId(tray),
+                host=tray,
+                slots=slots,
+                store=f"{tray}:1",
+                snapshots=f"{tray}:2",
+                topology=topology_of(tray, slots, clique) if clique else b"",
+                unfit={index: (why,) for index, why in (unfit or {}).items()},
+            )
         )
+
+    def judges(self, slot: str, health: Health, *, fabric: bool = False, scope: Scope = "gpu") -> Sequence[Command]:
+        """The agent of its tray says how the GPU of ``slot`` is."""
+        tray, _, index = slot.partition("/")
+        return self.tell(DeviceJudged(tray=TrayId(tray), verdict=verdict_on(int(index), health, fabric, scope)))
+
+    def checks(self, slot: str, *unfit: str) -> Sequence[Command]:
+        tray, _, index = slot.partition("/")
+        return self.tell(DeviceChecked(tray=TrayId(tray), index=int(index), unfit=unfit))
+
+    def pauses(self, slot: str) -> Sequence[Command]:
+        return self.tell(WorkerPaused(**self._who(slot), generation=Generation(self.view.generation)))
+
+    def pause_all(self) -> Sequence[Command]:
+        return [command for slot in self.members for command in self.pauses(slot)]
 
     def tray_lost(self, tray: str) -> Sequence[Command]:
         return self.tell(TrayLost(tray=TrayId(tray), because="lease lapsed"))
@@ -64,9 +98,10 @@ class Told:
     def elastic(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerElastic(**self._who(slot)))
 
-    def ready(self, slot: str, replica_class: str = "") -> Sequence[Command]:
+    def ready(self, slot: str, replica_class: str = "", mesh: Mapping[str, int] | None = None) -> Sequence[Command]:
         self.elastic(slot)
-        return self.tell(WorkerReady(**self._who(slot), replica_class=replica_class))
+        axes = tuple((mesh or {}).items())
+        return self.tell(WorkerReady(**self._who(slot), replica_class=replica_class, mesh=axes))
 
     def exits(
         self,
@@ -167,6 +202,29 @@ class Told:
 
     def resume_all(self) -> Sequence[Command]:
         return [command for slot in self.members for command in self.resumes(slot)]
+
+
+def topology_of(tray: str, slots: int, clique: str) -> bytes:
+    """A tray of a rack of its clique's name, as its agent tells of it."""
+    gpus = tuple(FoundGpu(index=index, uuid=f"GPU-{tray}-{index}") for index in range(slots))
+    found = FoundTray(host=tray, rack=f"rack of {clique}", gpus=gpus, clique=CliqueId(clique, 1))
+    return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
+
+
+def verdict_on(index: int, health: Health, fabric: bool = False, scope: Scope = "gpu") -> Verdict:
+    response, usual, repair = response_to(health)
+    what = "it was tested" if health is not Health.OK else ""
+    evidence = Evidence(at_ms=0, source="nvml", what=what, health=health, fabric=fabric)
+    return Verdict(
+        at_ms=0,
+        uuid="",
+        index=index,
+        health=health,
+        response=response,
+        scope=scope if scope != "gpu" else usual,
+        repair=repair,
+        evidence=(evidence,) if what else (),
+    )
 
 
 def only(kind: type[C], commands: Sequence[Command]) -> C:

@@ -7,12 +7,22 @@ import random
 from collections import Counter
 
 from core_model import SHORT, TIMEOUTS, Cluster
+from core_told import verdict_on
 
 from rackrun.core.config import JobConfig
-from rackrun.core.ids import TrayId
+from rackrun.core.events import DeviceChecked, DeviceJudged
+from rackrun.core.health import Health
+from rackrun.core.ids import TrayId, tray_of
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
 
+HEALTH = {
+    "degraded": Health.DEGRADED,
+    "lost": Health.LOST,
+    "app": Health.APP,
+    "fabric": Health.FABRIC,
+    "well": Health.OK,
+}
 KINDS = ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
 
 
@@ -48,10 +58,30 @@ def storm_of_trays(seed: int) -> Cluster:
     return play(cluster, trays, rng, ["tray", "tray", "tray", "kill", "timeout", "rot"], 0.01)
 
 
+def storm_in_racks(seed: int) -> Cluster:
+    """GPUs are judged, spares are found unfit and fit again, and tensor-parallel pairs are bound to a clique of two trays."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 4), rng.randint(2, 3)
+    pairs = rng.randint(1, (trays * slots - 1) // 2)
+    tied = rng.random() < 0.5
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=0 if tied else rng.randint(0, trays * slots - 1),
+        mesh=(("dp", pairs), ("tp", 2)) if tied else (),
+        cross_clique=rng.random() < 0.2,
+        start_over=rng.random() < 0.7,
+        no_progress_max=20,
+    )
+    cluster = Cluster(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), racks=True)
+    kinds = ["kill", "degraded", "degraded", "lost", "app", "fabric", "well", "well", "unfit", "fit", "tray", "timeout"]
+    return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
+
+
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
     for number in range(trays):
         cluster.join(TrayId(f"tray-{number}"))
-    while cluster.core.view().phase == "setup":
+    while cluster.core.view().phase == "setup" and cluster.stopped is None:
         cluster.do(*cluster.actions()[0])
     for _ in range(rng.randint(50, 800)):
         if cluster.stopped is None:
@@ -81,6 +111,12 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
         cluster.join(rng.choice(missing))
     elif kind == "tray" and up:
         cluster.tray_dies(rng.choice(up))
+    elif kind in HEALTH and up:
+        verdict = verdict_on(rng.randrange(cluster.slots), HEALTH[kind], fabric=kind == "fabric")
+        cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
+    elif kind in ("fit", "unfit") and up:
+        why = ("its fabric registration is not completed",) if kind == "unfit" else ()
+        cluster.tell(DeviceChecked(tray=rng.choice(up), index=rng.randrange(cluster.slots), unfit=why))
     elif kind == "jam":
         cluster.jammed.add(cluster.announced)
     elif kind == "rot":
@@ -130,3 +166,22 @@ def test_what_is_rebuilt_from_parity_in_a_storm_is_what_was_lost() -> None:
             raise AssertionError(f"seed {seed}") from error
         rebuilt += sum(bool(restore.rebuild) for plan in cluster.plans.values() for restore in plan.restores)
     assert rebuilt > SEEDS / 300, rebuilt
+
+
+def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_no_planned_swap_does_a_step_again() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 2):
+        try:
+            cluster = storm_in_racks(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        seen["pauses"] += len({generation for generation, _ in cluster.pausing})
+        seen["planned"] += cluster.planned_swaps
+        for plan in cluster.plans.values():
+            if cluster.core_config.mesh and not cluster.core_config.cross_clique:
+                for rank in range(0, plan.world_size, 2):
+                    cliques = {int(tray_of(plan.members[r].slot)[-1]) // 2 for r in (rank, rank + 1)}
+                    assert len(cliques) == 1, f"seed {seed}: {plan}"
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+    assert seen["exit 0"] > SEEDS / 8, seen
+    assert seen["planned"] > SEEDS / 20, seen

@@ -1,0 +1,69 @@
+"""What is said against the GPUs of living trays: verdicts on their health, and why one must not be taken into use now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rackrun.core.health import Health, Response, Verdict
+from rackrun.core.ids import SlotId, TrayId, slot_id, tray_of
+from rackrun.topology.objective import Fitness
+
+__all__ = ["Devices"]
+
+
+@dataclass(slots=True)
+class Devices:
+    _verdicts: dict[SlotId, Verdict] = field(default_factory=dict)
+    """Of GPUs that are to be left, until a better verdict comes."""
+    _unfit: dict[SlotId, tuple[str, ...]] = field(default_factory=dict)
+
+    def judged(self, tray: TrayId, verdict: Verdict) -> None:
+        slot = slot_id(tray, verdict.index)
+        if verdict.response in (Response.SWAP, Response.FENCE):
+            self._verdicts[slot] = verdict
+        elif verdict.health is Health.OK:
+            self._verdicts.pop(slot, None)
+
+    def checked(self, slot: SlotId, unfit: tuple[str, ...]) -> None:
+        if unfit:
+            self._unfit[slot] = unfit
+        else:
+            self._unfit.pop(slot, None)
+
+    def forget(self, tray: TrayId) -> None:
+        """The tray is lost. The agent that comes back asks the hardware anew."""
+        for known in (self._verdicts, self._unfit):
+            for slot in [slot for slot in known if tray_of(slot) == tray]:
+                del known[slot]
+
+    def verdict(self, slot: SlotId) -> Verdict | None:
+        """The worst on its GPU, or on its whole tray."""
+        found = [
+            verdict
+            for judged, verdict in self._verdicts.items()
+            if judged == slot or (verdict.scope == "tray" and tray_of(judged) == tray_of(slot))
+        ]
+        fences = [verdict for verdict in found if verdict.response is Response.FENCE]
+        return next(iter(fences or found), None)
+
+    def fitness(self, slot: SlotId) -> Fitness:
+        """For one that sits there already."""
+        verdict = self.verdict(slot)
+        if verdict is None:
+            return Fitness.USABLE
+        return Fitness.BAD if verdict.response is Response.FENCE else Fitness.AVOID
+
+    def may_be_taken(self, slot: SlotId) -> bool:
+        """By one that does not sit there yet. A GPU on its way out may, as the last choice."""
+        return slot not in self._unfit and self.fitness(slot) is not Fitness.BAD
+
+    def because(self, slot: SlotId) -> str:
+        """Why whoever sits there is to leave; "" when nothing speaks against it."""
+        verdict = self.verdict(slot)
+        return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}" if verdict else ""
+
+    def against(self) -> Mapping[SlotId, str]:
+        """What is known to be wrong, slot by slot."""
+        unfit = {slot: "; ".join(reasons) for slot, reasons in self._unfit.items()}
+        return {**unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

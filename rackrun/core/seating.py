@@ -1,0 +1,177 @@
+"""Which slot each rank takes: by the topology, where trays have told of one; else by the order of slots.
+
+`rackrun.topology.placement.place` decides, from what stands and what is known of each slot. This asks it, at the start, when ranks
+are lost, when one is to leave a slot, and when the world begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.core.config import JobConfig
+from rackrun.core.events import TrayJoined
+from rackrun.core.ids import Rank, SlotId
+from rackrun.core.layout import split
+from rackrun.core.rack import RackMachine
+from rackrun.topology.board import Board
+from rackrun.topology.errors import DoesNotFit
+from rackrun.topology.mesh import Mesh
+from rackrun.topology.model import CliqueId
+from rackrun.topology.objective import Fitness
+from rackrun.topology.placement import Placement, place
+from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology, merge
+
+__all__ = ["Seating", "Staff"]
+
+_partials = msgspec.json.Decoder(list[PartialTopology])
+
+
+class Staff(NamedTuple):
+    seats: dict[Rank, SlotId]
+    """Whom a spare is to replace, and the spare's slot."""
+    uprooted: dict[Rank, str]
+    """Ranks among them that live, and why they move: their group leaves its clique as a whole."""
+
+
+@dataclass(slots=True)
+class Seating:
+    config: JobConfig
+    rack: RackMachine
+    mesh: Mesh | None = None
+    """None: every rank is on its own."""
+    _board: Board | None = None
+    """None: nobody knows more of the trays than their names."""
+    _told: dict[str, TrayJoined] = field(default_factory=dict)
+    """All trays that have ever joined: a rank's last slot may be on one that is lost."""
+
+    def __post_init__(self) -> None:
+        if self.config.mesh:
+            self.mesh = Mesh.of(dict(self.config.mesh))
+
+    def learn(self, joined: Iterable[TrayJoined]) -> None:
+        """Trays are there. Raises `TopologyError` when they contradict each other, and then knows what it knew before."""
+        told = {**self._told, **{event.tray: event for event in joined}}
+        if any(event.topology for event in told.values()):
+            self._board = Board(merge(partial for event in told.values() for partial in _known(event)))
+        self._told = told
+
+    def cliques(self) -> dict[str, CliqueId]:
+        """Of each tray, as far as anybody knows. A tray that is cut into several counts for its first."""
+        if self._board is None:
+            return {}
+        board = self._board
+        return {tray: board.cliques[int(board.clique[slots[0]])] for tray, slots in board.tray_slots.items() if slots}
+
+    # -- the first seats
+    def first(self, spares: int) -> tuple[SlotId, ...]:
+        """The slot of each rank. ``spares``: slots held back, at the least. Raises `DoesNotFit`."""
+        trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
+        slots = sum(trays.values())
+        if self._board is None:
+            return split(trays, slots - self.mesh.world_size if self.mesh else spares)[0]
+        mesh = self.mesh or Mesh.of({"dp": slots - spares})
+        domains = len({int(domain) for domain in self._board.domain})
+        return place(self._board, mesh, spares=spares // domains, health=self._health()).slots
+
+    def world_size(self, spares: int) -> int:
+        slots = sum(joined.slots for joined in self.rack.trays.values())
+        return self.mesh.world_size if self.mesh else slots - spares
+
+    def adopt(self, mesh: Mesh, seats: Mapping[Rank, SlotId]) -> str:
+        """The script's mesh, told when the ranks sit already. What it breaks: "" when its groups are each inside one clique."""
+        self.mesh = mesh
+        if self._board is None:
+            return ""
+        board = self._board
+        for group in mesh.groups.tolist():
+            cliques = {board.cliques[int(board.clique[board.number[seats[Rank(rank)]]])] for rank in group}
+            if len(cliques) > 1:
+                return (
+                    f"the {' x '.join(mesh.bound)} group of ranks {', '.join(map(str, group))} sits in {len(cliques)} cliques "
+                    f"({', '.join(map(str, sorted(cliques)))}): NVLink does not join them"
+                )
+        return ""
+
+    # -- later
+    def staff(self, seats: Mapping[Rank, SlotId], lost: Collection[Rank], ready: Collection[SlotId]) -> Staff | None:
+        """Who takes over for ``lost``; None when what is ``ready`` is not enough, or not in the right clique."""
+        if not lost:
+            return Staff({}, {})
+        if self._board is None:
+            spares = [record for record in self.rack.ready_spares() if record.worker.slot in ready]
+            chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
+            taken = {rank: record.worker.slot for rank, record in chosen.items()}
+            return Staff(taken, {}) if len(taken) == len(lost) else None
+        health = {slot: self.rack.devices.fitness(slot) for slot in ready}
+        health |= {seats[rank]: Fitness.BAD for rank in lost if seats[rank] not in ready}
+        found = self._place(seats, health, ready)
+        if found is None:
+            return None
+        moves = {move.rank: move for move in found.moves}
+        taken = {rank: seats[rank] for rank in lost} | {rank: move.target for rank, move in moves.items()}
+        return Staff(taken, {rank: move.why for rank, move in moves.items() if rank not in lost})
+
+    def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
+        """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
+        devices = self.rack.devices
+        if self._board is None or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
+            return {}
+        found = self._place(seats, {slot: devices.fitness(slot) for slot in (*seats.values(), *ready)}, ready)
+        return {move.rank: move.target for move in found.moves} if found else {}
+
+    def again(self, seats: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
+        """A slot for every rank of a new start: its own where that lives; None if there are too few."""
+        if self._board is None:
+            return self.rack.seats(seats)
+        usable = [slot for slot in self.rack.slots() if self.rack.usable(slot)]
+        try:
+            found = self._ask([seats[rank] for rank in sorted(seats)], self._health(), usable)
+        except DoesNotFit:
+            return None
+        return {Rank(rank): slot for rank, slot in enumerate(found.slots)}
+
+    def _place(
+        self, seats: Mapping[Rank, SlotId], health: Mapping[SlotId, Fitness], ready: Collection[SlotId]
+    ) -> Placement | None:
+        try:
+            return self._ask([seats[rank] for rank in sorted(seats)], health, ready)
+        except DoesNotFit:
+            return None
+
+    def _ask(self, previous: list[SlotId], health: Mapping[SlotId, Fitness], ready: Collection[SlotId]) -> Placement:
+        assert self._board is not None
+        return place(
+            self._board,
+            self.mesh or Mesh.of({"dp": len(previous)}),
+            health=health,
+            preflighted=[slot for slot in ready if slot in self._board.number],
+            lemons=self.rack.faults,
+            previous=previous,
+            allow_cross_clique=self.config.cross_clique,
+        )
+
+    def _health(self) -> dict[SlotId, Fitness]:
+        """Of every slot of the topology, for whoever is to be seated."""
+        assert self._board is not None
+        devices = self.rack.devices
+        return {
+            slot: devices.fitness(slot) if self.rack.lives(slot) and self.rack.usable(slot) else Fitness.BAD
+            for slot in self._board.slots
+        }
+
+
+def _known(event: TrayJoined) -> list[PartialTopology]:
+    """What the tray has told, and a made-up GPU for each slot that it has told nothing of."""
+    partials = _partials.decode(event.topology) if event.topology else []
+    there = {gpu.index for partial in partials for tray in partial.trays for gpu in tray.gpus}
+    missing = tuple(
+        FoundGpu(index=index, uuid=f"{event.tray}/{index}") for index in range(event.slots) if index not in there
+    )
+    if missing:
+        tray = FoundTray(host=event.tray, gpus=missing)
+        partials.append(PartialTopology(kind="rack file", where=f"{event.tray} itself", trays=(tray,)))
+    return partials

@@ -1,0 +1,84 @@
+"""A planned swap: a rank on a GPU that is on its way out is replaced between two steps, before it dies. No step is done again.
+
+All ranks pause after one and the same step; then the rank is fenced, and the recovery that follows finds everybody at rest. Whatever
+breaks the pause (a loss, a timeout) is a recovery as any other; the swap is looked at again when all train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rackrun.core.commands import Command, Notice, PauseWorkers, SetTimer
+from rackrun.core.config import JobConfig
+from rackrun.core.events import WorkerPaused
+from rackrun.core.ids import Generation, Rank
+from rackrun.core.rack import RackMachine
+from rackrun.core.seating import Seating
+from rackrun.core.workers import WorkerRecord
+from rackrun.core.world import Phase, World
+
+__all__ = ["PlannedSwap"]
+
+
+@dataclass(slots=True)
+class PlannedSwap:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    emit: Callable[[Command], None]
+    replace: Callable[[dict[Rank, str], int], None]
+    """These ranks go now, for these reasons."""
+    call_off: Callable[[str, int], None]
+    """End a pause without any loss."""
+    _pausing: Generation = Generation(0)
+    """Whose ranks were told to pause."""
+    _paused: dict[Rank, None] = field(default_factory=dict)
+
+    def look(self, at_ms: int) -> None:
+        """Is there a rank to be replaced, and a spare for it?"""
+        world = self.world
+        if world.phase is not Phase.TRAINING or self._pausing == world.generation:
+            return
+        if any(record.finished for record in world.members.values()):
+            return  # the end is near
+        leaving = self._leaving()
+        if not leaving:
+            return
+        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items())
+        self._pausing = world.generation
+        self._paused.clear()
+        self.emit(Notice(text=f"a planned swap, at the next step boundary: {because}"))
+        self.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
+        self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
+
+    def paused(self, record: WorkerRecord, event: WorkerPaused) -> None:
+        if not self._is_on(event.generation) or record.rank is None:
+            return
+        self._paused[record.rank] = None
+        if len(self._paused) == self.world.size:
+            self._swap(event.at_ms)
+
+    def timer(self, generation: str, at_ms: int) -> None:
+        """Some have not paused: as after a loss, then, with the step they are in done again."""
+        if generation == str(self._pausing) and self._is_on(self._pausing):
+            self._swap(at_ms)
+
+    def _is_on(self, generation: Generation) -> bool:
+        return generation == self._pausing == self.world.generation and self.world.phase is Phase.TRAINING
+
+    def _swap(self, at_ms: int) -> None:
+        leaving = self._leaving()
+        if leaving:
+            self.replace(leaving, at_ms)
+        else:
+            self.call_off("a planned swap is called off: no better GPU is ready, or none is needed any more", at_ms)
+
+    def _leaving(self) -> dict[Rank, str]:
+        ready = [record.worker.slot for record in self.rack.ready_spares()]
+        leaving = self.seating.leaving(self.world.seats, ready)
+        return {
+            rank: self.rack.devices.because(self.world.seats[rank]) or f"its group moves to {slot}"
+            for rank, slot in leaving.items()
+        }

@@ -1,0 +1,86 @@
+"""What a verdict on a GPU leads to: its rank is fenced now, or replaced at the next step boundary, or nothing is done.
+
+Verdicts of all trays pass `rackrun.topology.breaker` first: what many trays say at once is not about the trays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.commands import Command, Notice, SetTimer
+from rackrun.core.events import DeviceChecked, DeviceJudged
+from rackrun.core.health import Response, Verdict
+from rackrun.core.ids import SlotId, TrayId, slot_id
+from rackrun.core.rack import RackMachine
+from rackrun.topology.breaker import Breaker, Passed, SwitchSuspected, Withheld
+from rackrun.topology.model import CliqueId
+
+__all__ = ["Triage"]
+
+
+@dataclass(slots=True)
+class Triage:
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    fence: Callable[[Sequence[SlotId], str, int], None]
+    """Whoever is on these slots goes now."""
+    changed: Callable[[int], None]
+    """Something is known of the hardware that was not known before."""
+    breaker: Breaker = field(default_factory=lambda: Breaker({}))
+    _wake_at_ms: int | None = None
+
+    def learn(self, cliques: Mapping[str, CliqueId]) -> None:
+        self.breaker.learn(cliques)
+
+    def judged(self, event: DeviceJudged) -> None:
+        if event.tray in self.rack.trays:
+            self._act(self.breaker.handle(event.at_ms, event.tray, event.verdict), event.at_ms)
+
+    def tick(self, at_ms: int) -> None:
+        self._wake_at_ms = None
+        self._act(self.breaker.tick(at_ms), at_ms)
+
+    def checked(self, event: DeviceChecked) -> None:
+        slot = slot_id(event.tray, event.index)
+        if not self.rack.lives(slot):
+            return
+        self.rack.devices.checked(slot, event.unfit)
+        record = self.rack.occupants.get(slot)
+        if record is None or record.rank is None:
+            why = f"may not be used: {'; '.join(event.unfit)}" if event.unfit else "may be used now"
+            self.emit(Notice(text=f"{slot}, a spare, {why}"))
+        self.changed(event.at_ms)
+
+    def _act(self, decisions: Sequence[Passed | Withheld | SwitchSuspected], at_ms: int) -> None:
+        for decision in decisions:
+            match decision:
+                case Passed():
+                    self._passed(TrayId(decision.tray), decision.verdict, at_ms)
+                case Withheld():
+                    self.emit(Notice(text=f"{decision.tray}: {decision.verdict} Not acted on: {decision.reason}"))
+                case SwitchSuspected():
+                    self.emit(Notice(text=decision.reason))
+        wake = self.breaker.wake_at_ms
+        if wake is not None and wake != self._wake_at_ms:
+            self._wake_at_ms = wake
+            self.emit(SetTimer(name="breaker", at_ms=wake))
+
+    def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
+        if tray not in self.rack.trays:
+            return  # lost while its verdict waited
+        slot = slot_id(tray, verdict.index)
+        devices = self.rack.devices
+        devices.judged(tray, verdict)
+        self.emit(Notice(text=f"{tray}: {verdict}"))
+        because = f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
+        match verdict.response:
+            case Response.RESTART:
+                self.fence([slot], because, at_ms)
+            case Response.FENCE:
+                whole_tray = verdict.scope == "tray"
+                slots = [one for one in self.rack.slots() if one.startswith(f"{tray}/")] if whole_tray else [slot]
+                self.fence(slots, because, at_ms)
+            case Response.SWAP | Response.LEAVE:
+                pass
+        self.changed(at_ms)

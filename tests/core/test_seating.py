@@ -1,0 +1,166 @@
+"""Where ranks sit when trays tell of their NVLink cliques: at the start, after a loss, and when the world begins again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core_told import Told, every, only, plan_in, ranks, stop_in, topology_of
+
+from rackrun.core.commands import Command, FenceWorker, Notice, ResumeGeneration, StartWorker, StopJob
+from rackrun.core.config import JobConfig
+from rackrun.core.events import TrayJoined
+from rackrun.core.health import Health
+from rackrun.core.ids import TrayId
+
+
+def two_cliques(**settings: object) -> Told:
+    """Trays a, b in clique x and c, d in clique y, two GPUs each."""
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=settings.pop("spares", 0), **settings))  # type: ignore[arg-type]
+    for tray in "abcd":
+        told.join(tray, 2, clique="x" if tray in "ab" else "y")
+    return told
+
+
+def tensor_parallel(pairs: int = 2, size: int = 2, **settings: object) -> Told:
+    told = two_cliques(mesh=(("dp", pairs), ("tp", size)), **settings)
+    told.train()
+    return told
+
+
+def joins_with_the_gpu_of_a(told: Told, tray: str) -> Sequence[Command]:
+    lying = topology_of(tray, 1, "x").replace(f"GPU-{tray}-0".encode(), b"GPU-a-0")
+    event = TrayJoined(tray=TrayId(tray), host=tray, slots=1, store=f"{tray}:1", snapshots=f"{tray}:2", topology=lying)
+    return told.tell(event)
+
+
+def clique_of(slot: str) -> str:
+    return "x" if slot[0] in "ab" else "y"
+
+
+def test_spares_are_held_back_in_every_nvlink_domain() -> None:
+    told = two_cliques(spares=4)
+    trained = [rank.slot for rank in told.view.ranks]
+    assert [clique_of(slot) for slot in trained] == ["x", "x", "y", "y"]
+
+
+def test_the_mesh_decides_how_many_train_and_what_is_left_over_waits() -> None:
+    told = tensor_parallel(pairs=3)
+    assert told.view.world_size == 6
+    assert len(told.view.spares) == 2
+
+
+def test_a_mesh_that_no_clique_has_room_for_is_refused_before_anything_starts() -> None:
+    told = two_cliques(mesh=(("dp", 1), ("tp", 8)))
+    stop = only(StopJob, told.answers)
+    assert stop.exit_code == 2
+    assert "inside one clique" in stop.because
+    assert not every(StartWorker, told.answers)
+
+
+def test_a_slot_whose_gpu_is_not_fit_at_the_start_gets_no_rank() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.join("a", 2, clique="x", unfit={0: "its fabric registration is not completed"})
+    told.join("b", 2, clique="x")
+    assert "a/0" not in [rank.slot for rank in told.view.ranks]
+
+
+def test_trays_that_contradict_each_other_end_the_job_and_both_are_named() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
+    told.join("a", 1, clique="x")
+    stop = stop_in(joins_with_the_gpu_of_a(told, "b"))
+    assert stop.exit_code == 2
+    assert "a/0" in stop.because
+    assert "b/0" in stop.because
+
+
+def test_a_lost_member_of_a_bound_group_is_replaced_inside_its_clique() -> None:
+    told = tensor_parallel(pairs=3)  # one clique has two pairs; the other one, and both spares
+    spares = [spare.slot for spare in told.view.spares]
+    near = next(rank.slot for rank in told.view.ranks if clique_of(rank.slot) == clique_of(spares[0]))
+    told.exits(near)
+    plan = plan_in(told.park_all())
+    assert all(clique_of(plan.members[r].slot) == clique_of(plan.members[r + 1].slot) for r in (0, 2, 4))
+
+
+def test_a_group_whose_clique_has_no_room_moves_as_a_whole() -> None:
+    told = tensor_parallel(
+        pairs=1, size=3
+    )  # ranks 0, 1, 2 in one clique, which has one spare; four more wait in the other
+    here = clique_of(told.view.ranks[0].slot)
+    for spare in [spare.slot for spare in told.view.spares if clique_of(spare.slot) == here]:
+        told.judges(spare, Health.LOST)
+    lost = told.view.ranks[1].slot
+    told.judges(lost, Health.LOST)
+    told.timer("gather")
+    for rank in told.view.ranks:
+        if rank.state == "breaking":
+            told.parks(rank.slot, snapshots=(4,))
+    fenced = [command.slot for command in every(FenceWorker, told.answers)]
+    assert len(fenced) == 4, "the spare, the lost one, and the two that have to leave with it"
+
+
+def test_without_room_in_any_clique_the_job_stops_and_says_what_would_help() -> None:
+    told = tensor_parallel(pairs=2, size=3)  # three of each clique's four; a spare in each
+    here = clique_of(told.view.ranks[0].slot)
+    for spare in [spare.slot for spare in told.view.spares if clique_of(spare.slot) == here]:
+        told.judges(spare, Health.LOST)
+    told.judges(told.view.ranks[0].slot, Health.LOST)
+    stop = stop_in(told.park_all())
+    assert stop.exit_code == 3
+    assert "NVLink clique" in stop.because
+    assert "--cross-clique" in stop.remedy
+
+
+def test_with_leave_it_goes_on_over_the_network() -> None:
+    told = tensor_parallel(pairs=2, size=3, cross_clique=True)
+    here = clique_of(told.view.ranks[0].slot)
+    for spare in [spare.slot for spare in told.view.spares if clique_of(spare.slot) == here]:
+        told.judges(spare, Health.LOST)
+    told.judges(told.view.ranks[0].slot, Health.LOST)
+    plan = plan_in(told.park_all())
+    assert {clique_of(slot) for rank, slot in ranks(plan).items() if rank < 3} == {"x", "y"}
+
+
+def test_a_mesh_that_only_the_script_names_is_held_against_the_cliques() -> None:
+    told = two_cliques(spares=2)
+    slots = [rank.slot for rank in told.view.ranks]
+    answers = [command for slot in slots for command in told.ready(slot, "all", mesh={"dp": 1, "tp": 6})]
+    stop = stop_in(answers)
+    assert stop.exit_code == 2
+    assert "NVLink does not join them" in stop.because
+    assert "--mesh dp=1,tp=6" in stop.remedy
+
+
+def test_a_mesh_that_fits_as_ranks_sit_is_kept_for_later() -> None:
+    told = two_cliques(spares=4)
+    for rank in told.view.ranks:
+        told.ready(rank.slot, "all", mesh={"dp": 2, "tp": 2})
+    for spare in told.view.spares:
+        told.ready(spare.slot)
+    told.exits(told.view.ranks[0].slot)
+    plan = plan_in(told.park_all())
+    assert clique_of(plan.members[0].slot) == clique_of(plan.members[1].slot)
+
+
+def test_a_tray_that_comes_late_and_contradicts_the_others_is_not_used() -> None:
+    told = two_cliques(spares=2)
+    told.train()
+    answers = joins_with_the_gpu_of_a(told, "e")
+    assert "e is not used" in only(Notice, answers).text
+    assert not every(StartWorker, answers)
+    assert told.view.phase == "training"
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_restart_keeps_groups_inside_their_cliques(lost: str) -> None:
+    told = two_cliques(mesh=(("dp", 2), ("tp", 2)))
+    told.elastic(told.members[0])
+    told.tray_lost(lost)
+    for slot in [slot for slot in told.incarnation if slot[0] != lost]:
+        if told.view.phase == "restarting":
+            told.exits(slot)
+    plan = every(ResumeGeneration, told.answers)[-1].plan
+    assert plan.generation == 2
+    assert all(clique_of(plan.members[r].slot) == clique_of(plan.members[r + 1].slot) for r in (0, 2))
+    assert not any(member.slot.startswith(lost) for member in plan.members)

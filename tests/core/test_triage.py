@@ -1,0 +1,228 @@
+"""What is done about a GPU that is judged: fenced now, replaced between two steps, kept out of use, or left."""
+
+from __future__ import annotations
+
+import pytest
+from core_told import Told, every, only, plan_in, stop_in
+
+from rackrun.core.commands import (
+    BreakGeneration,
+    FenceWorker,
+    Notice,
+    PauseWorkers,
+    ResumeGeneration,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.events import TimerFired
+from rackrun.core.health import Health
+from rackrun.core.ids import Position
+
+
+@pytest.fixture
+def one_clique() -> Told:
+    """Four trays of two GPUs in one clique; ranks 0 to 5 on a, b, c; d waits."""
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=2))
+    for tray in "abcd":
+        told.join(tray, 2, clique="x")
+    told.train()
+    assert [spare.slot for spare in told.view.spares] == ["d/0", "d/1"]
+    return told
+
+
+# -- fence -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("health", [Health.LOST, Health.RESET, Health.DRAIN_P2P])
+def test_a_gpu_beyond_use_costs_its_rank_at_once_and_the_report_has_the_reason(
+    one_clique: Told, health: Health
+) -> None:
+    answers = one_clique.judges("b/1", health)
+    fenced = only(FenceWorker, answers)
+    assert (fenced.slot, fenced.because) == ("b/1", f"GPU 1 is {health.value}: it was tested (nvml)")
+    assert only(BreakGeneration, answers).because == f"rank 3 lost ({fenced.because})"
+    plan = plan_in(one_clique.park_all())
+    assert plan.members[3].slot in ("d/0", "d/1")
+
+
+def test_nothing_is_started_on_that_gpu_until_it_is_well_again(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.LOST)
+    one_clique.park_all()
+    one_clique.exits("b/1")
+    assert not every(StartWorker, one_clique.resume_all())
+    assert only(StartWorker, one_clique.judges("b/1", Health.OK)).slot == "b/1"
+
+
+def test_a_tray_to_be_rebooted_loses_all_its_ranks_in_one_decision(one_clique: Told) -> None:
+    answers = one_clique.judges("b/0", Health.REBOOT)
+    assert [fenced.slot for fenced in every(FenceWorker, answers)] == ["b/0", "b/1"]
+    plan = plan_in(one_clique.park_all())
+    assert {plan.members[2].slot, plan.members[3].slot} == {"d/0", "d/1"}
+
+
+def test_a_spare_on_a_gpu_beyond_use_goes_quietly(one_clique: Told) -> None:
+    answers = one_clique.judges("d/0", Health.LOST)
+    assert only(FenceWorker, answers).slot == "d/0"
+    assert not every(BreakGeneration, answers)
+    assert one_clique.view.phase == "training"
+
+
+def test_a_process_that_lost_its_context_is_replaced_and_its_gpu_waits_as_a_spare(one_clique: Told) -> None:
+    assert only(FenceWorker, one_clique.judges("a/0", Health.APP)).slot == "a/0"
+    one_clique.park_all()
+    one_clique.exits("a/0")
+    assert only(StartWorker, one_clique.resume_all()).slot == "a/0"
+
+
+# -- a planned swap --------------------------------------------------------------------------------------------------
+def test_a_failing_gpu_is_left_at_a_step_boundary_with_no_step_done_again(one_clique: Told) -> None:
+    answers = one_clique.judges("b/1", Health.DEGRADED)
+    pause = only(PauseWorkers, answers)
+    assert len(pause.workers) == 6
+    assert not every(FenceWorker, answers)
+    assert any("planned swap" in notice.text and "rank 3" in notice.text for notice in every(Notice, answers))
+    paused = one_clique.pause_all()
+    assert only(FenceWorker, paused).slot == "b/1"
+    plan = plan_in(one_clique.park_all(passed=7))
+    assert (plan.committed, plan.rollback) == (Position(7), None)
+    assert plan.members[3].slot in ("d/0", "d/1")
+    assert [restore.rank for restore in plan.restores] == [3]
+
+
+def test_a_shard_of_its_own_comes_from_the_snapshot_of_exactly_that_step(one_clique: Told) -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.join("a", 2, clique="x")
+    told.join("b", 2, clique="x")
+    told.train(classes="unique")
+    victim = told.view.ranks[0].slot
+    told.judges(victim, Health.DEGRADED)
+    told.pause_all()
+    told.timer("gather")
+    for rank in told.view.ranks:
+        if rank.state == "breaking":
+            told.parks(rank.slot, 7, snapshots=(5, 7))
+    assert told.view.phase == "parking", "what the fenced worker leaves is worth waiting for"
+    plan = plan_in(told.exits(victim, snapshots=(5, 7)))
+    assert (plan.committed, plan.rollback) == (Position(7), None)
+    assert plan.restores[0].snapshot.startswith(f"{victim[0]}:2/{victim}/")
+
+
+def test_nothing_happens_before_all_have_paused(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    for slot in one_clique.members[:-1]:
+        assert not one_clique.pauses(slot)
+
+
+def test_without_a_better_gpu_the_rank_stays_and_is_swapped_when_one_is_ready(one_clique: Told) -> None:
+    one_clique.judges("d/0", Health.LOST)
+    one_clique.judges("d/1", Health.DEGRADED)
+    assert not every(PauseWorkers, one_clique.judges("b/1", Health.DEGRADED))
+    assert every(PauseWorkers, one_clique.judges("d/1", Health.OK))
+
+
+def test_a_spare_that_may_not_be_used_does_not_count(one_clique: Told) -> None:
+    for spare in ("d/0", "d/1"):
+        one_clique.checks(spare, "its fabric registration is in progress, not completed")
+    assert not every(PauseWorkers, one_clique.judges("b/1", Health.DEGRADED))
+    assert every(PauseWorkers, one_clique.checks("d/0"))
+
+
+def test_a_gpu_on_its_way_out_is_the_last_choice_but_a_choice(one_clique: Told) -> None:
+    one_clique.judges("d/0", Health.DEGRADED)
+    one_clique.exits("a/0")
+    assert plan_in(one_clique.park_all()).members[0].slot == "d/1"
+    one_clique.resume_all()
+    one_clique.exits("a/1")
+    assert plan_in(one_clique.park_all()).members[1].slot == "d/0"
+
+
+def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_swap_comes_after(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    one_clique.pauses("a/0")
+    assert only(BreakGeneration, one_clique.exits("c/0"))
+    one_clique.park_all()
+    again = one_clique.resume_all()
+    assert only(PauseWorkers, again).generation == 2
+
+
+def test_a_pause_that_takes_too_long_is_not_waited_for(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    one_clique.pauses("a/0")
+    assert only(FenceWorker, one_clique.timer("pause")).slot == "b/1"
+
+
+def test_a_pause_whose_reason_is_gone_ends_without_any_loss(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    one_clique.judges("b/1", Health.OK)
+    paused = one_clique.pause_all()
+    assert not every(FenceWorker, paused)
+    assert "called off" in only(BreakGeneration, paused).because
+    plan = plan_in(one_clique.park_all(passed=7))
+    assert not plan.restores
+
+
+def test_a_gpu_that_dies_while_its_swap_is_planned_is_fenced_at_once(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    assert only(FenceWorker, one_clique.judges("b/1", Health.LOST)).slot == "b/1"
+
+
+def test_a_job_that_ends_swaps_nothing(one_clique: Told) -> None:
+    one_clique.finishes("a/0")
+    assert not every(PauseWorkers, one_clique.judges("b/1", Health.DEGRADED))
+
+
+# -- the breaker -----------------------------------------------------------------------------------------------------
+def test_fabric_trouble_waits_a_moment_and_then_costs_its_rank(one_clique: Told) -> None:
+    waiting = one_clique.judges("b/1", Health.FABRIC, fabric=True)
+    assert not every(FenceWorker, waiting)
+    one_clique.now += 10_000
+    assert only(FenceWorker, one_clique.tell(TimerFired(name="breaker"))).slot == "b/1"
+
+
+def test_fabric_trouble_on_several_trays_is_the_switch_and_nobody_is_taken_out(one_clique: Told) -> None:
+    one_clique.judges("a/0", Health.FABRIC, fabric=True)
+    answers = one_clique.judges("b/0", Health.FABRIC, fabric=True)
+    assert not every(FenceWorker, answers)
+    assert any("a switch or the fabric manager" in notice.text for notice in every(Notice, answers))
+    one_clique.now += 10_000
+    assert not every(FenceWorker, one_clique.tell(TimerFired(name="breaker")))
+
+
+def test_more_than_half_of_the_trays_are_never_taken_out_at_once(one_clique: Told) -> None:
+    for tray in "ab":
+        assert every(FenceWorker, one_clique.judges(f"{tray}/0", Health.RESET))
+    answers = one_clique.judges("c/0", Health.RESET)
+    assert not every(FenceWorker, answers)
+    assert "until a person has looked" in only(Notice, answers).text
+
+
+# -- before and after training ---------------------------------------------------------------------------------------
+def test_before_the_first_step_the_world_begins_again_elsewhere() -> None:
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=1))
+    for tray in "abc":
+        told.join(tray, 1, clique="x")
+    told.elastic("a/0")
+    fenced = [command.slot for command in every(FenceWorker, told.judges("a/0", Health.LOST))]
+    assert set(fenced) == {"a/0", "b/0"}
+    for slot in fenced:
+        told.exits(slot)
+    plan = every(ResumeGeneration, told.answers)[-1].plan
+    assert {member.slot for member in plan.members} == {"b/0", "c/0"}
+
+
+def test_with_no_slot_left_that_may_be_used_the_job_stops_with_the_reason() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
+    told.join("a", 1, clique="x")
+    told.join("b", 1, clique="x")
+    told.train()
+    told.judges("a/0", Health.LOST)
+    told.park_all()
+    stop = only(StopJob, told.exits("a/0")) if told.view.phase != "stopped" else stop_in(told.answers)
+    assert stop.exit_code == 3
+    assert "GPU 0 is lost" in stop.because
+
+
+def test_a_tray_that_comes_back_is_asked_anew(one_clique: Told) -> None:
+    one_clique.judges("d/0", Health.LOST)
+    one_clique.tray_lost("d")
+    joined = one_clique.join("d", 2, clique="x")
+    assert {start.slot for start in every(StartWorker, joined)} == {"d/0", "d/1"}
