@@ -54,7 +54,12 @@ class Seating:
 
     def learn(self, joined: Iterable[TrayJoined]) -> None:
         """Trays are there. Raises `TopologyError` when they contradict each other, and then knows what it knew before."""
-        told = {**self._told, **{event.tray: event for event in joined}}
+        told = dict(self._told)
+        for event in joined:
+            before = told.get(event.tray)
+            if before is not None and not event.topology:  # its driver does not answer: it has not moved for that
+                event = msgspec.structs.replace(event, topology=before.topology)  # noqa: PLW2901
+            told[event.tray] = event
         if any(event.topology for event in told.values()):
             self._board = Board(merge(partial for event in told.values() for partial in _known(event)))
         self._told = told
