@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.scripts.strike import Fault, faults_to_json
 from tests.faults.trained import RANKS, STEPS, Trained, read
+from tests.topology.fake_nvml.fake import FakeRack
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 DEADLINE_S = 60.0
@@ -21,7 +22,7 @@ Train = Callable[..., Trained]
 @pytest.fixture
 def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
     """``train(mode, faults, spares=1, trays=1, checkpoints=None, copies="") -> Trained``: a whole job; whatever happens, none
-    of it is left. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
+    of it is left. ``rack``: on its trays, with its driver. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
     runs = 0
 
     def run(
@@ -32,21 +33,31 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         trays: int = 1,
         checkpoints: Path | None = None,
         copies: str = "",
+        rack: FakeRack | None = None,
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
         runs += 1
         for name in ("marks", "held"):
             (folder / name).mkdir(parents=True)
-        slots = (RANKS + spares) // trays
-        options = ["--nproc-per-node", slots, "--trays", trays, "--spares", spares, "--ledger", "ids"]
+        options = ["--spares", spares, "--ledger", "ids"]
+        env = {}
+        if rack is None:
+            options += ["--nproc-per-node", (RANKS + spares) // trays, "--trays", trays]
+        else:
+            options += ["--rack", rack.path.with_suffix(".yaml")]
+            env = rack.environment(rack.path.parent)
         if mode == "fsdp":  # imported once, not by every worker
             options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
         if checkpoints is not None:
             options += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 2]
         if copies:
             options += ["--snapshot-copies", copies]
-        env = {"RACKRUN_TEST_FAULTS": faults_to_json(list(faults)), "RACKRUN_TEST_MARKS": str(folder / "marks")}
+        env |= {
+            "RACKRUN_TEST_FAULTS": faults_to_json(list(faults)),
+            "RACKRUN_TEST_MARKS": str(folder / "marks"),
+            "RACKRUN_TEST_JOURNAL": str(tmp_path / f"run-{runs - 1}" / "journal.sqlite"),
+        }
         job = start_rackrun(["--standalone", *options, SCRIPT, mode, STEPS, folder / "held"], env=env)
         trained = read(job.finish(DEADLINE_S), folder)
         print(trained, file=sys.stderr)

@@ -7,12 +7,14 @@ file, with O_EXCL: so it strikes once, whoever passes the place later, in whiche
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import json
 import os
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -68,8 +70,12 @@ class Fault:
     delay_ms: float = 0.0
     then: str = "KILL"
     """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
-    has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after."""
+    has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after; ``GPU``: the driver says ``gpu`` of its GPU from
+    now on, and it hangs until ``until``."""
     until: str = ""
+    """A fault's name, or ``command NAME``, ``event NAME``: the coordinator has written that into its journal since."""
+    gpu: dict[str, int | list[int]] = dataclasses.field(default_factory=dict)
+    """Fields of the fake driver's GPU (a list: index, value), and ``xid``: one that it reports."""
 
 
 def faults_to_json(faults: list[Fault]) -> str:
@@ -153,10 +159,37 @@ class Striker:
             case "wait":
                 _wait_for(lambda: self._has_struck(fault.until))
                 time.sleep(fault.delay_ms / 1e3)
+            case "GPU":
+                before = self._journalled(fault.until)
+                self._break_gpu(fault.gpu)
+                _wait_for(lambda: bool(fault.until) and self._journalled(fault.until) > before)
             case "mark":
                 pass
             case other:
                 raise ValueError(f"no such fault: {other}")
+
+    def _break_gpu(self, changes: dict[str, int | list[int]]) -> None:
+        from tests.topology.fake_nvml.fake import FakeRack
+
+        rack = FakeRack.open(Path(os.environ["FAKE_NVML_STATE"]))
+        tray, _, index = self._units._runtime.boot.slot.partition("/")  # type: ignore[union-attr]
+        gpu = rack.tray(tray).gpu[int(index)]
+        for name, value in changes.items():
+            if isinstance(value, list):
+                getattr(gpu, name)[value[0]] = value[1]
+            elif name != "xid":
+                setattr(gpu, name, value)
+        if "xid" in changes:
+            rack.tray(tray).xid(int(index), changes["xid"])  # type: ignore[arg-type]
+
+    def _journalled(self, what: str) -> int:
+        """How often ``command NAME`` or ``event NAME`` is in the journal."""
+        kind, _, name = what.partition(" ")
+        if not name:
+            return 0
+        with contextlib.closing(sqlite3.connect(os.environ["RACKRUN_TEST_JOURNAL"], timeout=5.0)) as journal:
+            query = "SELECT count(*) FROM events WHERE kind = ? AND name = ?"
+            return int(journal.execute(query, (kind, name)).fetchone()[0])
 
     def _on_the_clock(self, fault: Fault) -> None:
         while not self._has_struck(fault.name):

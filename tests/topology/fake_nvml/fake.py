@@ -112,6 +112,18 @@ class FakeRack:
             trays[name] = fake
         return cls(path, trays, address, size)
 
+    @classmethod
+    def open(cls, path: Path) -> FakeRack:
+        """One that another process has created."""
+        head, size = 16, path.stat().st_size
+        with path.open("rb+") as file:
+            address = _map(file.fileno(), size)
+        trays = {}
+        for number in range((size - head) // ctypes.sizeof(FakeTray)):
+            fake = FakeTray.from_address(address + head + number * ctypes.sizeof(FakeTray))
+            trays[fake.name.decode()] = fake
+        return cls(path, trays, address, size)
+
     def tray(self, name: str) -> FakeTray:
         return self._trays[name]
 
