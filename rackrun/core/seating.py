@@ -25,7 +25,7 @@ from rackrun.topology.objective import Fitness
 from rackrun.topology.placement import Placement, place
 from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology, merge
 
-__all__ = ["Seating", "Staff"]
+__all__ = ["Seating", "Staff", "first_placement"]
 
 _partials = msgspec.json.Decoder(list[PartialTopology])
 
@@ -35,6 +35,19 @@ class Staff(NamedTuple):
     """Whom a spare is to replace, and the spare's slot."""
     uprooted: dict[Rank, str]
     """Ranks among them that live, and why they move: their group leaves its clique as a whole."""
+
+
+def first_placement(board: Board, mesh: Mesh, spares: int, health: Mapping[SlotId, Fitness]) -> Placement:
+    """``spares`` slots are held back over all NVLink domains: as many in each as the mesh leaves room for. A bound group may need all of
+    a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
+    each = spares // len(dict.fromkeys(board.domain.tolist()))
+    while True:
+        try:
+            return place(board, mesh, spares=each, health=health)
+        except DoesNotFit:
+            if not each:
+                raise
+            each -= 1
 
 
 @dataclass(slots=True)
@@ -78,9 +91,7 @@ class Seating:
         slots = sum(trays.values())
         if self._board is None:
             return split(trays, slots - self.mesh.world_size if self.mesh else spares)[0]
-        mesh = self.mesh or Mesh.of({"dp": slots - spares})
-        domains = len({int(domain) for domain in self._board.domain})
-        return place(self._board, mesh, spares=spares // domains, health=self._health()).slots
+        return first_placement(self._board, self.mesh or Mesh.of({"dp": slots - spares}), spares, self._health()).slots
 
     def world_size(self, spares: int) -> int:
         slots = sum(joined.slots for joined in self.rack.trays.values())

@@ -44,6 +44,11 @@ def test_spares_are_held_back_in_every_nvlink_domain() -> None:
     assert [clique_of(slot) for slot in trained] == ["x", "x", "y", "y"]
 
 
+def test_where_a_group_needs_a_whole_clique_a_whole_clique_waits() -> None:
+    told = two_cliques(mesh=(("dp", 1), ("tp", 4)), spares=4)
+    assert len({clique_of(rank.slot) for rank in told.view.ranks}) == 1
+
+
 def test_the_mesh_decides_how_many_train_and_what_is_left_over_waits() -> None:
     told = tensor_parallel(pairs=3)
     assert told.view.world_size == 6
