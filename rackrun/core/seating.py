@@ -37,7 +37,7 @@ class Staff(NamedTuple):
     """Ranks among them that live, and why they move: their group leaves its clique as a whole."""
 
 
-def first_placement(board: Board, mesh: Mesh, spares: int, health: Mapping[SlotId, Fitness]) -> Placement:
+def first_placement(board: Board, mesh: Mesh, spares: int, health: Mapping[str, Fitness]) -> Placement:
     """``spares`` slots are held back over all NVLink domains: as many in each as the mesh leaves room for. A bound group may need all of
     a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
     each = spares // len(dict.fromkeys(board.domain.tolist()))
@@ -122,7 +122,7 @@ class Seating:
             chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
             taken = {rank: record.worker.slot for rank, record in chosen.items()}
             return Staff(taken, {}) if len(taken) == len(lost) else None
-        health = {slot: self.rack.devices.fitness(slot) for slot in ready}
+        health: dict[str, Fitness] = {slot: self.rack.devices.fitness(slot) for slot in ready}
         health |= {seats[rank]: Fitness.BAD for rank in lost if seats[rank] not in ready}
         found = self._place(seats, health, ready)
         if found is None:
@@ -151,26 +151,26 @@ class Seating:
         return {Rank(rank): slot for rank, slot in enumerate(found.slots)}
 
     def _place(
-        self, seats: Mapping[Rank, SlotId], health: Mapping[SlotId, Fitness], ready: Collection[SlotId]
+        self, seats: Mapping[Rank, SlotId], health: Mapping[str, Fitness], ready: Collection[SlotId]
     ) -> Placement | None:
         try:
             return self._ask([seats[rank] for rank in sorted(seats)], health, ready)
         except DoesNotFit:
             return None
 
-    def _ask(self, previous: list[SlotId], health: Mapping[SlotId, Fitness], ready: Collection[SlotId]) -> Placement:
+    def _ask(self, previous: list[SlotId], health: Mapping[str, Fitness], ready: Collection[SlotId]) -> Placement:
         assert self._board is not None
         return place(
             self._board,
             self.mesh or Mesh.of({"dp": len(previous)}),
             health=health,
             preflighted=[slot for slot in ready if slot in self._board.number],
-            lemons=self.rack.faults,
+            lemons={str(slot): count for slot, count in self.rack.faults.items()},
             previous=previous,
             allow_cross_clique=self.config.cross_clique,
         )
 
-    def _health(self) -> dict[SlotId, Fitness]:
+    def _health(self) -> dict[str, Fitness]:
         """Of every slot of the topology, for whoever is to be seated."""
         assert self._board is not None
         devices = self.rack.devices

@@ -6,7 +6,15 @@ import pytest
 
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
 from rackrun.core.commands import BreakGeneration, FenceWorker, ResumeGeneration, StartWorker
-from rackrun.core.events import TrayLost, WorkerElastic, WorkerExited, WorkerParked, WorkerResumed, WorkerStalled
+from rackrun.core.events import (
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerParked,
+    WorkerPaused,
+    WorkerResumed,
+    WorkerStalled,
+)
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
 from tests.coordinator.fakes import member, plan, unit, worker
 
@@ -140,7 +148,8 @@ def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:
     story.does(ResumeGeneration(plan=FIRST, because="all are here"))
     story.hears(exited("tray-00/1", 2))
     began = story.now
-    story.does(FenceWorker(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), because="the world starts again"))
+    fenced = FenceWorker(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), because="all again", swept_along=True)
+    story.does(fenced)
     story.hears(exited("tray-00/0", 1))
     again = plan(2, member(0, "tray-00/0", 4), member(1, "tray-00/1", 5), member(2, "tray-00/2", 6))
     story.does(ResumeGeneration(plan=again, because="restart"))
@@ -159,3 +168,32 @@ def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:
     (recovery,) = story.told_of  # at once: a plain script does not tell when it computes again
     assert recovery.fault_ms == began
     assert recovery.line() == "rank 1 lost on tray-00/1 (SIGKILL) -> all 3 workers start again"
+
+
+def test_a_planned_swap_is_told_as_one_and_not_as_a_loss() -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    for rank in range(3):
+        story.hears(
+            WorkerPaused(slot=SlotId(f"tray-00/{rank}"), incarnation=Incarnation(rank + 1), generation=Generation(1))
+        )
+    because = "GPU 2 is degraded: NVLink 3 down (nvml)"
+    story.does(FenceWorker(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because=because))
+    story.does(breaking(2))
+    story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True)), because=""))
+    story.finish()
+    (recovery,) = story.told_of
+    assert recovery.planned
+    assert recovery.line().startswith(f"rank 2 leaves tray-00/2 ({because}) -> tray-00/4")
+
+
+def test_a_spare_that_ended_long_before_is_no_part_of_a_recovery() -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    story.hears(exited("tray-00/4", 9))
+    story.now += 60_000
+    story.hears(exited("tray-00/2", 3))
+    began = story.now
+    story.does(breaking(2))
+    story.finish()
+    assert story.told_of[0].fault_ms == began

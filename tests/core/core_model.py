@@ -104,6 +104,7 @@ class Cluster:
         """``racks``: trays tell of their GPUs, two trays to an NVLink clique."""
         self.racks, self.core_config = racks, config
         self.planned_swaps = 0
+        self.unfit: set[SlotId] = set()
         self.core = ControlPlane(config)
         self.slots, self.units, self.shards = slots, units, shards
         self.now = 0
@@ -173,6 +174,9 @@ class Cluster:
 
     def _check_plan(self, command: ResumeGeneration) -> None:
         plan = command.plan
+        before = self.plans[max(self.plans)].members if self.plans else ()
+        new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in [(b.slot, b.incarnation) for b in before]]
+        assert not self.unfit.intersection(new), "a rank on a GPU that may not be used"
         assert plan.generation not in self.plans
         assert plan.generation >= self.announced
         self.announced = plan.generation
@@ -227,6 +231,7 @@ class Cluster:
     def lease_lapses(self, tray: TrayId) -> None:
         """What its agent had still to deliver is never heard of."""
         del self.up_trays[tray]
+        self.unfit = {slot for slot in self.unfit if tray_of(slot) != tray}
         for process in self.processes.values():
             if tray_of(process.slot) == tray:
                 process.up.clear()

@@ -10,6 +10,7 @@ import pytest
 from rackrun.core import commands, events
 from rackrun.core.commands import Member, Plan, Restore, Worker
 from rackrun.core.events import Failure
+from rackrun.core.health import Evidence, Health, Response, Verdict
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.core.wire import decode_command, decode_upward, encode
 
@@ -18,6 +19,17 @@ SAMPLES: dict[object, object] = {
     float: 0.5,
     bool: True,
     str: "words",
+    bytes: b"bytes",
+    Verdict: Verdict(
+        at_ms=3,
+        uuid="GPU-1",
+        index=2,
+        health=Health.LOST,
+        response=Response.FENCE,
+        scope="gpu",
+        repair="words",
+        evidence=(Evidence(at_ms=2, source="nvml", what="words", health=Health.LOST, fabric=True),),
+    ),
     Position: Position(4, 1),
     Failure: Failure(type="builtins.ValueError", message="no", traceback="Traceback", where="train.py:3"),
     Plan: Plan(
@@ -39,9 +51,12 @@ def sample(hint: object) -> object:
         return SAMPLES[hint]
     if isinstance(hint, typing.NewType):
         return sample(hint.__supertype__)
-    arguments = [argument for argument in typing.get_args(hint) if argument not in (type(None), ...)]
-    value = sample(arguments[0])
-    return (value, value) if typing.get_origin(hint) is tuple else value
+    of, arguments = typing.get_origin(hint), [one for one in typing.get_args(hint) if one is not type(None)]
+    if of is tuple:
+        return (sample(arguments[0]),) * 2 if ... in arguments else tuple(map(sample, arguments))
+    if of is dict:
+        return {sample(arguments[0]): sample(arguments[1])}
+    return sample(arguments[0])
 
 
 def filled(kind: type[msgspec.Struct]) -> msgspec.Struct:

@@ -12,7 +12,7 @@ from core_told import verdict_on
 from rackrun.core.config import JobConfig
 from rackrun.core.events import DeviceChecked, DeviceJudged
 from rackrun.core.health import Health
-from rackrun.core.ids import TrayId, tray_of
+from rackrun.core.ids import TrayId, slot_id, tray_of
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
 
@@ -116,7 +116,12 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
         cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
     elif kind in ("fit", "unfit") and up:
         why = ("its fabric registration is not completed",) if kind == "unfit" else ()
-        cluster.tell(DeviceChecked(tray=rng.choice(up), index=rng.randrange(cluster.slots), unfit=why))
+        tray, index = rng.choice(up), rng.randrange(cluster.slots)
+        if why:
+            cluster.unfit.add(slot_id(tray, index))
+        else:
+            cluster.unfit.discard(slot_id(tray, index))
+        cluster.tell(DeviceChecked(tray=tray, index=index, unfit=why))
     elif kind == "jam":
         cluster.jammed.add(cluster.announced)
     elif kind == "rot":
@@ -168,9 +173,9 @@ def test_what_is_rebuilt_from_parity_in_a_storm_is_what_was_lost() -> None:
     assert rebuilt > SEEDS / 300, rebuilt
 
 
-def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_no_planned_swap_does_a_step_again() -> None:
+def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_an_unfit_gpu() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(SEEDS // 2):
+    for seed in range(SEEDS // 4):
         try:
             cluster = storm_in_racks(seed)
         except AssertionError as error:
@@ -183,5 +188,5 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_no_planned_sw
                     cliques = {int(tray_of(plan.members[r].slot)[-1]) // 2 for r in (rank, rank + 1)}
                     assert len(cliques) == 1, f"seed {seed}: {plan}"
         seen[f"exit {cluster.stopped.exit_code}"] += 1
-    assert seen["exit 0"] > SEEDS / 8, seen
-    assert seen["planned"] > SEEDS / 20, seen
+    assert seen["exit 0"] > SEEDS / 16, seen
+    assert seen["planned"] > SEEDS / 40, seen
