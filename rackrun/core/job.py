@@ -1,6 +1,6 @@
-"""The job: it forms a world, starts it, restarts it when it must, finishes it, and always ends with a reason.
+"""The job: it starts the world, restarts it when it must, finishes it, and always ends with a reason.
 
-Recovery in place (a swap) is `rackrun.core.recovery`; this is what stands around it.
+How a world is formed is `rackrun.core.forming`, recovery in place (a swap) `rackrun.core.recovery`; this is what stands around them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rackrun.core.commands import (
 from rackrun.core.config import JobConfig
 from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
 from rackrun.core.events import Failure, StopRequested, TrayJoined, WorkerExited, WorkerReady
-from rackrun.core.ids import Rank, SlotId, slot_id, tray_of
+from rackrun.core.forming import Forming
+from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
@@ -31,7 +32,6 @@ from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
-from rackrun.topology.errors import TopologyError
 from rackrun.topology.mesh import Mesh
 
 __all__ = ["DRAIN_MS", "JobMachine"]
@@ -52,6 +52,7 @@ class JobMachine:
     recovery: Recovery = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
+    forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     stopping: StopRequested | None = None
     _gone: dict[Rank, None] = field(default_factory=dict)
@@ -64,47 +65,25 @@ class JobMachine:
             self.config, self.world, self.rack, self.seating, self.emit, self.replace, self.recovery.absorb
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
+        self.forming = Forming(
+            self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
+        )
         self.culprit = Culprit(self.config.gather_ms)
 
-    # -- forming ---------------------------------------------------------------------------------------------------
+    # -- trays and timers ------------------------------------------------------------------------------------------
     def joined(self, event: TrayJoined) -> None:
         """A tray's slots have become free."""
-        at_ms = event.at_ms
-        if self.world.phase is not Phase.FORMING:
-            self._learn_late(event)
-        match self.world.phase:
-            case Phase.FORMING:
-                joined = len(self.rack.trays)
-                if joined >= self.config.trays_max:
-                    self._form()
-                elif joined >= self.config.trays_min:
-                    self.emit(SetTimer(name=f"last-call:{joined}", at_ms=at_ms + self.config.last_call_ms))
-            case Phase.TRAINING:
-                self._top_up()
-            case Phase.PARKING:
-                self.recovery.decide(at_ms)
-            case _:
-                pass
-
-    def _learn_late(self, event: TrayJoined) -> None:
-        try:
-            self._learn([event])
-        except TopologyError as error:
-            self.emit(Notice(text=f"{event.tray} is not used: {error}"))
-            for index in range(event.slots):
-                self.rack.devices.checked(slot_id(event.tray, index), (error.what,))
-
-    def _learn(self, joined: Sequence[TrayJoined]) -> None:
-        self.seating.learn(joined)
-        self.triage.learn(self.seating.cliques())
+        if self.world.phase is Phase.FORMING:
+            self.forming.joined(event)
+            return
+        self.forming.joined_late(event)
+        if self.world.phase in (Phase.TRAINING, Phase.PARKING):
+            self.slot_empty(event.at_ms)
 
     def timer(self, name: str, at_ms: int) -> None:
         kind, _, number = name.partition(":")
-        if kind == "join" and self.world.phase is Phase.FORMING:
-            self._nobody_joined()
-        elif kind == "last-call" and self.world.phase is Phase.FORMING:
-            if len(self.rack.trays) >= self.config.trays_min:
-                self._form()
+        if kind in ("join", "last-call"):
+            self.forming.timer(kind)
         elif kind == "drain" and self.stopping is not None:
             self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
         elif kind == "breaker":
@@ -115,39 +94,6 @@ class JobMachine:
             self._exits_overdue()
         else:
             self.recovery.timer(name, at_ms)
-
-    def _nobody_joined(self) -> None:
-        wanted, joined = self.config.trays_min, len(self.rack.trays)
-        if joined >= wanted:
-            return  # the last call is under way
-        self.stop(
-            3,
-            f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined)",
-            remedy="start the missing agents, lower --nnodes, or raise join_timeout_ms.",
-        )
-
-    def _form(self) -> None:
-        trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
-        slots = sum(trays.values())
-        size = self.seating.world_size(self.config.spares)
-        if self.config.spares >= slots:
-            because = f"{self.config.spares} spares, but only {slots} slots on {len(trays)} trays: nobody would train"
-            self.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
-            return
-        if size > slots - self.config.spares:
-            because = f"the mesh has {size} ranks, but {slots} slots without {self.config.spares} spares are too few"
-            self.stop(2, because, remedy="make the mesh smaller (--mesh), hold back fewer spares, or start more trays.")
-            return
-        try:
-            self._learn(list(self.rack.trays.values()))
-            ranks = self.seating.first(self.config.spares)
-        except TopologyError as error:
-            self.stop(2, error.what, remedy=error.remedy)
-            return
-        self.world.size = len(ranks)
-        self.world.spares = slots - len(ranks) if self.config.mesh else self.config.spares
-        self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
-        self._launch(f"{len(trays)} trays joined: {len(ranks)} ranks, {self.world.spares} spares")
 
     # -- setup and restart -----------------------------------------------------------------------------------------
     def _launch(self, because: str) -> None:
