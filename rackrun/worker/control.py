@@ -72,8 +72,8 @@ class ControlThread(threading.Thread):
                     self._world.on_plan(plan, build=not mine[0].fresh)
             case ReleaseWorkers():
                 self._world.on_release()
-            case PauseWorkers():
-                pass  # TODO
+            case PauseWorkers(generation=generation):
+                self._world.on_pause(generation)
             case DrainWorkers():
                 self._world.drain = True
             case StartWorker() | FenceWorker() | StopJob():

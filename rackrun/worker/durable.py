@@ -218,12 +218,16 @@ class DurableCheckpoints:
                 waiting()
 
     def finish(self, enough: Callable[[], bool]) -> None:
+        """As `wait_written`; the run has come to its end."""
+        self.wait_written(enough)
+        if self._world.rank == 0 and not enough():
+            self._probation.confirm(self._state.lineage.began)
+
+    def wait_written(self, enough: Callable[[], bool]) -> None:
         """Wait until what was begun is on disk or has failed, or until there is something better to do."""
         for flush in self._flushes:
             while flush.thread.is_alive() and not enough():
                 flush.thread.join(_SLICE_S)
-        if self._world.rank == 0 and not enough():
-            self._probation.confirm(self._state.lineage.began)  # the run has come to its end
 
     def _write(self, step: int, layout: ImageLayout, payload: memoryview, began: float, *, last: bool) -> None:
         life = self._state.lineage.life

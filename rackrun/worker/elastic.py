@@ -32,7 +32,8 @@ def elastic(
     micro_batch_size: samples in one forward and backward; divides the global batch into its logical shards.
     seed: of parameters (the generators are seeded before ``main``), data order, and every step's random numbers.
     mesh: axes and sizes of ``run.mesh``, one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named ``dp``, ``dp_replicate``,
-        ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the others share it.
+        ``dp_shard``, ``fsdp``, ``replicate`` or ``shard`` split the data; ranks along the others share it. By default that of ``rackrun --mesh``,
+        which must be the same where both are given.
     snapshot_every: steps between snapshots of shards that have no live copy; by default Young's interval, from what one costs and how often
         ranks are lost, and at most 1 % of the time.
 

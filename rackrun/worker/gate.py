@@ -49,6 +49,8 @@ class GateSums(NamedTuple):
     """Ranks that have found the last checkpoint not whole, after a loss."""
     ahead: float
     """Ranks that have begun a later unit already, before a rollback."""
+    pausing: float
+    """Ranks that were told to pause for a planned swap."""
 
 
 class CollectiveOrder:

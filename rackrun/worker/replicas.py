@@ -50,6 +50,10 @@ class ReplicaCheck:
         when, and again if that one is done again."""
         return self._world.passed == Position(self._world.began.step + 1)
 
+    def known(self, at: Position) -> bool:
+        """By the gate of step ``at`` all ranks have been compared, and have told what of theirs changes after a gate."""
+        return at.step > self._world.began.step + 2
+
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
         buffers = self._state.buffers()

@@ -11,31 +11,44 @@ from typing import Any
 
 import numpy as np
 
-from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerReady, WorkerResumed
+from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerPaused, WorkerReady, WorkerResumed
 from rackrun.core.ids import Generation, Position, Step
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
+from rackrun.worker.axes import Axes
 from rackrun.worker.runtime import Runtime
 
 __all__ = ["Reports", "say"]
 
 
 class Reports:
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, mesh: Axes = ()) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
+        self._mesh = mesh
         self._snapshot = self._not_mirrored = -1
 
     def ready(self, replica_class: str) -> None:
         self._world.replica_class = replica_class
         if self._channel is not None and self._boot is not None:
             self._channel.send(
-                WorkerReady(slot=self._boot.slot, incarnation=self._boot.incarnation, replica_class=replica_class)
+                WorkerReady(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    replica_class=replica_class,
+                    mesh=self._mesh,
+                )
             )
 
     def resumed(self, generation: Generation) -> None:
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 WorkerResumed(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
+            )
+
+    def paused(self, generation: Generation) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerPaused(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
             )
 
     def damaged(self, generation: Generation, step: int, where: str, because: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
 from rackrun.link.page import Activity
+from rackrun.worker.axes import axes_of
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.rng import reseed
@@ -40,12 +42,12 @@ class Run:
         self.batch = batch
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
-        self._mesh_shape = mesh
+        self._axes = axes_of(mesh, runtime.world.size, os.environ)
         self._mesh: DeviceMesh | None = None
         self._state = TrackedState()
         options = DurableOptions.from_environment(batch.facts)
         durable = DurableCheckpoints(runtime, self._state, options) if options else None
-        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable)
+        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
@@ -74,14 +76,10 @@ class Run:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh asked for with ``@rackrun.elastic(mesh=...)``; one ``dp`` axis over all ranks by default."""
+        """The mesh asked for with ``@rackrun.elastic(mesh=...)`` or ``rackrun --mesh``; one ``dp`` axis over all ranks by default."""
         if self._mesh is None:
-            shape = dict(self._mesh_shape or {"dp": -1})
-            known = 1
-            for extent in shape.values():
-                known *= extent if extent > 0 else 1
-            sizes = tuple(extent if extent > 0 else self.world_size // known for extent in shape.values())
-            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=tuple(shape))
+            names, sizes = zip(*(self._axes or (("dp", self.world_size),)), strict=True)
+            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return self._mesh
 
     # -- what is trained
@@ -210,7 +208,7 @@ class Run:
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
         """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
-        if self._mesh_shape is None:
+        if not self._axes:
             return self.rank, self.world_size
         mesh = self.mesh
         coordinate = mesh.get_coordinate()

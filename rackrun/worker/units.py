@@ -20,11 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
+from rackrun.worker.axes import Axes
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
+from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
@@ -56,15 +58,17 @@ class UnitRunner:
         seed: int,
         snapshot_every: int | None,
         durable: DurableCheckpoints | None,
+        mesh: Axes = (),
     ) -> None:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
-        self._undo, self._reports = Undo(state), Reports(runtime)
+        self._undo, self._reports = Undo(state), Reports(runtime, mesh)
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
         self._snapshots = Snapshots(runtime, state, snapshot_every)
         self._durable = durable
+        self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
         self.waiting_spare = runtime.spare
         self._recorded: list[_Unit] = []
@@ -225,6 +229,8 @@ class UnitRunner:
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began)
+            if self._to_pause(at):
+                self._pause.stand(at, last=at.step == self._last_step)
         else:
             self._discard(step)
 
@@ -284,6 +290,8 @@ class UnitRunner:
             writing=float(self._durable is not None and self._durable.writing),
             cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
+            # Only a step: a snapshot is of one. And not before it is known who needs one.
+            pausing=float(self._world.pausing and not step.at.phase and self._replicas.known(step.at)),
         )
         self._world.pass_gate(step.at, mine)
 
@@ -312,10 +320,18 @@ class UnitRunner:
         """The same on all ranks."""
         begun = False
         if self._replicas.some_are_unique and not self._world.broken:
-            begun = self._snapshots.take_if_due(at, gate, now=self._pace.first_step_of_generation)
+            now, to_pause = self._pace.first_step_of_generation, self._to_pause(at)
+            with self._pause.without_memory() if to_pause else contextlib.nullcontext():
+                begun = self._snapshots.take_if_due(at, gate, now=now or to_pause)
         if self._durable is not None:
             begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)
         return begun
+
+    def _to_pause(self, at: Position) -> bool:
+        """The same on all ranks, but where the generation is broken already. A run that ends here needs no swap."""
+        gate = self._world.gate
+        asked = gate is not None and gate.pausing > 0 and not at.phase
+        return asked and not self.draining and not self._world.broken
 
     def _settle(self) -> None:
         """The state may be changed from here on: what copies it has done so."""

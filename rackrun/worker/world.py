@@ -85,6 +85,8 @@ class World:
         self._failed: tuple[float, str] | None = None
         """When a collective of this generation failed by itself, and why; until it is told."""
         self._announced = 0
+        self._pause_in = 0
+        """The generation that is to pause, and then to end; 0: none was."""
         self._plan: Plan | None = None
         self._builder: Builder | None = None
         self._passed = BEGIN
@@ -178,6 +180,7 @@ class World:
                 if not self._broken:
                     self._failed = time.monotonic(), str(error).partition("\n")[0]
                 self._broken = True
+                self._changed.notify_all()
             late = self.unit_passed and generation == self.generation
         if late:
             self.broke_late(result)
@@ -196,6 +199,16 @@ class World:
     @property
     def broken(self) -> bool:
         return self._broken
+
+    @property
+    def pausing(self) -> bool:
+        """This worker was told that its generation is to pause: the next has forgotten it."""
+        return self._pause_in == self.generation != 0
+
+    def wait_broken(self) -> None:
+        """Until the generation is broken: what a pause waits for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken)
 
     # -- gates
     @property
@@ -315,6 +328,12 @@ class World:
             if build:
                 self._start_build(plan)
             self._changed.notify_all()
+
+    def on_pause(self, generation: Generation) -> None:
+        """Not heard between two generations, nor by a spare."""
+        with self._changed:
+            if generation == self.generation and not self._broken:
+                self._pause_in = generation
 
     def on_release(self) -> None:
         with self._changed:

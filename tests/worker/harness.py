@@ -30,6 +30,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,13 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
 import rackrun
+from rackrun.checkpoint.durable import DurableStore
 from rackrun.core.commands import (
     BreakGeneration,
     Command,
     DrainWorkers,
     FenceWorker,
+    PauseWorkers,
     Plan,
     ReleaseWorkers,
     ResumeGeneration,
@@ -55,22 +58,55 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import Event, Failure, StopRequested, TimerFired, TrayJoined, WorkerExited
-from rackrun.core.ids import Position, Step, TrayId
+from rackrun.core.events import (
+    Event,
+    Failure,
+    StopRequested,
+    TimerFired,
+    TrayJoined,
+    WorkerExited,
+    WorkerPaused,
+    WorkerReady,
+    WorkerSevered,
+)
+from rackrun.core.ids import Generation, Position, Step, TrayId
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted, decode_upward
 from rackrun.link import boot
 from rackrun.link.channel import frame, split_frames
 from rackrun.link.exchange import ExchangeServer
-from rackrun.link.page import HeartbeatPage
+from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
 from rackrun.worker.units import UnitRunner
 from rackrun.worker.world import Scope, World
 
-__all__ = ["Ended", "TinyCluster", "moments"]
+__all__ = ["Ended", "Paused", "Swap", "TinyCluster", "moments"]
 
 TRAY = TrayId("t")
 DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Paused:
+    """What the agent's side of a rank shows when it answers."""
+
+    at: Position
+    activity: Activity
+    snapshots: tuple[int, ...]
+    checkpoints: int
+    """On disk."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The core's part in a planned swap: all ranks are told to pause when somebody tells of ``told_after`` as committed; when
+    ``answers`` of them (None: all) have paused, the job is told to end (``drain``), and ``lost`` is killed; None: the generation is
+    broken though nobody is lost."""
+
+    told_after: Position
+    lost: int | None = None
+    answers: int | None = None
+    drain: bool = False
 
 
 @dataclass
@@ -91,6 +127,12 @@ class Ended:
     sealed: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     logs: dict[Position, dict[str, Any]] = field(default_factory=dict)
     copied: list[StateCopied] = field(default_factory=list)
+    told: list[tuple[int, Position, int]] = field(default_factory=list)
+    """Rank, unit, attempt: every commit, as often as it was told."""
+    paused: dict[int, Paused] = field(default_factory=dict)
+    """By rank, when it was first told."""
+    meshes: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    """By slot: what it was ready with."""
     plans: list[Plan] = field(default_factory=list)
     """Every plan after the first."""
     story: list[str] = field(default_factory=list)
@@ -186,9 +228,11 @@ class TinyCluster:
         max_restarts: int = 3,
         start_over: bool = False,
         drain_at: int | None = None,
+        swap: Swap | None = None,
         **elastic: Any,
     ) -> None:
         self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
+        self._swap, self._ranks, self._told_to_pause = swap, ranks, False
         self._elastic: dict[str, Any] = {
             "global_batch_size": batch[0],
             "micro_batch_size": batch[1],
@@ -297,7 +341,7 @@ class TinyCluster:
                 self._send(command.workers, command)
             case ResumeGeneration():
                 self._resume(command)
-            case DrainWorkers() | ReleaseWorkers():
+            case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
                 self._send(command.workers, command)
             case StopJob():
                 self._tell(f"stop {command.exit_code}: {command.because}")
@@ -344,8 +388,44 @@ class TinyCluster:
                 self._ended.copied.append(message)
             else:
                 self._event(message)
+            if isinstance(message, WorkerPaused):
+                self._paused(child, message)
+            elif isinstance(message, WorkerReady):
+                self._ended.meshes[int(child.worker.slot.rpartition("/")[2])] = message.mesh
+
+    def _tell_to_pause(self, generation: Generation) -> None:
+        workers = tuple(self._children)  # spares too, which do not listen
+        self._carry_out(PauseWorkers(generation=generation, workers=workers, because="the test wants it"))
+
+    def _paused(self, child: _Child, message: WorkerPaused) -> None:
+        page, ended, folder = child.page, self._ended, os.environ.get("RACKRUN_CHECKPOINT_DIR")
+        saved = len(DurableStore(Path(folder), "run").generations()) if folder else 0
+        rank = self._rank_of(child.worker) if child.spare else child.rank
+        assert rank is not None
+        ended.paused.setdefault(rank, Paused(page.at, page.activity, tuple(sorted(page.snapshots())), saved))
+        swap = self._swap
+        if swap is None or len(ended.paused) < (swap.answers or self._ranks):
+            return
+        self._swap = None
+        if swap.drain:
+            self._event(StopRequested(because="the test wants it", exit_code=0))
+        if swap.lost is None:
+            self._event(
+                WorkerSevered(
+                    slot=message.slot,
+                    incarnation=message.incarnation,
+                    generation=message.generation,
+                    because="the test wants it",
+                )
+            )
+        else:
+            os.kill(next(c.pid for c in self._children.values() if c.rank == swap.lost and not c.spare), signal.SIGKILL)
 
     def _committed(self, message: UnitCommitted) -> None:
+        self._ended.told.append((message.rank, message.at, message.attempt))
+        if self._swap is not None and self._swap.told_after == message.at and not self._told_to_pause:
+            self._told_to_pause = True
+            self._tell_to_pause(message.generation)
         known = self._ended.gates.setdefault(message.at, message.gate)
         # A step that is computed again, after a rollback or a restart, has the same bits: timings excepted.
         assert known[:3] == message.gate[:3], f"{message.at}: {known} and then {message.gate}"

@@ -1,0 +1,58 @@
+"""The axes of ``run.mesh``: the script's, or the launcher's, but not two different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import Ended, say
+from scripts import adam, ddp, fit
+
+from rackrun.errors import UsageError
+from rackrun.worker.axes import MESH_VARIABLE, axes_of
+from rackrun.worker.run import Run
+
+BY_LAUNCHER = {MESH_VARIABLE: "dp=4,tp=2"}
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "axes"),
+    [
+        (None, {}, ()),
+        ({"dp": -1, "tp": 4}, {}, (("dp", 2), ("tp", 4))),
+        (None, BY_LAUNCHER, (("dp", 4), ("tp", 2))),
+        ({"dp": -1, "tp": 2}, BY_LAUNCHER, (("dp", 4), ("tp", 2))),
+    ],
+)
+def test_no_axis_stays_open(script: dict[str, int] | None, environment: dict[str, str], axes: tuple[Any, ...]) -> None:
+    assert axes_of(script, 8, environment) == axes
+
+
+@pytest.mark.parametrize("script", [{"dp": 8}, {"tp": 2, "dp": 4}, {"dp": -1, "tp": 4}])
+def test_two_different_meshes_are_refused_with_both_named(script: dict[str, int]) -> None:
+    asked = ",".join(f"{name}={size}" for name, size in script.items())
+    with pytest.raises(UsageError, match=rf"mesh {asked}, .* --mesh dp=4,tp=2 .*Remedy: give the same axes"):
+        axes_of(script, 8, BY_LAUNCHER)
+
+
+@pytest.mark.parametrize("text", ["dp", "dp=", "dp=x", "=4", "dp=4,dp=2", "dp=4,", "dp=0", "dp=-1"])
+def test_what_is_no_mesh_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not AXIS=SIZE"):
+        axes_of(None, 8, {MESH_VARIABLE: text})
+
+
+def test_the_launchers_mesh_is_the_runs_and_ranks_and_spares_are_ready_with_it(
+    train: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MESH_VARIABLE, "dp=1,tp=2")
+
+    def main(run: Run) -> None:
+        say(mesh=dict(zip(run.mesh.mesh_dim_names or (), run.mesh.shape, strict=True)))
+        model = ddp(run)
+        fit(run, model, adam(model), steps=3)
+
+    ended = train(main, ranks=2, spares=1)
+    assert ended.exit_code == 0, ended
+    assert [said["mesh"] for said in ended.said.values()] == [{"dp": 1, "tp": 2}] * 2
+    assert ended.meshes == dict.fromkeys(range(3), (("dp", 1), ("tp", 2)))
