@@ -290,8 +290,7 @@ class UnitRunner:
             writing=float(self._durable is not None and self._durable.writing),
             cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
-            # Only a step: a snapshot is of one. And not before it is known who needs one.
-            pausing=float(self._world.pausing and not step.at.phase and self._replicas.known(step.at)),
+            pausing=float(self._world.pausing and self._replicas.known(step.at)),
         )
         self._world.pass_gate(step.at, mine)
 
@@ -328,7 +327,8 @@ class UnitRunner:
         return begun
 
     def _to_pause(self, at: Position) -> bool:
-        """The same on all ranks, but where the generation is broken already. A run that ends here needs no swap."""
+        """The same on all ranks, but where the generation is broken already. After a step, because a snapshot is of one; a run
+        that ends here needs no swap."""
         gate = self._world.gate
         asked = gate is not None and gate.pausing > 0 and not at.phase
         return asked and not self.draining and not self._world.broken

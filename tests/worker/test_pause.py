@@ -105,11 +105,18 @@ def test_a_swap_between_two_steps_repeats_nothing(make: Make, train: Train) -> N
 
 
 def test_told_in_a_phase_all_pause_after_the_next_step_and_may_go_on_without_a_loss(train: Train) -> None:
-    ended = train(script(sharded, Position(5)), snapshot_every=100, swap=Swap(Position(5)))
+    ended = train(script(sharded, Position(5)), spares=0, snapshot_every=100, swap=Swap(Position(5)))
     assert not ended.differences(undisturbed(sharded)), ended
     nothing_again(ended)
     assert {said.at for said in ended.paused.values()} == {Position(6)}
     assert [plan.restores for plan in ended.plans] == [()]
+
+
+def test_nobody_pauses_before_all_know_who_is_whose_replica(train: Train) -> None:
+    ended = train(script(ddp, Position(0)), spares=0, swap=Swap(Position(0)))
+    assert not ended.differences(undisturbed(ddp)), ended
+    nothing_again(ended)
+    assert [said.at for said in ended.paused.values()] == [Position(2)] * 3
 
 
 def test_who_is_lost_before_it_has_paused_is_a_loss_like_any_other(train: Train) -> None:
@@ -145,7 +152,7 @@ def test_without_memory_for_a_snapshot_a_rank_pauses_all_the_same(train: Train, 
 
         Snapshots._begin = short  # type: ignore[method-assign]
 
-    ended = train(script(sharded, HOLD, patch), snapshot_every=100, swap=Swap(HOLD))
+    ended = train(script(sharded, HOLD, patch), spares=0, snapshot_every=100, swap=Swap(HOLD))
     assert not ended.differences(undisturbed(sharded)), ended
     assert {rank: said.snapshots for rank, said in ended.paused.items()} == {0: (5,), 1: (5,), 2: ()}
     assert "rank 2: no snapshot for a planned swap" in capfd.readouterr().err
@@ -190,14 +197,14 @@ def test_after_the_last_step_all_pause_when_its_checkpoint_is_on_disk_and_the_en
 
 
 def test_told_at_the_very_end_nobody_pauses(train: Train) -> None:
-    ended = train(script(ddp, Position(8)), swap=Swap(Position(8)))
+    ended = train(script(ddp, Position(8)), spares=0, swap=Swap(Position(8)))
     assert not ended.differences(undisturbed(ddp)), ended
     assert not ended.paused
 
 
 def test_a_run_that_ends_does_not_pause(folder: Path, train: Train) -> None:
     """Told of both before one gate. The checkpoint is whole."""
-    ended = train(script(ddp, HOLD, slow_storage, asks=True), swap=Swap(HOLD, lost=1))
+    ended = train(script(ddp, HOLD, slow_storage, asks=True), spares=0, swap=Swap(HOLD))
     assert ended.exit_code == 0, ended
     assert not ended.paused
     assert not ended.plans
