@@ -92,6 +92,8 @@ async def test_every_fault_is_with_the_coordinator_well_within_half_a_second(rig
                 lambda m, slot=slot: isinstance(m, DeviceChecked) and m.index == slot, "check"
             )
             assert unfit in checked.message.unfit[0]
+    os.kill(nvml_process(rig.agent), signal.SIGSEGV)
+    await rig.coordinator.wait(lambda m: isinstance(m, DeviceChecked) and "(SIGSEGV)" in "".join(m.unfit), "its end")
     assert await rig.end() == 0
 
 
