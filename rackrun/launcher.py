@@ -120,22 +120,26 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
         local_ranks_filter=options.local_ranks_filter,
     )
     env = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    rack = options.rack
     return [
         AgentConfig(
             run_id=run_id,
             tray=TrayId(name),
-            slots=options.slots,
+            slots=rack.slots(name) if rack else options.slots,
             coordinator=url,
             token=token,
             advertise=_advertise(options),
             script=options.script,
             logs=logs,
-            env={**env, **options.checkpoints, "ROLE_NAME": options.role},
+            env={**env, **options.worker_env, "ROLE_NAME": options.role},
+            topology=rack.partial(name) if rack else b"",
+            simulated=options.trays > 1,
+            slot_env=rack.slot_env(name) if rack else (),
             nnodes=options.nodes_max * options.trays,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,
         )
-        for name in _tray_names(options)
+        for name in (rack.trays if rack else _tray_names(options))
     ]
 
 

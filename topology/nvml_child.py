@@ -7,8 +7,10 @@ bytes, little-endian) and msgpack of a `Message`. An Xid is reported as it happe
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import select
+import signal
 import sys
 
 import msgspec
@@ -19,6 +21,7 @@ from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
 __all__ = ["Message", "main"]
 
 _PARENT = os.getppid()
+_PR_SET_PDEATHSIG = 1
 XIDS_MAX = 64
 """In a row: then there is a reading, however many more there are."""
 
@@ -36,7 +39,8 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="one reading, then end")
     parser.add_argument("--period-ms", type=int, default=500)
     options = parser.parse_args()
-    while True:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs does not see our input close
+    while os.getppid() == _PARENT:
         nvml = Nvml.open()
         if isinstance(nvml, NvmlUnavailable):
             _send(Message(unavailable=nvml))

@@ -63,7 +63,8 @@ def parse_sram_threshold(raw: bytes) -> bool:
 
 def as_ranges(words: Any) -> str:
     """``0-71,144`` of a mask in words of 64 bits, the lowest first; empty for none."""
-    bits = [at * 64 + bit for at, word in enumerate(words or ()) for bit in range(64) if int(word) >> bit & 1]
+    filled = [(at, int(word)) for at, word in enumerate(words or ()) if word]  # of 64 words all but a few are 0
+    bits = [at * 64 + bit for at, word in filled for bit in range(64) if word >> bit & 1]
     ranges: list[list[int]] = []
     for bit in bits:
         if ranges and ranges[-1][1] == bit - 1:

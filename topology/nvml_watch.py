@@ -36,7 +36,8 @@ class NvmlWatch:
 
     ``fileno()`` becomes readable when there is something for ``next(0)``; silence is only seen by calling that from time to
     time. After ``patience_ms`` of silence, or the child's end, every further answer is the `NvmlUnavailable` that says so:
-    make another watch then, later. Make another one after a GPU was reset, too: NVML must be opened again.
+    make another watch then, later. Make another one after a GPU was reset, too: NVML must be opened again. The child ends with
+    the thread that made the watch.
     """
 
     def __init__(
@@ -90,6 +91,10 @@ class NvmlWatch:
             elif time.monotonic() >= until:
                 return None
         return self.ended
+
+    def reaped(self, status: int) -> None:
+        """Somebody who reaps every child of this process has reaped ours; ``status`` is `os.waitpid`'s."""
+        self._child.returncode = os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
         """Ends the child; one that the kernel holds is left behind."""

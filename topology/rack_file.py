@@ -28,7 +28,7 @@ import yaml
 from rackrun.topology.errors import RackFileError, TopologyError
 from rackrun.topology.model import Clique, CliqueId, Gpu, Rack, Topology, Tray
 
-__all__ = ["RACKS_MAX", "read_rack_file"]
+__all__ = ["RACKS_MAX", "made_up_uuid", "read_rack_file"]
 
 T = TypeVar("T")
 FORMAT = 1
@@ -53,6 +53,11 @@ def read_rack_file(path: Path) -> Topology:
     if root is None:
         raise RackFileError(f"{path} is empty.", remedy="give a rack file; see examples/racks.")
     return _Reader(str(path)).topology(root)
+
+
+def made_up_uuid(rack: str, tray: int, gpu: int) -> str:
+    """Of a GPU for which the file gives none. No driver lists it."""
+    return f"GPU-{uuid.uuid5(_MADE_UP, f'{rack}/{tray}/{gpu}')}"
 
 
 class _Fields:
@@ -282,7 +287,7 @@ class _Trays:
         made_up = f"{prefix}-tray-{index:02}" if prefix else f"tray-{index:02}"
         gpus = own.gpus
         if not isinstance(gpus, list):
-            gpus = [self._gpu(f"{rack}/{index}/{at}", at) for at in range(gpus or self.gpus)]
+            gpus = [self._gpu(made_up_uuid(rack, index, at), at) for at in range(gpus or self.gpus)]
         return Tray(
             name=own.name or made_up,
             index=index,
@@ -292,9 +297,9 @@ class _Trays:
             serial=own.serial,
         )
 
-    def _gpu(self, place: str, index: int) -> Gpu:
+    def _gpu(self, name: str, index: int) -> Gpu:
         return Gpu(
-            uuid=f"GPU-{uuid.uuid5(_MADE_UP, place)}",
+            uuid=name,
             index=index,
             module_id=index + 1,
             numa=self.numa[index] if index < len(self.numa) else None,

@@ -15,7 +15,16 @@ from rackrun.topology.errors import SourcesDisagree, TopologyError
 from rackrun.topology.model import Clique, CliqueId, Gpu, Rack, Topology, Tray
 from rackrun.topology.readings import TrayReading
 
-__all__ = ["PRECEDENCE", "FoundGpu", "FoundTray", "Kind", "PartialTopology", "merge", "partial_of_reading"]
+__all__ = [
+    "PRECEDENCE",
+    "FoundGpu",
+    "FoundTray",
+    "Kind",
+    "PartialTopology",
+    "merge",
+    "partial_of_reading",
+    "partial_of_tray",
+]
 
 T = TypeVar("T")
 Kind = Literal["nvml", "nvidia-smi", "nmx", "kubernetes", "topograph", "slurm", "rack file"]
@@ -91,6 +100,36 @@ def partial_of_reading(reading: TrayReading, host: str) -> PartialTopology:
         gpus=gpus,
     )
     return PartialTopology(kind="nvml", where=f"NVML on {host}", trays=(tray,), notes=tuple(notes))
+
+
+def partial_of_tray(topology: Topology, name: str, where: str) -> PartialTopology:
+    """The tray ``name`` as a rack file describes it; ``where`` is the file. Its host is the tray's name. Raises KeyError."""
+    rack, tray = topology.trays[name]
+    clique_of = {gpu: clique.id for clique in topology.cliques for gpu in clique.gpus}
+    gpus = tuple(
+        FoundGpu(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            module_id=gpu.module_id,
+            bdf=gpu.bdf,
+            serial=gpu.serial,
+            numa=gpu.numa,
+            cpus=gpu.cpus,
+            nics=gpu.nics,
+            clique=clique_of.get(gpu.uuid),
+        )
+        for gpu in tray.gpus
+    )
+    found = FoundTray(
+        host=name,
+        rack=rack.serial,
+        index=tray.index,
+        slot=tray.slot,
+        serial=tray.serial,
+        gpus=gpus,
+        fabric=rack.fabric,
+    )
+    return PartialTopology(kind="rack file", where=where, trays=(found,))
 
 
 def merge(partials: Iterable[PartialTopology]) -> Topology:

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import msgspec
 
+from rackrun.agent.binding import bind
 from rackrun.agent.config import ScriptConfig
 from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
@@ -46,6 +47,7 @@ _page: HeartbeatPage | None = None
 def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
     """Run the script as process ``boot``; the descriptors in ``boot`` are open and are ours."""
     os.environ.update(boot.env)
+    bind(boot.cpus, boot.numa)  # while there is one thread
     _default_signals()
     open_standard_streams()
     report_fd = os.dup(boot.channel_fd)  # the script's side closes its own

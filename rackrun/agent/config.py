@@ -45,6 +45,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the workers' environment: what is the same for all of them (TORCHELASTIC_RUN_ID, OMP_NUM_THREADS, ...)."""
     topology: bytes = b""
     """This tray as a rack file has it: a JSON list of one `rackrun.topology.sources.PartialTopology`; empty: no rack file."""
+    simulated: bool = False
+    """The tray shares this host with others of the job. Then NVML speaks of it only where it lists GPUs that ``topology`` names."""
+    slot_env: tuple[dict[str, str], ...] = ()
+    """By slot, what follows from the whole rack (NCCL's variables). What the user has set stays as it is."""
     nnodes: int = 1
     max_restarts: int = 3
     grace_s: float = 10.0

@@ -12,15 +12,17 @@ __all__ = ["worker_environment"]
 
 def worker_environment(config: AgentConfig, command: StartWorker, master: str, error_file: str) -> dict[str, str]:
     """What is set on top of the agent's own environment. ``master`` is the ``host:port`` of the store to meet at."""
+    index = command.slot.rpartition("/")[2]
     local_world_size = _local_world_size(config, command.world_size)
     host, _, port = master.rpartition(":")
     return {
         "OMP_NUM_THREADS": "1",
         "ROLE_NAME": "default",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **_of_place(config, int(index)),
         **config.env,
         "RANK": str(command.rank),
-        "LOCAL_RANK": command.slot.rpartition("/")[2],
+        "LOCAL_RANK": index,
         "GROUP_RANK": str(command.rank // local_world_size),
         "ROLE_RANK": str(command.rank),
         "WORLD_SIZE": str(command.world_size),
@@ -35,6 +37,15 @@ def worker_environment(config: AgentConfig, command: StartWorker, master: str, e
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
+
+
+def _of_place(config: AgentConfig, index: int) -> dict[str, str]:
+    """What the slot's place in the rack asks for, as far as the user has not decided it."""
+    wanted = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML counts: slot i is GPU i for those who watch it, too
+        **(config.slot_env[index] if index < len(config.slot_env) else {}),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _local_world_size(config: AgentConfig, world_size: int) -> int:

@@ -14,11 +14,13 @@ import socket
 import sys
 import traceback
 
+import msgspec
 import torch
 
 from rackrun.agent import proc
 from rackrun.agent.child import open_standard_streams
 from rackrun.agent.config import AgentConfig
+from rackrun.agent.devices import Devices
 from rackrun.agent.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.logs import Logs
 from rackrun.agent.mirror import Mirror
@@ -81,12 +83,13 @@ class _Agent:
         config = self._config
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
+        devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
         nccl_store = stores.serve() if torch.cuda.is_available() else None
         presets = {TCPSTORE_KEY: f"{config.advertise}:{nccl_store.port}"} if nccl_store else {}
         exchange = ExchangeServer(config.advertise, config.token, presets)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
-        self._tray = tray = Tray(config, server, stores, logs)
+        self._tray = tray = Tray(config, server, stores, logs, devices)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray)
         joined = TrayJoined(
             tray=config.tray,
@@ -94,15 +97,20 @@ class _Agent:
             slots=config.slots,
             store=await exchange.start(),
             snapshots=await snapshots.start(),
+            unfit=await devices.joined(),
+            topology=msgspec.json.encode(devices.partials) if devices.partials else b"",
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
+        devices.tell(uplink.event)
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
         if self._standalone:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._signalled, uplink, number)
-        connection = asyncio.create_task(uplink.run())
+        connection = asyncio.create_task(
+            _refuse(devices.contradiction) if devices.contradiction else uplink.run(), name="uplink"
+        )
         try:
             await asyncio.wait((connection, self._stop), return_when=asyncio.FIRST_COMPLETED)
             code, failed = EXIT_DONE, True
@@ -110,12 +118,14 @@ class _Agent:
                 failed = self._stop.result().exit_code != 0
             else:
                 code = connection.result().value
+            devices.stop()  # before its process is killed with all others
             await tray.stop(failed=failed)
             if not connection.done():
                 await uplink.flush(_FLUSH_S)
             return code
         finally:
             watch.close()
+            await devices.close()
             await mirror.close()
             connection.cancel()
             await asyncio.wait((connection,))
@@ -133,3 +143,9 @@ class _Agent:
     def _signalled(self, uplink: Uplink, number: signal.Signals) -> None:
         because = f"{number.name} to the agent of {self._config.tray}"
         uplink.event(StopRequested(because=because, exit_code=128 + number))
+
+
+async def _refuse(because: str) -> End:
+    """What the tray is cannot be told: the job must not be built on it."""
+    print(f"rackrun: agent: {because}", file=sys.stderr)
+    return End.REFUSED

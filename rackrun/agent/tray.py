@@ -14,6 +14,7 @@ import msgspec
 
 from rackrun.agent import proc
 from rackrun.agent.config import AgentConfig
+from rackrun.agent.devices import Devices
 from rackrun.agent.environment import worker_environment
 from rackrun.agent.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.logs import Logs, Outputs
@@ -39,8 +40,9 @@ _KILL_S = 10.0
 
 
 class Tray:
-    def __init__(self, config: AgentConfig, server: ForkServer, stores: Stores, logs: Logs) -> None:
+    def __init__(self, config: AgentConfig, server: ForkServer, stores: Stores, logs: Logs, devices: Devices) -> None:
         self._config = config
+        self._devices = devices
         self._server = server
         self._stores = stores
         self._logs = logs
@@ -166,6 +168,7 @@ class Tray:
             index = _index_of(command.slot)
             outputs = self._logs.open(index, command.rank, command.restarts)
             environment = worker_environment(self._config, command, master, outputs.error_file)
+            place = self._devices.binding(index)
             boot = Boot(
                 slot=command.slot,
                 incarnation=command.incarnation,
@@ -175,6 +178,8 @@ class Tray:
                 world_size=command.world_size,
                 generation=command.generation,
                 env=environment,
+                cpus=place.cpus,
+                numa=place.numa,
                 token=self._config.token,
             )
             self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))
@@ -239,6 +244,7 @@ class Tray:
                 return
             if pid == self._server.pid:
                 self._server_reaped.set()
+            self._devices.reaped(pid, status)
             for worker in self._current():
                 if worker.pid == pid:
                     self._reaped(worker, status)
@@ -247,7 +253,7 @@ class Tray:
         """Its workers die with it. We have threads and cannot fork another, but we can start one afresh."""
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
-        proc.kill_tree(os.getpid())
+        proc.kill_tree(os.getpid(), self._devices.pids)
         for worker in self._current():
             if worker.asked and not worker.pid:
                 self._never_born(worker, "the fork server died")

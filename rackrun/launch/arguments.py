@@ -10,30 +10,30 @@ import importlib.util
 import os
 import shutil
 import signal
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import get_args_parser
 
 from rackrun.agent.config import ScriptConfig
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.errors import UsageError
+from rackrun.launch.own_options import add_own_options
+from rackrun.launch.rack import Axes, RackHere, mesh_text
 from rackrun.launch.redundancy import redundancy
+from rackrun.launch.size import size_of
 
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
 MAX_RESTARTS = 3
 """torchrun's default is 0: the one default that differs."""
 DEFAULT_PORT = 29400
-_TRAYS_MAX = 1_000
 
 _DESCRIPTION = """\
 rackrun runs a PyTorch training script on every GPU and keeps it running while the hardware fails: a lost rank is
@@ -58,8 +58,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     trays: int
     """Agents on this host."""
     slots: int
-    """Workers a tray, spares included."""
+    """Workers a tray, spares included; 0 where ``rack`` says it for each."""
     spares: int
+    rack: RackHere | None
+    mesh: Axes
+    """() where none was given."""
+    cross_clique: bool
     max_restarts: int
     endpoint: tuple[str, int] | None
     """None: this host is all there is."""
@@ -73,8 +77,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerMode
     redundancy: Redundancy
     """Of snapshots, over trays."""
-    checkpoints: dict[str, str]
-    """The workers' environment that says where to and how often."""
+    worker_env: dict[str, str]
+    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often."""
     start_over: bool
     """Begin again when the last copy of some state is lost."""
     quiet: bool
@@ -110,38 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
                 action.default = MAX_RESTARTS
         elif action.dest == "node_rank" and action.default == 0:
             action.default = None
-    group = parser.add_argument_group("rackrun", "What torchrun does not have.")
-    add = group.add_argument
-    for action in (
-        add("--spares", action=env, type=int, default=0, metavar="N", help="Slots held back as warm spares, out of those "
-            "that exist: --nproc-per-node 8 --spares 1 trains with WORLD_SIZE 7."),
-        add("--trays", action=env, type=int, default=1, metavar="N", help="Stand-in for several compute trays on this "
-            "host: N agents with --nproc-per-node slots each."),
-        add("--out-dir", "--out_dir", action=env, type=str, default=None, metavar="DIR", help="Journal, endpoint and "
-            "result of the run. Default: a new directory under ${XDG_STATE_HOME:-~/.local/state}/rackrun/runs."),
-        add("--token-file", "--token_file", action=env, type=str, default=os.environ.get("RACKRUN_TOKEN_FILE"),
-            metavar="FILE", help="The job's shared secret: required with several hosts, the same on all of them. "
-            "Default: $RACKRUN_TOKEN_FILE; on one host a new one is made."),
-        add("--ledger", action=env, choices=("ids", "digest"), default="ids", help="What the journal keeps of the sample "
-            "ids of each step: all of them, or a count and a digest."),
-        add("--checkpoint-dir", "--checkpoint_dir", action=env, type=str, default=None, metavar="DIR", help="Where elastic "
-            "scripts keep checkpoints, for a job that is lost as a whole: the same command, started again, goes on from "
-            "the newest. The same directory on every host."),
-        add("--checkpoint-every", "--checkpoint_every", action=env, type=int, default=None, metavar="STEPS", help="Steps "
-            "from one to the next. Default: about as many as take five minutes."),
-        add("--checkpoint-keep", "--checkpoint_keep", action=env, type=int, default=3, metavar="N", help="How many of the "
-            "newest stay."),
-        add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default=None, help="When the last copy "
-            "of some state is lost: stop with the reason, or begin again, from the newest checkpoint or step 0. Default: restart "
-            "with --checkpoint-dir, else stop."),
-        add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
-            "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
-            "8 trays, which takes a seventh of that memory (xor:N: over N trays); local, nothing. Default: mirror."),
-        add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
-            "workers are forked. They must neither start threads nor touch a GPU."),
-        add("--quiet", action=check_env, help="No status line and no line about recoveries."),
-    ):  # fmt: skip
-        action.ours = True  # type: ignore[attr-defined]  # see _Parser
+    add_own_options(parser)
     return parser
 
 
@@ -156,12 +129,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         ) from error
     args = parser.parse_args(arguments)
     _refuse_what_has_no_meaning(args)
-    nodes_min, nodes_max = _nodes(args.nnodes)
-    slots = _slots(args.nproc_per_node)
-    _check_counts(args, nodes_min, slots)
+    size = size_of(args)
     _check_logs(args)
     rendezvous = _rendezvous_config(args.rdzv_conf)
-    endpoint = _endpoint(args, nodes_max)
+    endpoint = _endpoint(args, size.nodes_max)
     token_file = Path(args.token_file).expanduser() if args.token_file else None
     if endpoint and token_file is None:
         raise UsageError(
@@ -180,11 +151,14 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(
         script=_script(args),
         run_id=run_id,
-        nodes_min=nodes_min,
-        nodes_max=nodes_max,
-        trays=args.trays,
-        slots=slots,
+        nodes_min=size.nodes_min,
+        nodes_max=size.nodes_max,
+        trays=size.trays,
+        slots=size.slots,
         spares=args.spares,
+        rack=size.rack,
+        mesh=size.mesh,
+        cross_clique=args.cross_clique,
         max_restarts=args.max_restarts,
         endpoint=endpoint,
         node_rank=args.node_rank,
@@ -195,8 +169,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         local_ranks_filter=args.local_ranks_filter,
         token_file=token_file,
         ledger=args.ledger,
-        redundancy=redundancy(args.snapshot_copies, nodes_max * args.trays),
-        checkpoints=_checkpoints(args),
+        redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
+        worker_env={**_checkpoints(args), **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {})},
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         quiet=args.quiet,
         role=args.role,
@@ -233,69 +207,6 @@ def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
             )
     if args.module and args.no_python:
         raise UsageError("--module and --no-python exclude each other.", remedy="leave one of them out.")
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    try:
-        nodes_min, nodes_max = parse_min_max_nnodes(text)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"--nnodes {text!r} is neither N nor MIN:MAX.", remedy="give a number of hosts.") from error
-    if not 0 < nodes_min <= nodes_max:
-        raise UsageError(f"--nnodes {text} is not a range of hosts.", remedy="give 1 <= MIN <= MAX.")
-    return nodes_min, nodes_max
-
-
-def _slots(text: str) -> int:
-    try:
-        slots = int(text)
-    except ValueError:
-        slots = _count_devices(text)
-    if slots < 1:
-        raise UsageError(f"--nproc-per-node {text} leaves nothing to run.", remedy="give at least 1.")
-    return slots
-
-
-def _count_devices(kind: str) -> int:
-    """Ask torch in a child: counting GPUs may initialise CUDA, and a process that has cannot fork workers."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            try:
-                answer = struct.pack("<q", determine_local_world_size(kind))
-            except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
-                answer = str(error).encode()[:500]
-            os.write(writing, answer)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
-    if len(answer) == 8:
-        return int(struct.unpack("<q", answer)[0])
-    raise UsageError(
-        f"--nproc-per-node {kind}: {answer.decode(errors='replace') or 'torch cannot count these devices.'}",
-        remedy="give a number, or one of auto, cpu, gpu.",
-    )
-
-
-def _check_counts(args: argparse.Namespace, nodes_min: int, slots: int) -> None:
-    if not 1 <= args.trays <= _TRAYS_MAX:
-        raise UsageError(f"--trays {args.trays} is out of range.", remedy=f"give 1 to {_TRAYS_MAX}.")
-    if args.spares < 0:
-        raise UsageError(f"--spares {args.spares} is negative.", remedy="give 0 or more.")
-    total = nodes_min * args.trays * slots
-    if args.spares >= total:
-        raise UsageError(
-            f"--spares {args.spares} of {total} slots ({nodes_min} hosts x {args.trays} trays x {slots} workers) leave no "
-            f"rank to train.",
-            remedy=f"lower --spares below {total}, or raise --nproc-per-node; spares are taken out of it.",
-        )
-    if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts {args.max_restarts} is negative.", remedy="give 0 or more.")
-    if args.node_rank is not None and args.node_rank < 0:
-        raise UsageError(f"--node-rank {args.node_rank} is negative.", remedy="give 0 or more.")
 
 
 def _check_logs(args: argparse.Namespace) -> None:

@@ -52,6 +52,8 @@ async def host(
         trays_min=options.nodes_min * options.trays,
         trays_max=options.nodes_max * options.trays,
         spares=options.spares,
+        mesh=options.mesh,
+        cross_clique=options.cross_clique,
         snapshot_copies=options.redundancy.kind,
         set_size=max(options.redundancy.width, 2),
         max_restarts=options.max_restarts,

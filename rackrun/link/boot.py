@@ -26,6 +26,10 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     generation: Generation
     env: dict[str, str]
+    cpus: tuple[int, ...] = ()
+    """The cores near its GPU; empty: wherever it is."""
+    numa: int | None = None
+    """The node that its memory is taken from first."""
     channel_fd: int = -1
     """Stream socket to the agent (`rackrun.link.channel`). Descriptors are set by the child, once it has received them."""
     page_fd: int = -1

@@ -25,6 +25,9 @@ from rackrun.core.events import TrayJoined, WorkerExited
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId
 from rackrun.core.wire import Upward, decode_upward
 from rackrun.link.channel import frame, split_frames
+from tests.topology.conftest import fake, library
+
+__all__ = ["fake", "library"]
 
 TOKEN = "a-token"
 TRAY = TrayId("tray-0")

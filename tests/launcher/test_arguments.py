@@ -15,6 +15,10 @@ from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 OURS = {
     "--spares",
     "--trays",
+    "--rack",
+    "--mesh",
+    "--cross-clique",
+    "--cross_clique",
     "--out-dir",
     "--out_dir",
     "--token-file",

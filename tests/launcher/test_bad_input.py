@@ -24,6 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "token").write_text(SECRET)
     (tmp_path / "token").chmod(0o600)
     (tmp_path / "short").write_text("x")
+    (tmp_path / "rack.yaml").write_text("format: 1\nrack: []\n")
     (tmp_path / "file").write_text("a file, not a directory")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "journal.sqlite").touch()
@@ -62,6 +63,13 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "PET spares no number": (("train.py",), {"PET_SPARES": "many"}, ("--spares", "many")),
     "PET flag no number": (("train.py",), {"PET_QUIET": "yes"}, ("PET_QUIET", "use 0 or 1")),
     "no trays": (("--trays", "0", "train.py"), {}, ("--trays 0", "give 1 to")),
+    "no rack file": (("--rack", "nowhere.yaml", "train.py"), {}, ("nowhere.yaml cannot be read", "examples/racks")),
+    "a rack file that is none": (("--rack", "rack.yaml", "train.py"), {}, ("rack.yaml:2", "did you mean 'racks'?")),
+    "a mesh of more than there is": (
+        ("--nproc-per-node", "4", "--spares", "1", "--mesh", "dp=2,tp=2", "train.py"),
+        {},
+        ("--mesh dp=2,tp=2 is 4 ranks, and there are 4 slots, 1 of them spares", "lower --spares"),
+    ),
     "no workers": (("--nproc-per-node", "0", "train.py"), {}, ("leaves nothing to run",)),
     "unknown device": (("--nproc-per-node", "abacus", "train.py"), {}, ("abacus", "give a number")),
     "nnodes garbled": (("--nnodes", "a:b", "train.py"), {}, ("neither N nor MIN:MAX",)),

@@ -127,13 +127,13 @@ class FakeRack:
     def tray(self, name: str) -> FakeTray:
         return self._trays[name]
 
-    def environment(self, library: Path, tray: str) -> dict[str, str]:
-        """What a process needs to run on ``tray``; ``library`` is `build`'s answer."""
+    def environment(self, library: Path, tray: str = "") -> dict[str, str]:
+        """What a process needs to run on ``tray``, or agents, which each say which one is theirs; ``library`` is `build`'s answer."""
         before = os.environ.get("LD_LIBRARY_PATH", "")
         return {
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), before])),
             "FAKE_NVML_STATE": str(self.path),
-            "FAKE_NVML_TRAY": tray,
+            **({"FAKE_NVML_TRAY": tray} if tray else {}),
         }
 
     def close(self) -> None:

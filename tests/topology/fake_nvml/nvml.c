@@ -1,7 +1,7 @@
 /* A libnvidia-ml.so.1 without GPUs: it answers from a state file that a test may change at any time.
  *
  *   FAKE_NVML_STATE   the file, as state.py writes it: every tray of a rack
- *   FAKE_NVML_TRAY    which of them this process runs on; the first when it is not said
+ *   FAKE_NVML_TRAY    which of them this process runs on; else RACKRUN_TRAY, which agents set; else the first
  *
  * -DNO_NAME leaves the function NAME out, as a driver that is too old does. The layout below is that of state.py; the
  * sizes in the file's head are compared, so that the two cannot part unnoticed.
@@ -86,6 +86,7 @@ static int text(char *out, unsigned size, volatile const char *in) {
 int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
     const char *path = getenv("FAKE_NVML_STATE"), *name = getenv("FAKE_NVML_TRAY");
+    if (!name) name = getenv("RACKRUN_TRAY");
     int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     struct stat at;
     if (fd < 0) return 9; /* the driver is not loaded */

@@ -1,0 +1,105 @@
+"""From what the driver says of a tray's GPUs to what the coordinator is told of its slots. Pure: times come with what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rackrun.core.events import DeviceChecked, DeviceJudged
+from rackrun.core.ids import TrayId
+from rackrun.topology.facts import preflight
+from rackrun.topology.health import Said, TrayHealth
+from rackrun.topology.model import CliqueId
+from rackrun.topology.readings import FabricState, LinkState, NvmlUnavailable, TrayReading
+
+__all__ = ["DeviceEvent", "Judge", "cliques_of"]
+
+DeviceEvent = DeviceJudged | DeviceChecked
+_UP = (LinkState.ACTIVE, LinkState.SLEEP)
+
+
+class Judge:
+    """``handle(at_ms, said) -> events``. Before `begin`, nobody knows which GPU is whose.
+
+    ``cliques``: what each slot is to join, by the rack file; where it says nothing, what the first registration said.
+    """
+
+    def __init__(self, tray: TrayId, slots: int, cliques: Mapping[int, CliqueId] | None = None) -> None:
+        self._tray = tray
+        self._gpus: tuple[int, ...] | None = None
+        self._slot_of: dict[int, int] = {}
+        self._health = TrayHealth()
+        self._cliques = dict(cliques or {})
+        self._alone = False
+        self._links: dict[int, int] = {}
+        """As many as were up at best, by slot."""
+        self.unfit: dict[int, tuple[str, ...]] = dict.fromkeys(range(slots), ())
+        """What is against each slot."""
+
+    @property
+    def begun(self) -> bool:
+        return self._gpus is not None
+
+    def begin(self, gpus: Sequence[int]) -> None:
+        """``gpus[i]`` is the GPU of slot i, as NVML counts. Slots beyond have none, and nothing is against them."""
+        self._gpus = tuple(gpus)
+        self._slot_of = {gpu: slot for slot, gpu in enumerate(self._gpus)}
+
+    def handle(self, at_ms: int, said: Said) -> list[DeviceEvent]:
+        """Verdicts first, then which slots may be used."""
+        events: list[DeviceEvent] = [
+            DeviceJudged(tray=self._tray, verdict=msgspec.structs.replace(verdict, index=self._slot_of[verdict.index]))
+            for verdict in self._health.handle(at_ms, said)
+            if verdict.index in self._slot_of  # what has no slot is not ours
+        ]
+        if isinstance(said, TrayReading):
+            self._learn(said)
+        if isinstance(said, TrayReading | NvmlUnavailable):
+            events += self._tell({slot: self._against(slot, said) for slot in self.unfit})
+        return events
+
+    def unwatched(self) -> list[DeviceEvent]:
+        """There will be no readings: nothing is known against anybody."""
+        return self._tell(dict.fromkeys(self.unfit, ()))
+
+    def _tell(self, unfit: Mapping[int, tuple[str, ...]]) -> list[DeviceEvent]:
+        changed = [slot for slot in self.unfit if unfit[slot] != self.unfit[slot]]
+        self.unfit.update(unfit)
+        return [DeviceChecked(tray=self._tray, index=slot, unfit=unfit[slot]) for slot in changed]
+
+    def _against(self, slot: int, said: TrayReading | NvmlUnavailable) -> tuple[str, ...]:
+        if self._gpus is None:
+            return preflight(said, ())
+        if slot >= len(self._gpus):
+            return ()
+        return preflight(said, (self._gpus[slot],), clique=self._clique(slot), links=self._links.get(slot))
+
+    def _clique(self, slot: int) -> CliqueId | None:
+        return self._cliques.get(slot) or (CliqueId(f"host:{self._tray}", 0) if self._alone else None)
+
+    def _learn(self, reading: TrayReading) -> None:
+        self._cliques = {**cliques_of(reading, self._gpus or ()), **self._cliques}
+        in_rack = any(gpu.platform is not None and gpu.platform.chassis for gpu in reading.gpus)
+        self._alone = (
+            not in_rack and not self._cliques
+        )  # no fabric of several hosts: on some machines none ever registers
+        for gpu in reading.gpus:
+            slot = self._slot_of.get(gpu.index)
+            if slot is not None and gpu.links is not None:
+                up = sum(state in _UP for state in gpu.links)
+                self._links[slot] = max(up, self._links.get(slot, 0))
+
+
+def cliques_of(reading: TrayReading, gpus: Sequence[int]) -> dict[int, CliqueId]:
+    """By slot, as registered. One that is still registering will join what all others of its tray have joined."""
+    by_index = {gpu.index: gpu.fabric for gpu in reading.gpus}
+    fabrics = [by_index.get(gpu) for gpu in gpus]
+    joined = {slot: fabric.joined for slot, fabric in enumerate(fabrics) if fabric}
+    found = {slot: clique for slot, clique in joined.items() if clique is not None}
+    others = set(found.values())
+    if len(others) == 1:
+        waiting = (FabricState.NOT_STARTED, FabricState.IN_PROGRESS)
+        late = [slot for slot, fabric in enumerate(fabrics) if fabric and fabric.state in waiting]
+        found |= dict.fromkeys(late, others.pop())
+    return found

@@ -1,0 +1,53 @@
+"""The options that torchrun does not have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from torch.distributed.argparse_util import check_env, env
+
+__all__ = ["add_own_options"]
+
+
+def add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Each carries ``ours``, by which abbreviations are told apart."""
+    add = parser.add_argument_group("rackrun", "What torchrun does not have.").add_argument
+    for action in (
+        add("--spares", action=env, type=int, default=0, metavar="N", help="Slots held back as warm spares, out of those "
+            "that exist: --nproc-per-node 8 --spares 1 trains with WORLD_SIZE 7."),
+        add("--trays", action=env, type=int, default=1, metavar="N", help="Stand-in for several compute trays on this "
+            "host: N agents with --nproc-per-node slots each."),
+        add("--rack", action=env, type=str, default=None, metavar="FILE", help="A rack file: trays, GPUs, NVLink domains. On "
+            "one host every tray of it gets an agent here, with a worker for each GPU; of several hosts each runs the tray that "
+            "has its name."),
+        add("--mesh", action=env, type=str, default="", metavar="AXIS=N,..", help="The ranks as a mesh, the fastest axis last: "
+            "dp=16,tp=4. Ranks that differ only along tp and ep stay in one NVLink clique. WORLD_SIZE is the product; slots "
+            "beyond it and the spares wait."),
+        add("--cross-clique", "--cross_clique", action=check_env, help="Go on over the network where a tp or ep group finds "
+            "no room in any NVLink clique, instead of stopping."),
+        add("--out-dir", "--out_dir", action=env, type=str, default=None, metavar="DIR", help="Journal, endpoint and "
+            "result of the run. Default: a new directory under ${XDG_STATE_HOME:-~/.local/state}/rackrun/runs."),
+        add("--token-file", "--token_file", action=env, type=str, default=os.environ.get("RACKRUN_TOKEN_FILE"),
+            metavar="FILE", help="The job's shared secret: required with several hosts, the same on all of them. "
+            "Default: $RACKRUN_TOKEN_FILE; on one host a new one is made."),
+        add("--ledger", action=env, choices=("ids", "digest"), default="ids", help="What the journal keeps of the sample "
+            "ids of each step: all of them, or a count and a digest."),
+        add("--checkpoint-dir", "--checkpoint_dir", action=env, type=str, default=None, metavar="DIR", help="Where elastic "
+            "scripts keep checkpoints, for a job that is lost as a whole: the same command, started again, goes on from "
+            "the newest. The same directory on every host."),
+        add("--checkpoint-every", "--checkpoint_every", action=env, type=int, default=None, metavar="STEPS", help="Steps "
+            "from one to the next. Default: about as many as take five minutes."),
+        add("--checkpoint-keep", "--checkpoint_keep", action=env, type=int, default=3, metavar="N", help="How many of the "
+            "newest stay."),
+        add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default=None, help="When the last copy "
+            "of some state is lost: stop with the reason, or begin again, from the newest checkpoint or step 0. Default: restart "
+            "with --checkpoint-dir, else stop."),
+        add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
+            "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
+            "8 trays, which takes a seventh of that memory (xor:N: over N trays); local, nothing. Default: mirror."),
+        add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
+            "workers are forked. They must neither start threads nor touch a GPU."),
+        add("--quiet", action=check_env, help="No status line and no line about recoveries."),
+    ):  # fmt: skip
+        action.ours = True  # type: ignore[attr-defined]  # see _Parser
