@@ -81,9 +81,8 @@ class Judge:
     def _learn(self, reading: TrayReading) -> None:
         self._cliques = {**cliques_of(reading, self._gpus or ()), **self._cliques}
         in_rack = any(gpu.platform is not None and gpu.platform.chassis for gpu in reading.gpus)
-        self._alone = (
-            not in_rack and not self._cliques
-        )  # no fabric of several hosts: on some machines none ever registers
+        # Without a fabric of several hosts nobody need register, and on some machines nobody ever does.
+        self._alone = not in_rack and not self._cliques
         for gpu in reading.gpus:
             slot = self._slot_of.get(gpu.index)
             if slot is not None and gpu.links is not None:
