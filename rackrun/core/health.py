@@ -90,7 +90,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         repair = f" Repair: {self.repair}." if self.repair else ""
-        return f"GPU {self.index} is {self.health.value}: {self.reasons}. {self.response.value}.{repair}"
+        return f"GPU {self.index} is {self.health.value}: {self.reasons}. Response: {self.response.value}.{repair}"
 
 
 _RESPONSES: dict[Health, tuple[Response, Scope, str]] = {
