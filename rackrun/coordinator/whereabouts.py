@@ -169,7 +169,7 @@ class Whereabouts:
             waits = f"; it would wait for {', '.join(coming)}" if coming else ""
             return f"If it is lost now: no spare that may take over is ready{waits}."
         names = [staff.seats[rank] for staff in found]
-        with_it = [str(other) for other in found[0].seats if other != rank]
+        with_it = [str(other) for other in sorted(found[0].uprooted)]
         group = f", and ranks {', '.join(with_it)} move with it" if with_it else ""
         later = f"; then {', '.join(names[1:])}" if names[1:] else ""
         return f"If it is lost now: {names[0]} takes over{group}{later}."

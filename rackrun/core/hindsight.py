@@ -265,8 +265,8 @@ class Hindsight:
         withheld = self.triage.breaker.withheld.get((tray, int(slot.rpartition("/")[2])))
         if tray in self.lost:
             return "lost", f"its tray is lost: {self.lost[tray]}"
-        if rank is not None and (record is None or not record.alive):
-            how = record.fenced_for if record is not None else self._gone.get(slot, "")
+        if rank is not None and (record is None or not record.alive or record.rank != rank):
+            how = record.fenced_for if record is not None and not record.alive else self._gone.get(slot, "")
             return "lost", f"its worker is gone: {how or 'it was never started'}"
         if verdict is not None:
             whose = "" if slot == slot_id(tray, verdict.index) else f"of its tray's GPU {verdict.index}: "
@@ -288,14 +288,18 @@ class Hindsight:
         return [record.worker.slot for record in self.rack.ready_spares()]
 
     def successors(self, rank: Rank, most: int = 4) -> list[Staff]:
-        """Who takes over when ``rank`` is lost now; then who does if the spares of that are lost too, and so on."""
+        """Who takes over when ``rank`` is lost now, beside all that are lost already; then who does if that spare is lost too, and so
+        on."""
+        standings = self.standings()
+        lost = [one for one, slot in self.seats.items() if standings[slot].trouble == "lost" and one != rank]
         ready, found = self.ready(), []
         while len(found) < most:
-            staff = self.seating.staff(self.seats, [rank], ready)
+            staff = self.seating.staff(self.seats, [*lost, rank], ready)
             if staff is None:
                 break
             found.append(staff)
-            ready = [slot for slot in ready if slot not in staff.seats.values()]
+            taken = [staff.seats[one] for one in (rank, *staff.uprooted)]
+            ready = [slot for slot in ready if slot not in taken]
         return found
 
     def leaving(self) -> dict[Rank, SlotId]:
