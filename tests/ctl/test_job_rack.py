@@ -139,8 +139,8 @@ async def test_a_rank_has_a_story(journal: Journal, rackctl: Rackctl, tmp_path: 
 
 async def test_who_is_named_as_the_successor_takes_over(journal: Journal, rackctl: Rackctl, tmp_path: Path) -> None:
     job = nvl72(journal)
-    job.checks("tray-16/0", "links down")
-    for _ in range(3):
+    job.checks("tray-16/0", "links are down")
+    for _ in range(2):
         journal.flush()
         said = rackctl("topology", "explain", 33, "--run", tmp_path, "--json").json["lines"][-1]
         job.exits(next(rank.slot for rank in job.view.ranks if rank.rank == 33))
@@ -215,9 +215,7 @@ async def test_after_the_end_the_ranks_are_where_they_were(
     assert "If it is lost" not in rackctl("topology", "explain", 3, "--run", tmp_path).out
 
 
-async def test_the_job_as_json_has_seats_slots_and_the_topology(
-    journal: Journal, rackctl: Rackctl, tmp_path: Path
-) -> None:
+async def test_json_and_svg_have_the_same_as_the_picture(journal: Journal, rackctl: Rackctl, tmp_path: Path) -> None:
     a_bad_day(journal).end()
     found = rackctl("topology", "show", "--run", tmp_path, "--json").json
     assert found["seats"][13] == "tray-16/0"
@@ -226,12 +224,6 @@ async def test_the_job_as_json_has_seats_slots_and_the_topology(
         "", "lost", "out", "quarantined", "failing", "unfit", "withheld",
     }  # fmt: skip
     assert len(found["topology"]["racks"][0]["trays"]) == 18
-
-
-async def test_the_svg_has_the_same_cells_and_the_same_lines(
-    journal: Journal, rackctl: Rackctl, tmp_path: Path
-) -> None:
-    a_bad_day(journal).end()
     out = tmp_path / "job.svg"
     assert rackctl("topology", "show", "--run", tmp_path, "--svg", out).code == 0
     root = ET.fromstring(out.read_text(encoding="utf-8"))
