@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rackrun.core.ids import SlotId
-from rackrun.core.layout import natural
 from rackrun.topology.model import CliqueId, Rack, Topology, Tray
 
 __all__ = ["Cell", "Look", "Meaning", "letters_of", "svg", "terminal"]
@@ -185,7 +184,7 @@ def _whole(rows: Sequence[Sequence[Cell]]) -> bool:
 
 
 def _by_name(racks: Collection[Rack]) -> tuple[Tray, ...]:
-    return tuple(sorted((tray for rack in racks for tray in rack.trays), key=lambda tray: natural(tray.name)))
+    return tuple(sorted((tray for rack in racks for tray in rack.trays), key=lambda tray: (len(tray.name), tray.name)))
 
 
 def _text(cell: Cell, look: Look) -> Text:

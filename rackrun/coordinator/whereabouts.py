@@ -29,6 +29,7 @@ from rackrun.core.hindsight import COMMANDS, EVENTS, Hindsight, Sat, Standing, T
 from rackrun.core.ids import Generation, Rank, SlotId, tray_of
 from rackrun.errors import UsageError
 from rackrun.topology.mesh import Mesh
+from rackrun.topology.model import CliqueId
 
 __all__ = ["Known", "Whereabouts", "read_whereabouts"]
 
@@ -114,10 +115,11 @@ class Whereabouts:
     def _short_of_spares(self) -> list[str]:
         past, ready = self.past, self.spares_ready
         found = [f"{ready} of {past.spares_wanted} spares are ready"] if ready < past.spares_wanted else []
-        asked: dict[object, list[Rank]] = {}
+        board = past.seating.board
+        by_slot = board.topology.by_slot if board else {}
+        asked: dict[CliqueId | None, list[Rank]] = {}
         for rank, slot in past.seats.items():
-            seat = past.topology().by_slot.get(slot)
-            asked.setdefault(seat.clique if seat and past.seating.board else None, []).append(rank)
+            asked.setdefault(by_slot[slot].clique if slot in by_slot else None, []).append(rank)
         for clique, ranks in asked.items():
             if not past.successors(ranks[0], 1):
                 where = f" of clique {clique}" if clique is not None else ""

@@ -97,7 +97,7 @@ class Hindsight:
     """Trays that are gone, and why."""
     spares_wanted: int = 0
     broken: str = ""
-    """What the mesh that the script named breaks, or what trays contradict each other about."""
+    """A bound group that sits in several cliques, or what trays contradict each other about."""
     over: StopJob | None = None
     _trays: dict[TrayId, TrayJoined] = field(default_factory=dict)
     """All that have ever joined."""
@@ -161,8 +161,11 @@ class Hindsight:
 
     def finish(self) -> None:
         """That was all."""
+        mesh = self.seating.mesh
         if not self.generation:
             self._learn(list(self._trays.values()))
+        elif mesh is not None and mesh.world_size == len(self.seats):
+            self.broken = self.seating.adopt(mesh, self.seats)
 
     def _worker(self, record: WorkerRecord, event: WorkerElastic | WorkerReady | WorkerFinished | WorkerExited) -> None:
         if isinstance(event, WorkerExited):
@@ -182,7 +185,7 @@ class Hindsight:
         if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
             mesh = Mesh.of(dict(event.mesh))
             if self.seating.mesh != mesh:
-                self.broken = self.seating.adopt(mesh, self.seats)
+                self.seating.adopt(mesh, self.seats)
         if not isinstance(event, WorkerElastic) and record.state is WorkerState.STARTING:
             record.move(Trigger.READY)
 
@@ -198,7 +201,7 @@ class Hindsight:
             sat = self.sat.setdefault(member.rank, [])
             if not sat or sat[-1].worker != worker:
                 sat.append(Sat(plan.generation, at_ms, worker))
-            record = self._occupant(*msgspec.structs.astuple(worker))
+            record = self._occupant(member.slot, member.incarnation)
             if record is not None:
                 record.rank = member.rank
 
@@ -292,7 +295,8 @@ class Hindsight:
         on."""
         standings = self.standings()
         lost = [one for one, slot in self.seats.items() if standings[slot].trouble == "lost" and one != rank]
-        ready, found = self.ready(), []
+        ready = self.ready()
+        found: list[Staff] = []
         while len(found) < most:
             staff = self.seating.staff(self.seats, [*lost, rank], ready)
             if staff is None:

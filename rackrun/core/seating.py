@@ -114,7 +114,7 @@ class Seating:
 
     def where(self, seats: Mapping[Rank, SlotId], rank: Rank) -> list[str]:
         """Where ``rank`` sits, and with whom it is bound: two lines."""
-        slots = [seats[rank] for rank in sorted(seats)]
+        slots = [seats[one] for one in sorted(seats)]
         mesh = self.mesh or Mesh.of({"dp": len(slots)})
         if self.board is not None:
             return as_seated(self.board, mesh, slots).where(rank)

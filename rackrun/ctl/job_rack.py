@@ -53,7 +53,8 @@ def draw_job(found: Whereabouts) -> RenderableType:
         letter = Text(_LETTERS.get(one.trouble, ""), style=_LOOKS[one.trouble].style if one.trouble else "")
         table.add_row(Text(one.slots), Text(one.who), letter, Text(one.why))
     head = [Text(found.run_id, style="bold").append(f"  {_state(found)}", style="not bold"), Text(shape_of(found))]
-    return Group(*head, Text(""), picture, *([Text(""), table] if table.row_count else []))
+    below: list[RenderableType] = [Text(""), table] if table.row_count else []
+    return Group(*head, Text(""), picture, *below)
 
 
 def draw_job_svg(found: Whereabouts) -> str:

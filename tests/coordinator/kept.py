@@ -31,7 +31,7 @@ class Kept(Told):
         return self.answers[before:]
 
     def end(self) -> None:
-        """The launcher is gone: well, or as the job was stopped."""
+        """As the launcher closes a journal; of a job that has not stopped, as a killed one leaves it."""
         self.driver.close()
         over = self.driver.over
         if over is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -23,19 +24,19 @@ DP, TP = "dp", "tp"
 
 
 @pytest.fixture
-def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
-    monkeypatch.setenv("COLUMNS", "100")
+def journal(tmp_path: Path) -> Iterator[Journal]:
     journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
     yield journal
     journal.close()
 
 
 @pytest.fixture
-def shown(rackctl: Rackctl, tmp_path: Path) -> Callable[[], str]:
+def shown(rackctl: Rackctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The picture, without the blanks at the ends of its lines."""
+    monkeypatch.setenv("COLUMNS", "100")
 
-    def show() -> str:
-        said = rackctl("topology", "show", "--run", tmp_path)
+    def show(run: Path = tmp_path) -> str:
+        said = rackctl("topology", "show", "--run", run)
         assert said.code == 0, said
         return "".join(f"{line.rstrip()}\n" for line in said.out.splitlines())
 
@@ -111,21 +112,41 @@ def on_cpus(journal: Journal) -> Kept:
     return job
 
 
-@pytest.mark.parametrize(
-    ("name", "story"), [("nvl72", nvl72), ("bad-day", a_bad_day), ("hosts", a_host_to_be_rebooted), ("cpus", on_cpus)]
-)
+@pytest.fixture(scope="module")
+def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `a_bad_day`, which takes a while and is only looked at."""
+    place = tmp_path_factory.mktemp("run")
+
+    async def live() -> None:
+        journal = Journal(place / "journal.sqlite", run_id="job-1")
+        a_bad_day(journal).end()
+        journal.close()
+
+    asyncio.run(live())
+    return place
+
+
+@pytest.mark.parametrize(("name", "story"), [("nvl72", nvl72), ("hosts", a_host_to_be_rebooted), ("cpus", on_cpus)])
 async def test_the_picture_is_as_it_was_looked_at(
-    name: str, story: Callable[[Journal], Kept], journal: Journal, shown: Callable[[], str]
+    name: str, story: Callable[[Journal], Kept], journal: Journal, shown: Callable[..., str]
 ) -> None:
     story(journal).end()
-    picture = shown()
+    assert_as_looked_at(name, shown())
+
+
+def test_the_picture_of_a_bad_day_has_a_letter_and_a_line_for_everything(
+    bad_day: Path, shown: Callable[..., str]
+) -> None:
+    assert_as_looked_at("bad-day", shown(bad_day))
+
+
+def assert_as_looked_at(name: str, picture: str) -> None:
     assert max(map(len, picture.splitlines())) <= 100
     assert picture == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
-async def test_a_rank_has_a_story(journal: Journal, rackctl: Rackctl, tmp_path: Path) -> None:
-    a_bad_day(journal).end()
-    said = rackctl("topology", "explain", 13, "--run", tmp_path)
+def test_a_rank_has_a_story(bad_day: Path, rackctl: Rackctl) -> None:
+    said = rackctl("topology", "explain", 13, "--run", bad_day)
     because = "GPU 1 is degraded: it was tested (nvml)"
     assert said.out.splitlines() == [
         "rank 13 (dp 3, tp 1) sits on tray-16/0: rack rack of 3a5f1c2e, tray 16, GPU 0, clique 3a5f1c2e.1.",
@@ -134,7 +155,7 @@ async def test_a_rank_has_a_story(journal: Journal, rackctl: Rackctl, tmp_path: 
         f"In generation 2, 60.1 s after the start, it moved to tray-16/0: rank 13 leaves tray-03/1 ({because}) -> tray-16/0 in 0.50 s.",
         "If it is lost now: no spare that may take over is ready; it would wait for tray-03/1.",
     ]
-    assert "has stayed" in rackctl("topology", "explain", 0, "--run", tmp_path).out
+    assert "has stayed" in rackctl("topology", "explain", 0, "--run", bad_day).out
 
 
 async def test_who_is_named_as_the_successor_takes_over(journal: Journal, rackctl: Rackctl, tmp_path: Path) -> None:
@@ -198,8 +219,22 @@ async def test_a_job_that_is_well_has_no_problems_and_one_that_is_not_has_them_a
     ]
 
 
+async def test_a_group_over_two_cliques_is_a_problem_also_where_it_is_allowed(
+    journal: Journal, rackctl: Rackctl, tmp_path: Path
+) -> None:
+    job = Kept(JobConfig(trays_min=2, trays_max=2, spares=0, cross_clique=True), journal)
+    for tray in "ab":
+        job.join(tray, 2, clique=f"of {tray}")
+    for slot in job.members:
+        job.ready(slot, mesh={TP: 4})
+    job.end()
+    said = rackctl("topology", "check", "--run", tmp_path)
+    assert "the tp group of ranks 0, 1, 2, 3 sits in 2 cliques (of a.1, of b.1): NVLink does not join them" in said.out
+    assert "all in 2 cliques" in rackctl("topology", "explain", 0, "--run", tmp_path).out
+
+
 async def test_after_the_end_the_ranks_are_where_they_were(
-    journal: Journal, rackctl: Rackctl, tmp_path: Path, shown: Callable[[], str]
+    journal: Journal, rackctl: Rackctl, tmp_path: Path, shown: Callable[..., str]
 ) -> None:
     job = nvl72(journal)
     for slot in job.members:
@@ -215,9 +250,8 @@ async def test_after_the_end_the_ranks_are_where_they_were(
     assert "If it is lost" not in rackctl("topology", "explain", 3, "--run", tmp_path).out
 
 
-async def test_json_and_svg_have_the_same_as_the_picture(journal: Journal, rackctl: Rackctl, tmp_path: Path) -> None:
-    a_bad_day(journal).end()
-    found = rackctl("topology", "show", "--run", tmp_path, "--json").json
+def test_json_and_svg_have_the_same_as_the_picture(bad_day: Path, rackctl: Rackctl, tmp_path: Path) -> None:
+    found = rackctl("topology", "show", "--run", bad_day, "--json").json
     assert found["seats"][13] == "tray-16/0"
     assert found["mesh"] == {DP: 16, TP: 4}
     assert {slot["trouble"] for slot in found["slots"]} == {
@@ -225,7 +259,7 @@ async def test_json_and_svg_have_the_same_as_the_picture(journal: Journal, rackc
     }  # fmt: skip
     assert len(found["topology"]["racks"][0]["trays"]) == 18
     out = tmp_path / "job.svg"
-    assert rackctl("topology", "show", "--run", tmp_path, "--svg", out).code == 0
+    assert rackctl("topology", "show", "--run", bad_day, "--svg", out).code == 0
     root = ET.fromstring(out.read_text(encoding="utf-8"))
     texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"0", "28F", "38W", "L", "SU", "Q", "X", "tray-05/0-3: its tray is lost: lease lapsed"} <= texts
@@ -233,14 +267,14 @@ async def test_json_and_svg_have_the_same_as_the_picture(journal: Journal, rackc
     assert "tray-07/1: rank 29, clique A" in titles
 
 
-async def test_a_journal_without_its_config_is_drawn_too(journal: Journal, shown: Callable[[], str]) -> None:
+async def test_a_journal_without_its_config_is_drawn_too(journal: Journal, shown: Callable[..., str]) -> None:
     job = nvl72(journal)
     journal.fact("config", "")
     job.end()
     assert "generation 1, 64 ranks (dp=64)\n" in shown()
 
 
-async def test_a_job_that_never_formed_is_drawn_with_its_trays(journal: Journal, shown: Callable[[], str]) -> None:
+async def test_a_job_that_never_formed_is_drawn_with_its_trays(journal: Journal, shown: Callable[..., str]) -> None:
     job = Kept(JobConfig(trays_min=2, trays_max=2, spares=0), journal)
     job.join("tray-0")
     job.end()
