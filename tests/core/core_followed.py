@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from core_model import Cluster
 
-from rackrun.core.commands import Command, Notice, ResumeGeneration, StopJob
+from rackrun.core.commands import Command, Notice, ResumeGeneration
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane, View
 from rackrun.core.events import Event
@@ -38,7 +38,7 @@ class FollowedCore(ControlPlane):
         self.notices += [command.text for command in commands if isinstance(command, Notice)]
         if self.view().phase in IN_PLACE:
             self._compare(self.view(), resumed=any(isinstance(one, ResumeGeneration) for one in commands))
-        assert (self.past.over is not None) == any(isinstance(one, StopJob) for one in commands)
+        assert (self.past.over is not None) == (self.view().phase == "stopped")
         return commands
 
     def _compare(self, view: View, *, resumed: bool) -> None:
