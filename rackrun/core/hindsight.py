@@ -103,6 +103,8 @@ class Hindsight:
     """All that have ever joined."""
     _gone: dict[SlotId, str] = field(default_factory=dict)
     """How the last worker of a slot ended."""
+    _left: dict[SlotId, WorkerRecord] = field(default_factory=dict)
+    """Who has ended as it should: it is shown where it was."""
     _elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -169,15 +171,7 @@ class Hindsight:
 
     def _worker(self, record: WorkerRecord, event: WorkerElastic | WorkerReady | WorkerFinished | WorkerExited) -> None:
         if isinstance(event, WorkerExited):
-            well = event.exit_code == 0 and not event.signal and event.failure is None
-            if record.state is WorkerState.RELEASED and well:
-                return  # it has left as it should, and is shown where it was
-            if well and record.alive and record.rank is not None and not self._elastic:
-                record.move(Trigger.RELEASE)
-                return
-            self._gone[record.worker.slot] = self.rack.exited(record, event).because
-            if record.fenced_for:
-                self._gone[record.worker.slot] = record.fenced_for
+            self._exited(record, event)
             return
         if not record.alive:
             return
@@ -188,6 +182,15 @@ class Hindsight:
                 self.seating.adopt(mesh, self.seats)
         if not isinstance(event, WorkerElastic) and record.state is WorkerState.STARTING:
             record.move(Trigger.READY)
+
+    def _exited(self, record: WorkerRecord, event: WorkerExited) -> None:
+        slot, state, alive = record.worker.slot, record.state, record.alive
+        loss = self.rack.exited(record, event)
+        well = event.exit_code == 0 and not event.signal and event.failure is None
+        if well and (state is WorkerState.RELEASED or (alive and record.rank is not None and not self._elastic)):
+            self._left[slot] = record
+        else:
+            self._gone[slot] = record.fenced_for or loss.because
 
     def _resume(self, plan: Plan, at_ms: int) -> None:
         if not self.generation:
@@ -254,22 +257,27 @@ class Hindsight:
         return {slot: self._standing(slot, ranks.get(slot)) for slot in dict.fromkeys(every)}
 
     def _standing(self, slot: SlotId, rank: Rank | None) -> Standing:
-        record = self.rack.occupants.get(slot)
+        record = self._there(slot)
         spare: Literal["", "starting", "ready"] = ""
-        if record is not None and record.alive and record.rank is None:
+        if record is not None and record.rank is None:
             spare = "starting" if record.state is WorkerState.STARTING else "ready"
         trouble, why = self._trouble(slot, rank)
         return Standing(slot=slot, rank=rank, spare=spare, trouble=trouble, why=why)
 
+    def _there(self, slot: SlotId) -> WorkerRecord | None:
+        record = self.rack.occupants.get(slot)
+        return record if record is not None and record.alive else self._left.get(slot)
+
     def _trouble(self, slot: SlotId, rank: Rank | None) -> tuple[Trouble, str]:
         tray, devices = tray_of(slot), self.rack.devices
-        record, verdict = self.rack.occupants.get(slot), devices.verdict(slot)
+        record, verdict = self._there(slot), devices.verdict(slot)
         faults, unfit = self.rack.faults.get(slot, 0), devices.unfit(slot)
         withheld = self.triage.breaker.withheld.get((tray, int(slot.rpartition("/")[2])))
         if tray in self.lost:
             return "lost", f"its tray is lost: {self.lost[tray]}"
-        if rank is not None and (record is None or not record.alive or record.rank != rank):
-            how = record.fenced_for if record is not None and not record.alive else self._gone.get(slot, "")
+        if rank is not None and (record is None or record.rank != rank):
+            condemned = self.rack.occupants.get(slot)
+            how = (condemned.fenced_for if condemned is not None else "") or self._gone.get(slot, "")
             return "lost", f"its worker is gone: {how or 'it was never started'}"
         if verdict is not None:
             whose = "" if slot == slot_id(tray, verdict.index) else f"of its tray's GPU {verdict.index}: "
@@ -283,7 +291,11 @@ class Hindsight:
         if withheld is not None:
             said = withheld.verdict
             return "withheld", f"{said.health.value}: {said.reasons}. Not acted on: {withheld.reason}"
-        lost = f"it has lost {faults} of the {QUARANTINE_LOSSES} workers after which it is left out" if faults else ""
+        lost = (
+            f"it has lost {faults} of the {QUARANTINE_LOSSES} workers after which it is left out"
+            if faults and slot not in self._left
+            else ""
+        )
         return "", lost
 
     # -- what would be
