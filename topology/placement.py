@@ -29,7 +29,7 @@ from rackrun.topology.model import Seat, Topology
 from rackrun.topology.objective import NOWHERE, Fitness, Question, Terms, score
 from rackrun.topology.solver import nearness, solve
 
-__all__ = ["Fitness", "Move", "Placement", "place"]
+__all__ = ["Fitness", "Move", "Placement", "as_seated", "place"]
 
 
 class Move(NamedTuple):
@@ -136,13 +136,7 @@ class Placement:
                 f"there is no rank {rank} among {self.mesh.world_size}.",
                 remedy=f"name a rank from 0 to {self.mesh.world_size - 1}.",
             )
-        seat = self.board.topology.seats[int(self.seats[rank])]
-        coordinate = ", ".join(f"{name} {at}" for name, at in self.mesh.coordinate(rank))
-        lines = [
-            f"rank {rank} ({coordinate}) sits on {seat.slot}: {_place(seat)}.",
-            self._group(rank),
-            self._since(rank),
-        ]
+        lines = [*self.where(rank), self._since(rank)]
         if (lemons := int(self.question.lemons[self.seats[rank]])) > 0:
             lines.append(f"Its slot has {lemons} lemon points.")
         spares = self.spares_for(rank)
@@ -155,6 +149,12 @@ class Placement:
             lines.append("If it is lost, there is no spare.")
         lines.append(f"The whole placement: {self.terms}.")
         return lines
+
+    def where(self, rank: int) -> list[str]:
+        """Where ``rank`` sits, and with whom it is bound."""
+        seat = self.board.topology.seats[int(self.seats[rank])]
+        coordinate = ", ".join(f"{name} {at}" for name, at in self.mesh.coordinate(rank))
+        return [f"rank {rank} ({coordinate}) sits on {seat.slot}: {_place(seat)}.", self._group(rank)]
 
     # -- reasons
     def _group(self, rank: int) -> str:
@@ -242,6 +242,15 @@ def place(
     for array in (states, points, seats):
         array.flags.writeable = False
     return Placement(question, seats)
+
+
+def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
+    """The ranks of ``mesh`` on ``slots``, as they sit: nothing is chosen."""
+    nothing = np.zeros(len(board.slots), np.int64)
+    seats = np.array([board.number[slot] for slot in slots], np.int64)
+    for array in (nothing, seats):
+        array.flags.writeable = False
+    return Placement(Question(board, mesh, nothing, nothing), seats)
 
 
 def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] | None) -> Ints | None:

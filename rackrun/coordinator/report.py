@@ -5,7 +5,6 @@ Reads the file only; the job may still run. Formats: `rackrun.coordinator.journa
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,11 +13,10 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from rackrun.coordinator.journal import FORMAT
+from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.core.commands import Plan, ResumeGeneration
+from rackrun.core.commands import Plan
 from rackrun.core.ids import BEGIN, Position
-from rackrun.errors import UsageError
 
 __all__ = ["Goodput", "LedgerCheck", "Report", "Stage", "read_report"]
 
@@ -115,35 +113,13 @@ class _Unit(msgspec.Struct, frozen=True):
 
 def read_report(path: Path) -> Report:
     """Raises UsageError when ``path`` is not a journal that this version can read."""
-    if not path.is_file():
-        raise UsageError(f"there is no journal at {path}.", remedy="name the --out-dir of a run.")
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
-    try:
-        meta = dict(connection.execute("SELECT key, value FROM meta"))
-        if meta.get("format") != str(FORMAT):
-            raise UsageError(
-                f"{path} has format {meta.get('format')}, this rackrun reads format {FORMAT}.",
-                remedy="use the version of rackrun that wrote it.",
-            )
+    with open_journal(path) as (connection, meta):
         return _report(connection, meta)
-    except sqlite3.Error as error:
-        raise UsageError(
-            f"{path} cannot be read as a journal: {error}.", remedy="name the --out-dir of a run."
-        ) from error
-    finally:
-        connection.close()
-
-
-def _resume(body: str) -> ResumeGeneration:
-    """JSON has no NaN: a gate's (a loss that was none) stands there as null."""
-    raw = msgspec.json.decode(body)
-    raw["plan"]["gate"] = [math.nan if value is None else value for value in raw["plan"].get("gate", ())]
-    return msgspec.convert(raw, ResumeGeneration)
 
 
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     plans: dict[int, Plan] = {
-        (resume := _resume(body)).plan.generation: resume.plan
+        (resume := resume_of(body)).plan.generation: resume.plan
         for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
     first_resume_ms = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]

@@ -140,6 +140,8 @@ class FenceWorker(_Command, frozen=True, kw_only=True):
     slot: SlotId
     incarnation: Incarnation
     because: str
+    fault: bool = False
+    """It hung, or did not answer in time: that counts against its slot."""
     swept_along: bool = False
     """The whole world starts again; nothing is said against this one."""
 

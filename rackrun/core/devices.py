@@ -58,6 +58,10 @@ class Devices:
         """By one that does not sit there yet. A GPU on its way out may, as the last choice."""
         return slot not in self._unfit and self.fitness(slot) is not Fitness.BAD
 
+    def unfit(self, slot: SlotId) -> tuple[str, ...]:
+        """Why it may not be taken into use now; empty: it may."""
+        return self._unfit.get(slot, ())
+
     def because(self, slot: SlotId) -> str:
         """Why whoever sits there is to leave; "" when nothing speaks against it."""
         verdict = self.verdict(slot)

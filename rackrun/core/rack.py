@@ -132,13 +132,18 @@ class RackMachine:
     def fence(
         self, record: WorkerRecord, because: str, *, fault: bool = False, swept_along: bool = False
     ) -> FenceWorker:
-        """``fault``: it hung, which counts against its slot."""
         record.move(Trigger.FENCE, because)
         record.fenced_for = because
         if fault:
             self._blame_slot(record)
         worker = record.worker
-        return FenceWorker(slot=worker.slot, incarnation=worker.incarnation, because=because, swept_along=swept_along)
+        return FenceWorker(
+            slot=worker.slot,
+            incarnation=worker.incarnation,
+            because=because,
+            fault=fault,
+            swept_along=swept_along,
+        )
 
     def exited(self, record: WorkerRecord, event: WorkerExited) -> Loss:
         """Its slot is empty now."""

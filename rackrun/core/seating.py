@@ -22,7 +22,7 @@ from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.mesh import Mesh
 from rackrun.topology.model import CliqueId
 from rackrun.topology.objective import Fitness
-from rackrun.topology.placement import Placement, place
+from rackrun.topology.placement import Placement, as_seated, place
 from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology, merge
 
 __all__ = ["Seating", "Staff", "first_placement"]
@@ -56,7 +56,7 @@ class Seating:
     rack: RackMachine
     mesh: Mesh | None = None
     """None: every rank is on its own."""
-    _board: Board | None = None
+    board: Board | None = None
     """None: nobody knows more of the trays than their names."""
     _told: dict[str, TrayJoined] = field(default_factory=dict)
     """All trays that have ever joined: a rank's last slot may be on one that is lost."""
@@ -74,14 +74,14 @@ class Seating:
                 event = msgspec.structs.replace(event, topology=before.topology)  # noqa: PLW2901
             told[event.tray] = event
         if any(event.topology for event in told.values()):
-            self._board = Board(merge(partial for event in told.values() for partial in _known(event)))
+            self.board = Board(merge(partial for event in told.values() for partial in _known(event)))
         self._told = told
 
     def cliques(self) -> dict[str, CliqueId]:
         """Of each tray, as far as anybody knows. A tray that is cut into several counts for its first."""
-        if self._board is None:
+        if self.board is None:
             return {}
-        board = self._board
+        board = self.board
         return {tray: board.cliques[int(board.clique[slots[0]])] for tray, slots in board.tray_slots.items() if slots}
 
     # -- the first seats
@@ -89,9 +89,9 @@ class Seating:
         """The slot of each rank. ``spares``: slots held back, at the least. Raises `DoesNotFit`."""
         trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
         slots = sum(trays.values())
-        if self._board is None:
+        if self.board is None:
             return split(trays, slots - self.mesh.world_size if self.mesh else spares)[0]
-        return first_placement(self._board, self.mesh or Mesh.of({"dp": slots - spares}), spares, self._health()).slots
+        return first_placement(self.board, self.mesh or Mesh.of({"dp": slots - spares}), spares, self._health()).slots
 
     def world_size(self, spares: int) -> int:
         slots = sum(joined.slots for joined in self.rack.trays.values())
@@ -100,9 +100,9 @@ class Seating:
     def adopt(self, mesh: Mesh, seats: Mapping[Rank, SlotId]) -> str:
         """The script's mesh, told when the ranks sit already. What it breaks: "" when its groups are each inside one clique."""
         self.mesh = mesh
-        if self._board is None:
+        if self.board is None:
             return ""
-        board = self._board
+        board = self.board
         for group in mesh.groups.tolist():
             cliques = {board.cliques[int(board.clique[board.number[seats[Rank(rank)]]])] for rank in group}
             if len(cliques) > 1:
@@ -112,12 +112,21 @@ class Seating:
                 )
         return ""
 
+    def where(self, seats: Mapping[Rank, SlotId], rank: Rank) -> list[str]:
+        """Where ``rank`` sits, and with whom it is bound: two lines."""
+        slots = [seats[one] for one in sorted(seats)]
+        mesh = self.mesh or Mesh.of({"dp": len(slots)})
+        if self.board is not None:
+            return as_seated(self.board, mesh, slots).where(rank)
+        coordinate = ", ".join(f"{name} {at}" for name, at in mesh.coordinate(rank))
+        return [f"rank {rank} ({coordinate}) sits on {seats[rank]}.", "Nobody has told of NVLink cliques."]
+
     # -- later
     def staff(self, seats: Mapping[Rank, SlotId], lost: Collection[Rank], ready: Collection[SlotId]) -> Staff | None:
         """Who takes over for ``lost``; None when what is ``ready`` is not enough, or not in the right clique."""
         if not lost:
             return Staff({}, {})
-        if self._board is None:
+        if self.board is None:
             spares = [record for record in self.rack.ready_spares() if record.worker.slot in ready]
             chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
             taken = {rank: record.worker.slot for rank, record in chosen.items()}
@@ -134,14 +143,14 @@ class Seating:
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
         """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
         devices = self.rack.devices
-        if self._board is None or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
+        if self.board is None or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
             return {}
         found = self._place(seats, {slot: devices.fitness(slot) for slot in (*seats.values(), *ready)}, ready)
         return {move.rank: move.target for move in found.moves} if found else {}
 
     def again(self, seats: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
         """A slot for every rank of a new start: its own where that lives; None if there are too few."""
-        if self._board is None:
+        if self.board is None:
             return self.rack.seats(seats)
         usable = [slot for slot in self.rack.slots() if self.rack.usable(slot)]
         try:
@@ -159,12 +168,12 @@ class Seating:
             return None
 
     def _ask(self, previous: list[SlotId], health: Mapping[str, Fitness], ready: Collection[SlotId]) -> Placement:
-        assert self._board is not None
+        assert self.board is not None
         return place(
-            self._board,
+            self.board,
             self.mesh or Mesh.of({"dp": len(previous)}),
             health=health,
-            preflighted=[slot for slot in ready if slot in self._board.number],
+            preflighted=[slot for slot in ready if slot in self.board.number],
             lemons={str(slot): count for slot, count in self.rack.faults.items()},
             previous=previous,
             allow_cross_clique=self.config.cross_clique,
@@ -172,11 +181,11 @@ class Seating:
 
     def _health(self) -> dict[str, Fitness]:
         """Of every slot of the topology, for whoever is to be seated."""
-        assert self._board is not None
+        assert self.board is not None
         devices = self.rack.devices
         return {
             slot: devices.fitness(slot) if self.rack.lives(slot) and self.rack.usable(slot) else Fitness.BAD
-            for slot in self._board.slots
+            for slot in self.board.slots
         }
 
 

@@ -1,7 +1,7 @@
-"""``rackctl topology``: a rack as it is described or found, which rank would sit where, and why.
+"""``rackctl topology``: a rack as it is described or found, or with a job on it; which rank sits or would sit where, and why.
 
-With a rack file, of that rack; without one, of this machine, as its driver tells. Exit codes: 0 all is well; 1 something is
-not as it should be; 2 bad usage.
+With a rack file, of that rack; with ``--run``, of a run's racks, as its journal tells; else of this machine, as its driver tells. Exit
+codes: 0 all is well; 1 something is not as it should be; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rackrun.coordinator.whereabouts import Whereabouts, read_whereabouts
+from rackrun.ctl.job_rack import as_json as job_as_json
+from rackrun.ctl.job_rack import draw_job, draw_job_svg, shape_of
 from rackrun.errors import UsageError
+from rackrun.launch.place import find_run
 from rackrun.topology.discover import discover
 from rackrun.topology.errors import TopologyError
 from rackrun.topology.facts import preflight
@@ -37,7 +41,11 @@ topology = typer.Typer(
     rich_markup_mode=None,
 )
 
-_FILE = typer.Argument(metavar="[FILE]", help="A rack file. Default: this machine, as its driver tells.")
+_FILE = typer.Argument(
+    metavar="[FILE | RUN]",
+    help="A rack file (default: this machine, as its driver tells); with --run the directory or id of a run (default: the newest).",
+    show_default=False,
+)
 File = Annotated[Path | None, _FILE]
 MeshOption = Annotated[
     str, typer.Option("--mesh", metavar="AXIS=SIZE,..", help="Such as pp=2,dp=-1,tp=4; the last axis is the fastest.")
@@ -47,39 +55,62 @@ Bound = Annotated[
     str | None,
     typer.Option("--bound", metavar="AXIS,..", help=f"Axes that stay in one clique. Default: {', '.join(BOUND)}."),
 ]
+OfRun = Annotated[bool, typer.Option("--run", help="A run, while it lasts and after, as its journal tells.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(-1|\d{1,7})", re.ASCII)
 
 
-@topology.command(epilog="Example: rackctl topology show examples/racks/gb200-nvl72.yaml --mesh dp=-1,tp=8 --spares 8")
+@topology.command(
+    epilog="Examples: rackctl topology show --run; rackctl topology show rack.yaml --mesh dp=-1,tp=8 --spares 8"
+)
 def show(
     file: File = None,
     mesh: MeshOption = "",
     spares: Spares = 0,
     bound: Bound = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="OUT", help="Write the picture there instead.")] = None,
+    run: OfRun = False,
     as_json: Json = False,
 ) -> None:
-    """The racks as a picture. With a mesh: which rank sits where."""
+    """The racks as a picture. With a mesh: which rank would sit where. With --run: which sits where, and what is known of GPUs."""
+    if run:
+        job = _job(file, mesh, spares, bound)
+        if as_json:
+            print(json.dumps(job_as_json(job)))
+        elif svg is not None:
+            _write(svg, draw_job_svg(job))
+        else:
+            Console().print(draw_job(job))
+        return
     rack = _found(file)
     placed = _placed(rack, mesh, spares, bound) if mesh else None
     if as_json:
         told = {"topology": json.loads(rack.to_json()), "content_id": rack.content_id}
         print(json.dumps(told | ({} if placed is None else {"slots": placed.slots, "spares": placed.spares})))
     elif svg is not None:
-        try:
-            svg.write_text(draw_svg(rack, placed), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{svg} cannot be written: {error.strerror}.", remedy="give another --svg.") from error
+        _write(svg, draw_svg(rack, placed))
     else:
         Console().print(draw_text(rack, placed))
 
 
-@topology.command(epilog="Example: rackctl topology check rack.yaml --mesh dp=-1,tp=8 --spares 8")
+@topology.command(
+    epilog="Examples: rackctl topology check --run out/; rackctl topology check rack.yaml --mesh dp=-1,tp=8 --spares 8"
+)
 def check(
-    file: File = None, mesh: MeshOption = "", spares: Spares = 0, bound: Bound = None, as_json: Json = False
+    file: File = None,
+    mesh: MeshOption = "",
+    spares: Spares = 0,
+    bound: Bound = None,
+    run: OfRun = False,
+    as_json: Json = False,
 ) -> None:
-    """Whether the rack can be, the mesh fits, and, on this machine, whether every GPU may be used."""
+    """Whether the rack can be, the mesh fits, and, on this machine, whether every GPU may be used. With --run: what is wrong with the job's."""
+    if run:
+        job = _job(file, mesh, spares, bound)
+        if not as_json:
+            print(shape_of(job))
+        _tell(job.problems(), as_json)
+        return
     problems: list[str] = []
     if file is None:
         reading = read_once()
@@ -92,26 +123,49 @@ def check(
         if not as_json:
             cliques = len({seat.clique for seat in rack.seats})
             print(f"{len(rack.racks)} racks, {len(rack.trays)} trays, {len(rack.seats)} GPUs, {cliques} cliques")
-    if as_json:
-        print(json.dumps({"problems": problems}))
-    for problem in problems if not as_json else ():
-        print(problem)
+    _tell(problems, as_json)
+
+
+@topology.command(
+    epilog="Examples: rackctl topology explain 17 --run; rackctl topology explain 17 rack.yaml --mesh dp=-1,tp=8 --spares 8"
+)
+def explain(
+    rank: Annotated[int, typer.Argument(min=0)],
+    file: File = None,
+    mesh: MeshOption = "",
+    spares: Spares = 0,
+    bound: Bound = None,
+    run: OfRun = False,
+    as_json: Json = False,
+) -> None:
+    """Why a rank sits where it sits, and who would take over. With --run: since when, too."""
+    if run:
+        lines = _job(file, mesh, spares, bound).explain(rank)
+    else:
+        lines = _placed(_found(file), mesh or "dp=-1", spares, bound).explain(rank)
+    print(json.dumps({"rank": rank, "lines": lines}) if as_json else "\n".join(lines))
+
+
+def _job(run: Path | None, mesh: str, spares: int, bound: str | None) -> Whereabouts:
+    if mesh or spares or bound is not None:
+        raise UsageError("a run has its mesh and its spares.", remedy="leave --mesh, --spares and --bound away.")
+    return read_whereabouts(find_run(None if run is None else str(run)) / "journal.sqlite")
+
+
+def _tell(problems: list[str], as_json: bool) -> None:
+    """Raises Exit(1) if there are any."""
+    print(
+        json.dumps({"problems": problems}) if as_json else "\n".join(problems), end="\n" if problems or as_json else ""
+    )
     if problems:
         raise typer.Exit(1)
 
 
-@topology.command(epilog="Example: rackctl topology explain 17 rack.yaml --mesh dp=-1,tp=8 --spares 8")
-def explain(
-    rank: Annotated[int, typer.Argument(min=0)],
-    file: File = None,
-    mesh: MeshOption = "dp=-1",
-    spares: Spares = 0,
-    bound: Bound = None,
-    as_json: Json = False,
-) -> None:
-    """Why a rank sits where it sits, and who would take over."""
-    lines = _placed(_found(file), mesh, spares, bound).explain(rank)
-    print(json.dumps({"rank": rank, "lines": lines}) if as_json else "\n".join(lines))
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", remedy="give another --svg.") from error
 
 
 def _found(file: Path | None) -> Topology:

@@ -61,6 +61,7 @@ async def host(
         join_timeout_ms=options.join_timeout_ms,
         last_call_ms=options.last_call_ms,
     )
+    journal.fact("config", msgspec.json.encode(config).decode())
     driver = Driver(ControlPlane(config), journal, run_id=endpoint.run_id, observer=screen)
     server = Server(driver, run_id=endpoint.run_id, token=token)
     await server.start(listening)

@@ -51,12 +51,16 @@ class Onlooker:
         self.lines: list[str] = []
         self.recoveries: list[Recovery] = []
         self.told: list[str] = []
+        self.notices: list[str] = []
 
     def line(self, text: str, logged: Logged) -> None:
         self.lines.append(text)
 
     def protected(self, text: str) -> None:
         self.told.append(text)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
 
     def recovered(self, recovery: Recovery) -> None:
         self.recoveries.append(recovery)

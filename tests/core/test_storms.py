@@ -6,9 +6,11 @@ import os
 import random
 from collections import Counter
 
+from core_followed import Followed, FollowedCore
 from core_model import SHORT, TIMEOUTS, Cluster
 from core_told import verdict_on
 
+from rackrun.core.commands import Notice
 from rackrun.core.config import JobConfig
 from rackrun.core.events import DeviceChecked, DeviceJudged
 from rackrun.core.health import Health
@@ -26,7 +28,7 @@ HEALTH = {
 KINDS = ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
 
 
-def storm(seed: int) -> Cluster:
+def storm(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     rng = random.Random(seed)
     trays, slots, units = rng.randint(1, 4), rng.randint(1, 3), rng.randint(5, 40)
     config = JobConfig(
@@ -37,7 +39,7 @@ def storm(seed: int) -> Cluster:
         start_over=rng.random() < 0.7,
         no_progress_max=20,
     )
-    cluster = Cluster(config, slots, units, rng.choice(["replicas", "pairs", "unique"]))
+    cluster = kind(config, slots, units, rng.choice(["replicas", "pairs", "unique"]))
     return play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02, 0.05]))
 
 
@@ -58,7 +60,7 @@ def storm_of_trays(seed: int) -> Cluster:
     return play(cluster, trays, rng, ["tray", "tray", "tray", "kill", "timeout", "rot"], 0.01)
 
 
-def storm_in_racks(seed: int) -> Cluster:
+def storm_in_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     """GPUs are judged, spares are found unfit and fit again, and tensor-parallel pairs are bound to a clique of two trays."""
     rng = random.Random(seed)
     trays, slots = rng.randint(2, 4), rng.randint(2, 3)
@@ -73,7 +75,7 @@ def storm_in_racks(seed: int) -> Cluster:
         start_over=rng.random() < 0.7,
         no_progress_max=20,
     )
-    cluster = Cluster(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), racks=True)
+    cluster = kind(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), racks=True)
     kinds = ["kill", "degraded", "degraded", "lost", "app", "fabric", "well", "well", "unfit", "fit", "tray", "timeout"]
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
@@ -190,3 +192,15 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_
         seen[f"exit {cluster.stopped.exit_code}"] += 1
     assert seen["exit 0"] > SEEDS / 16, seen
     assert seen["planned"] > SEEDS / 40, seen
+
+
+def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> None:
+    compared = 0
+    for seed in range(SEEDS // 60):
+        for cluster in (storm(seed, Followed), storm_in_racks(seed, Followed)):
+            core = cluster.core
+            assert isinstance(core, FollowedCore)
+            said = [command.text for command in core.past.said if isinstance(command, Notice)]
+            assert said == [text for text in core.notices if "planned swap" not in text], seed
+            compared += core.compared
+    assert compared > 25 * SEEDS // 60

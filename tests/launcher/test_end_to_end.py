@@ -179,6 +179,8 @@ def test_rackctl_sees_the_run_and_stops_it(start_rackrun: Callable[..., Any], tm
     ended = rackctl("status", str(job.out_dir))
     assert "ended with exit code 143" in ended.stdout
     assert rackctl("report", str(job.out_dir)).returncode == 0
+    on_rack = json.loads(rackctl("topology", "show", "--run", str(job.out_dir), "--json").stdout)
+    assert on_rack["seats"] == [rank["slot"] for rank in status["core"]["ranks"]]
     refused = rackctl("stop", str(job.out_dir))
     assert refused.returncode == 2
     assert "has ended already" in refused.stderr

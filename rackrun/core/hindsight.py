@@ -1,0 +1,323 @@
+"""A job told afterwards: where its ranks sit and how its hardware is, from its events and commands. Nothing is decided here.
+
+The parts that decide while a job runs (`RackMachine`, `Triage`, `Seating`) are brought to where they stood; what is asked of them
+now has the answer that the job would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from rackrun.core.commands import (
+    Command,
+    FenceWorker,
+    Notice,
+    Plan,
+    ReleaseWorkers,
+    ResumeGeneration,
+    StartWorker,
+    StopJob,
+    Worker,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.events import (
+    DeviceChecked,
+    DeviceJudged,
+    Event,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerFinished,
+    WorkerReady,
+)
+from rackrun.core.health import Response
+from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
+from rackrun.core.layout import natural
+from rackrun.core.rack import QUARANTINE_LOSSES, RackMachine
+from rackrun.core.seating import Seating, Staff
+from rackrun.core.triage import Triage
+from rackrun.core.workers import Trigger, WorkerRecord, WorkerState
+from rackrun.topology.errors import TopologyError
+from rackrun.topology.mesh import Mesh
+from rackrun.topology.model import Gpu, Rack, Topology, Tray
+
+__all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
+
+EVENTS = (
+    TrayJoined, TrayLost, DeviceJudged, DeviceChecked, TimerFired, WorkerElastic, WorkerReady, WorkerFinished, WorkerExited,
+)  # fmt: skip
+COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, StopJob)
+"""With `EVENTS`, all that is listened to."""
+
+Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "failing", "unfit", "withheld"]
+"""``lost``: its tray, or the worker that held its rank; ``out``: a verdict took it out of use; ``quarantined``: it lost too many workers;
+``failing``: on its way out; ``unfit``: not to be taken into use now; ``withheld``: a verdict that nobody acts on."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one slot."""
+
+    slot: SlotId
+    rank: Rank | None = None
+    spare: Literal["", "starting", "ready"] = ""
+    trouble: Trouble = ""
+    why: str = ""
+    """What is known of it, if anything."""
+
+
+class Sat(NamedTuple):
+    """A rank came to a slot, or was started there again."""
+
+    generation: Generation
+    at_ms: int
+    worker: Worker
+
+
+@dataclass(slots=True)
+class Hindsight:
+    """Tell it events and commands in their order, then `finish`."""
+
+    config: JobConfig
+    rack: RackMachine = field(default_factory=RackMachine)
+    seating: Seating = field(init=False)
+    triage: Triage = field(init=False)
+    said: list[Command] = field(default_factory=list)
+    """What triage says once more: the job's own notices about its hardware."""
+    generation: Generation = Generation(0)
+    seats: dict[Rank, SlotId] = field(default_factory=dict)
+    sat: dict[Rank, list[Sat]] = field(default_factory=dict)
+    lost: dict[TrayId, str] = field(default_factory=dict)
+    """Trays that are gone, and why."""
+    spares_wanted: int = 0
+    broken: str = ""
+    """A bound group that sits in several cliques, or what trays contradict each other about."""
+    over: StopJob | None = None
+    _trays: dict[TrayId, TrayJoined] = field(default_factory=dict)
+    """All that have ever joined."""
+    _gone: dict[SlotId, str] = field(default_factory=dict)
+    """How the last worker of a slot ended."""
+    _left: dict[SlotId, WorkerRecord] = field(default_factory=dict)
+    """Who has ended as it should: it is shown where it was."""
+    _elastic: bool = False
+
+    def __post_init__(self) -> None:
+        self.seating = Seating(self.config, self.rack)
+        self.triage = Triage(self.rack, self.said.append, lambda _slots, _because, _at: None, lambda _at: None)
+
+    # -- what happened
+    def heard(self, event: Event) -> None:
+        if self.over is not None:
+            return
+        match event:
+            case TrayJoined():
+                self._tray_lost(event.tray, "it came back empty")
+                self.lost.pop(event.tray, None)
+                self._trays[event.tray] = event
+                self.rack.join(event)
+                if self.generation:
+                    self._learn_late(event)
+            case TrayLost():
+                self._tray_lost(event.tray, event.because)
+            case DeviceJudged():
+                self.triage.judged(event)
+            case DeviceChecked():
+                self.triage.checked(event)
+            case TimerFired() if event.name == "breaker":
+                self.triage.tick(event.at_ms)
+            case WorkerElastic() | WorkerReady() | WorkerFinished() | WorkerExited():
+                record = self.rack.current(event)
+                if record is not None:
+                    self._worker(record, event)
+            case _:
+                pass
+
+    def told(self, command: Command, at_ms: int) -> None:
+        match command:
+            case StartWorker():
+                rank = None if command.spare else command.rank
+                worker = Worker(command.slot, command.incarnation)
+                self.rack.occupants[command.slot] = WorkerRecord(worker, rank)
+                self._gone.pop(command.slot, None)
+            case FenceWorker():
+                record = self._occupant(command.slot, command.incarnation)
+                if record is not None and record.alive:
+                    self.rack.fence(record, command.because, fault=command.fault)
+            case ResumeGeneration():
+                self._resume(command.plan, at_ms)
+            case ReleaseWorkers():
+                for worker in command.workers:
+                    record = self._occupant(worker.slot, worker.incarnation)
+                    if record is not None and record.alive:
+                        record.move(Trigger.RELEASE)
+            case StopJob():
+                self.over = command
+            case _:
+                pass
+
+    def finish(self) -> None:
+        """That was all."""
+        mesh = self.seating.mesh
+        if not self.generation:
+            self._learn(list(self._trays.values()))
+        elif mesh is not None and mesh.world_size == len(self.seats):
+            self.broken = self.seating.adopt(mesh, self.seats)
+
+    def _worker(self, record: WorkerRecord, event: WorkerElastic | WorkerReady | WorkerFinished | WorkerExited) -> None:
+        if isinstance(event, WorkerExited):
+            self._exited(record, event)
+            return
+        if not record.alive:
+            return
+        self._elastic |= not isinstance(event, WorkerFinished)
+        if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
+            mesh = Mesh.of(dict(event.mesh))
+            if self.seating.mesh != mesh:
+                self.seating.adopt(mesh, self.seats)
+        if not isinstance(event, WorkerElastic) and record.state is WorkerState.STARTING:
+            record.move(Trigger.READY)
+
+    def _exited(self, record: WorkerRecord, event: WorkerExited) -> None:
+        slot, state, alive = record.worker.slot, record.state, record.alive
+        loss = self.rack.exited(record, event)
+        well = event.exit_code == 0 and not event.signal and event.failure is None
+        if well and (state is WorkerState.RELEASED or (alive and record.rank is not None and not self._elastic)):
+            self._left[slot] = record
+        else:
+            self._gone[slot] = record.fenced_for or loss.because
+
+    def _resume(self, plan: Plan, at_ms: int) -> None:
+        if not self.generation:
+            slots = len(self.rack.slots())
+            self.spares_wanted = slots - plan.world_size if self.config.mesh else self.config.spares
+            self._learn(list(self.rack.trays.values()))
+        self.generation = plan.generation
+        self.seats = {member.rank: member.slot for member in plan.members}
+        for member in plan.members:
+            worker = Worker(member.slot, member.incarnation)
+            sat = self.sat.setdefault(member.rank, [])
+            if not sat or sat[-1].worker != worker:
+                sat.append(Sat(plan.generation, at_ms, worker))
+            record = self._occupant(member.slot, member.incarnation)
+            if record is not None:
+                record.rank = member.rank
+
+    def _tray_lost(self, tray: TrayId, because: str) -> None:
+        if tray in self.rack.trays:
+            self.rack.lose_tray(tray, because)
+            self.lost[tray] = because
+
+    def _learn(self, joined: Sequence[TrayJoined]) -> None:
+        try:
+            self.seating.learn(joined)
+        except TopologyError as error:
+            self.broken = error.what
+            return
+        self.triage.learn(self.seating.cliques())
+
+    def _learn_late(self, event: TrayJoined) -> None:
+        try:
+            self.seating.learn([event])
+        except TopologyError as error:
+            self.said.append(Notice(text=f"{event.tray} is not used: {error}"))
+            for index in range(event.slots):
+                self.rack.devices.checked(slot_id(event.tray, index), (error.what,))
+            return
+        self.triage.learn(self.seating.cliques())
+
+    def _occupant(self, slot: SlotId, incarnation: Incarnation) -> WorkerRecord | None:
+        record = self.rack.occupants.get(slot)
+        return record if record is not None and record.worker.incarnation == incarnation else None
+
+    # -- what it looks like
+    def topology(self) -> Topology:
+        """Of all trays that have ever joined. When none has told of itself: one rack of them, without cliques."""
+        if self.seating.board is not None:
+            return self.seating.board.topology
+        trays = tuple(
+            Tray(
+                name=tray,
+                index=at,
+                gpus=tuple(Gpu(uuid=slot_id(tray, index), index=index) for index in range(self._trays[tray].slots)),
+            )
+            for at, tray in enumerate(sorted(self._trays, key=natural))
+        )
+        return Topology.of([Rack(serial="", trays=trays)] if trays else [])
+
+    def standings(self) -> dict[SlotId, Standing]:
+        """Of every slot: as the topology has them, then what is in none."""
+        every = chain((SlotId(seat.slot) for seat in self.topology().seats), self.rack.slots())
+        ranks = {slot: rank for rank, slot in self.seats.items()}
+        return {slot: self._standing(slot, ranks.get(slot)) for slot in dict.fromkeys(every)}
+
+    def _standing(self, slot: SlotId, rank: Rank | None) -> Standing:
+        record = self._there(slot)
+        spare: Literal["", "starting", "ready"] = ""
+        if record is not None and record.rank is None:
+            spare = "starting" if record.state is WorkerState.STARTING else "ready"
+        trouble, why = self._trouble(slot, rank)
+        return Standing(slot=slot, rank=rank, spare=spare, trouble=trouble, why=why)
+
+    def _there(self, slot: SlotId) -> WorkerRecord | None:
+        record = self.rack.occupants.get(slot)
+        return record if record is not None and record.alive else self._left.get(slot)
+
+    def _trouble(self, slot: SlotId, rank: Rank | None) -> tuple[Trouble, str]:
+        tray, devices = tray_of(slot), self.rack.devices
+        record, verdict = self._there(slot), devices.verdict(slot)
+        faults, unfit = self.rack.faults.get(slot, 0), devices.unfit(slot)
+        withheld = self.triage.breaker.withheld.get((tray, int(slot.rpartition("/")[2])))
+        if tray in self.lost:
+            return "lost", f"its tray is lost: {self.lost[tray]}"
+        if rank is not None and (record is None or record.rank != rank):
+            condemned = self.rack.occupants.get(slot)
+            how = (condemned.fenced_for if condemned is not None else "") or self._gone.get(slot, "")
+            return "lost", f"its worker is gone: {how or 'it was never started'}"
+        if verdict is not None:
+            whose = "" if slot == slot_id(tray, verdict.index) else f"of its tray's GPU {verdict.index}: "
+            repair = f". Repair: {verdict.repair}" if verdict.repair else ""
+            why = f"{whose}{verdict.health.value}: {verdict.reasons}{repair}"
+            return "out" if verdict.response is Response.FENCE else "failing", why
+        if faults >= QUARANTINE_LOSSES:
+            return "quarantined", f"it has lost {faults} workers by hangs, errors or failed starts"
+        if unfit and rank is None:
+            return "unfit", "; ".join(unfit)
+        if withheld is not None:
+            said = withheld.verdict
+            return "withheld", f"{said.health.value}: {said.reasons}. Not acted on: {withheld.reason}"
+        lost = (
+            f"it has lost {faults} of the {QUARANTINE_LOSSES} workers after which it is left out"
+            if faults and slot not in self._left
+            else ""
+        )
+        return "", lost
+
+    # -- what would be
+    def ready(self) -> list[SlotId]:
+        return [record.worker.slot for record in self.rack.ready_spares()]
+
+    def successors(self, rank: Rank, most: int = 4) -> list[Staff]:
+        """Who takes over when ``rank`` is lost now, beside all that are lost already; then who does if that spare is lost too, and so
+        on."""
+        standings = self.standings()
+        lost = [one for one, slot in self.seats.items() if standings[slot].trouble == "lost" and one != rank]
+        ready = self.ready()
+        found: list[Staff] = []
+        while len(found) < most:
+            staff = self.seating.staff(self.seats, [*lost, rank], ready)
+            if staff is None:
+                break
+            found.append(staff)
+            taken = [staff.seats[one] for one in (rank, *staff.uprooted)]
+            ready = [slot for slot in ready if slot not in taken]
+        return found
+
+    def leaving(self) -> dict[Rank, SlotId]:
+        """Ranks that are to leave a failing GPU at the next step boundary, and for where."""
+        return self.seating.leaving(self.seats, self.ready())

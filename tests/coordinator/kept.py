@@ -1,0 +1,60 @@
+"""The real core and the real driver, told as in `tests.core.core_told`, with all of it in a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rackrun.coordinator.driver import Driver
+from rackrun.coordinator.journal import Journal
+from rackrun.core.commands import Command, StartWorker
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane, View
+from rackrun.core.events import Event
+from tests.coordinator.fakes import Onlooker
+from tests.core.core_told import Told
+
+
+class Kept(Told):
+    """Time is ``now``, in milliseconds. Timers fire when the test says so: it never awaits."""
+
+    def __init__(self, config: JobConfig, journal: Journal) -> None:
+        super().__init__(config)
+        journal.fact("config", msgspec.json.encode(config).decode())
+        self.journal = journal
+        self.driver = Driver(_Asked(self), journal, run_id="job-1", observer=Onlooker(), clock=lambda: self.now / 1e3)
+
+    def tell(self, event: Event) -> Sequence[Command]:
+        before = len(self.answers)
+        self.driver.submit(event)
+        return self.answers[before:]
+
+    def end(self) -> None:
+        """As the launcher closes a journal; of a job that has not stopped, as a killed one leaves it."""
+        self.driver.close()
+        over = self.driver.over
+        if over is not None:
+            for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", self.now)):
+                self.journal.fact(key, value)
+        self.journal.flush()
+
+
+class _Asked:
+    """The core, as the driver asks it."""
+
+    def __init__(self, told: Kept) -> None:
+        self._told = told
+        self._core: ControlPlane = told.core
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        commands = self._core.handle(event)
+        self._core.check_invariants()
+        for command in commands:
+            if isinstance(command, StartWorker):
+                self._told.incarnation[command.slot] = command.incarnation
+        self._told.answers.extend(commands)
+        return commands
+
+    def view(self) -> View:
+        return self._core.view()

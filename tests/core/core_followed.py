@@ -1,0 +1,58 @@
+"""A control plane whose every event and command is told once more, to `Hindsight`, which must know the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core_model import Cluster
+
+from rackrun.core.commands import Command, Notice, ResumeGeneration
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane, View
+from rackrun.core.events import Event
+from rackrun.core.hindsight import COMMANDS, EVENTS, Hindsight
+
+IN_PLACE = ("training", "parking", "resuming")
+
+
+class Followed(Cluster):
+    def __init__(self, config: JobConfig, slots: int, units: int, shards: str, *, racks: bool = False) -> None:
+        super().__init__(config, slots, units, shards, racks=racks)
+        self.core = FollowedCore(config)
+
+
+class FollowedCore(ControlPlane):
+    def __init__(self, config: JobConfig) -> None:
+        super().__init__(config)
+        self.past = Hindsight(config)
+        self.notices: list[str] = []
+        self.compared = 0
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        commands = super().handle(event)
+        if isinstance(event, EVENTS):
+            self.past.heard(event)
+        for command in commands:
+            if isinstance(command, COMMANDS):
+                self.past.told(command, event.at_ms)
+        self.notices += [command.text for command in commands if isinstance(command, Notice)]
+        if self.view().phase in IN_PLACE:
+            self._compare(self.view(), resumed=any(isinstance(one, ResumeGeneration) for one in commands))
+        assert (self.past.over is not None) == (self.view().phase == "stopped")
+        return commands
+
+    def _compare(self, view: View, *, resumed: bool) -> None:
+        past, standings = self.past, self.past.standings()
+        self.compared += 1
+        assert past.seats == {one.rank: one.slot for one in view.ranks}
+        assert not resumed or past.generation == view.generation
+        gone = [one.rank for one in view.ranks if one.incarnation is None]
+        assert gone == [rank for rank, slot in past.seats.items() if standings[slot].trouble == "lost"]
+        spares = {one.slot: "starting" if one.state == "starting" else "ready" for one in view.spares}
+        assert spares == {slot: one.spare for slot, one in standings.items() if one.spare}
+        for tray in view.trays:
+            assert tray.quarantined == tuple(
+                slot for slot in past.rack.slots() if slot.startswith(f"{tray.tray}/") and past.rack.quarantined(slot)
+            )
+        against = {slot: why for tray in view.trays for slot, why in tray.against.items()}
+        assert dict(sorted(past.rack.devices.against().items())) == dict(sorted(against.items()))
