@@ -22,7 +22,7 @@ import numpy as np
 
 from rackrun.core.ids import Rank, SlotId
 from rackrun.topology.board import Board
-from rackrun.topology.errors import TopologyError
+from rackrun.topology.errors import DoesNotFit, TopologyError
 from rackrun.topology.inside import preference
 from rackrun.topology.mesh import Ints, Mesh
 from rackrun.topology.model import Seat, Topology
@@ -251,6 +251,26 @@ def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
     for array in (nothing, seats):
         array.flags.writeable = False
     return Placement(Question(board, mesh, nothing, nothing), seats)
+
+
+def place_first(
+    board: Board,
+    mesh: Mesh,
+    *,
+    spares: int,
+    health: Mapping[str, Fitness] | None = None,
+    allow_cross_clique: bool = False,
+) -> Placement:
+    """`place` from nothing, with ``spares`` slots held back over all NVLink domains: as many in each as the mesh leaves room for.
+    A bound group may need all of a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
+    each = spares // len(dict.fromkeys(board.domain.tolist()))
+    while True:
+        try:
+            return place(board, mesh, spares=each, health=health, allow_cross_clique=allow_cross_clique)
+        except DoesNotFit:
+            if not each:
+                raise
+            each -= 1
 
 
 def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] | None) -> Ints | None:

@@ -5,6 +5,7 @@ How a world is formed is `rackrun.core.forming`, recovery in place (a swap) `rac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -147,7 +148,7 @@ class JobMachine:
             self.recovery.learn_class(
                 record, event.replica_class
             )  # told again once the first step has shown what differs
-            if record.rank is not None and event.mesh and not self._adopt(Mesh.of(dict(event.mesh))):
+            if record.rank is not None and event.mesh and not self._adopt(event.mesh):
                 return
         if record.state is not WorkerState.STARTING:
             return
@@ -160,15 +161,20 @@ class JobMachine:
         if self.world.phase is Phase.SETUP and self.world.all_members(WorkerState.READY):
             self._all_ready(at_ms)
 
-    def _adopt(self, mesh: Mesh) -> bool:
+    def _adopt(self, axes: tuple[tuple[str, int], ...]) -> bool:
         """The script has named its mesh; False: it cannot go on with it."""
+        shape = ",".join(f"{name}={size}" for name, size in axes)
+        if math.prod(size for _, size in axes) != self.world.size:
+            because = f"the script's mesh {shape} is not of {self.world.size} ranks"
+            self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")
+            return False
+        mesh = Mesh.of(dict(axes))
         if self.seating.mesh == mesh:
             return True
         broken = self.seating.adopt(mesh, self.world.seats)
         if broken and self.config.cross_clique:
             self.emit(Notice(text=f"{broken}, and that is allowed"))
         elif broken:
-            shape = ",".join(f"{name}={size}" for name, size in mesh.axes)
             self.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
             return False
         return True

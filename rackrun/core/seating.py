@@ -22,10 +22,10 @@ from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.mesh import Mesh
 from rackrun.topology.model import CliqueId
 from rackrun.topology.objective import Fitness
-from rackrun.topology.placement import Placement, as_seated, place
+from rackrun.topology.placement import Placement, as_seated, place, place_first
 from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology, merge
 
-__all__ = ["Seating", "Staff", "first_placement"]
+__all__ = ["Seating", "Staff"]
 
 _partials = msgspec.json.Decoder(list[PartialTopology])
 
@@ -35,19 +35,6 @@ class Staff(NamedTuple):
     """Whom a spare is to replace, and the spare's slot."""
     uprooted: dict[Rank, str]
     """Ranks among them that live, and why they move: their group leaves its clique as a whole."""
-
-
-def first_placement(board: Board, mesh: Mesh, spares: int, health: Mapping[str, Fitness]) -> Placement:
-    """``spares`` slots are held back over all NVLink domains: as many in each as the mesh leaves room for. A bound group may need all of
-    a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
-    each = spares // len(dict.fromkeys(board.domain.tolist()))
-    while True:
-        try:
-            return place(board, mesh, spares=each, health=health)
-        except DoesNotFit:
-            if not each:
-                raise
-            each -= 1
 
 
 @dataclass(slots=True)
@@ -91,7 +78,13 @@ class Seating:
         slots = sum(trays.values())
         if self.board is None:
             return split(trays, slots - self.mesh.world_size if self.mesh else spares)[0]
-        return first_placement(self.board, self.mesh or Mesh.of({"dp": slots - spares}), spares, self._health()).slots
+        return place_first(
+            self.board,
+            self.mesh or Mesh.of({"dp": slots - spares}),
+            spares=spares,
+            health=self._health(),
+            allow_cross_clique=self.config.cross_clique,
+        ).slots
 
     def world_size(self, spares: int) -> int:
         slots = sum(joined.slots for joined in self.rack.trays.values())

@@ -16,7 +16,7 @@ from rackrun.topology.environment import nccl_environment
 from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.mesh import Mesh
 from rackrun.topology.model import Topology, Tray
-from rackrun.topology.placement import place
+from rackrun.topology.placement import place_first
 from rackrun.topology.rack_file import read_rack_file
 from rackrun.topology.sources import partial_of_tray
 
@@ -114,10 +114,8 @@ def check_mesh(axes: Axes, slots: int, spares: int, topology: Topology | None, *
         )
     if topology is None:
         return
-    board = Board(topology)
-    domains = len({clique.domain for clique in board.cliques})
     try:
-        place(board, Mesh.of(dict(axes)), spares=spares // domains, allow_cross_clique=cross_clique)
+        place_first(Board(topology), Mesh.of(dict(axes)), spares=spares, allow_cross_clique=cross_clique)
     except DoesNotFit as error:
         raise UsageError(f"--mesh {text} with --spares {spares}: {error.what}", remedy=error.remedy) from error
 

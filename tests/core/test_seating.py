@@ -137,6 +137,13 @@ def test_a_mesh_that_only_the_script_names_is_held_against_the_cliques() -> None
     assert "--mesh dp=1,tp=6" in stop.remedy
 
 
+def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
+    told = two_cliques(spares=2)
+    stop = stop_in(told.ready(told.view.ranks[0].slot, "all", mesh={"dp": 2, "tp": 4}))
+    assert stop.exit_code == 2
+    assert "dp=2,tp=4 is not of 6 ranks" in stop.because
+
+
 def test_a_mesh_that_fits_as_ranks_sit_is_kept_for_later() -> None:
     told = two_cliques(spares=4)
     for rank in told.view.ranks:
