@@ -35,14 +35,14 @@ FENCED: dict[str, tuple[dict[str, int | list[int]], str]] = {
     "Xid 79": ({"xid": 79, "error": GPU_IS_LOST}, "lost"),
     "a fatal 149": ({"recovery_action": 1, "xid": 149}, "reset"),
     "recovery action 1": ({"recovery_action": 1}, "reset"),
+    "recovery action 5": ({"recovery_action": 5}, "fabric"),
     "recovery action 2": ({"recovery_action": 2}, "reboot"),
     "recovery action 3": ({"recovery_action": 3}, "drain_p2p"),
-    "a reset required": ({"error": RESET_REQUIRED}, "reset"),
-    "recovery action 5": ({"recovery_action": 5}, "fabric"),
     "the fabric gone": ({"fabric_state": 2}, "fabric"),
+    "a reset required": ({"error": RESET_REQUIRED}, "reset"),
     "Xid 31": ({"xid": 31}, "app"),
 }
-"""What the driver says, and how the GPU is then."""
+"""What the driver says, and how the GPU is then. In threes, and never two that speak against the fabric: those would be the switch's."""
 SWAPPED: dict[str, tuple[dict[str, int | list[int]], str]] = {
     "a row that waits for a reset": ({"remapped": [2, 1]}, "degraded"),
     "a link down": ({"link_state": [11, 0]}, "degraded"),
@@ -136,6 +136,20 @@ def test_a_spare_whose_fabric_is_not_completed_is_not_used(
     unfit = [said.partition(",")[0] for said in notices(trained) if "a spare, may not be used" in said]
     assert len(unfit) == 1, trained
     assert lost["to"] not in (None, *unfit), trained
+
+
+@pytest.mark.soak
+def test_two_trays_that_lose_the_fabric_at_once_are_the_switch_and_nobody_is_taken_out(
+    train: Train, reference: Reference, rack: Callable[[int], FakeRack]
+) -> None:
+    faults = [
+        Fault(name="one", place="backward", rank=1, step=4, then="GPU", gpu={"fabric_state": 2}, until="event DeviceJudged"),
+        Fault(name="two", place="forward", rank=2, step=5, then="GPU", gpu={"fabric_state": 2}, until="event DeviceJudged"),
+    ]  # fmt: skip
+    trained = train("ddp", faults, spares=2, rack=rack(RANKS + 2))
+    trained.assert_same_training(reference("ddp"), faults)
+    assert not trained.recoveries, trained
+    assert any("a switch or the fabric manager, not their GPUs" in said for said in notices(trained)), trained
 
 
 def attempts(trained: Trained) -> set[int]:
