@@ -1,4 +1,4 @@
-"""A whole rack on one machine: 18 trays of 4, 64 training ranks and 8 spares, and the loss of a whole tray.
+"""A whole rack on one machine: a GB200 NVL72's 18 trays of 4, 64 training ranks and 8 spares, and the loss of a whole tray.
 
     python benchmarks/rack.py            72 processes (about 2 minutes on 2 cores, 8 GB)
     python benchmarks/rack.py --quick    4 trays of 2
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs import Job, Mark, machine, rackrun_command, save, step_seconds
+
+NVL72 = Path(__file__).resolve().parents[1] / "examples" / "racks" / "gb200-nvl72.yaml"
 
 
 def parent_of(pid: int) -> int:
@@ -51,7 +53,7 @@ def main() -> int:
     def all_ranks_at(marks: list[Mark], step: int) -> bool:
         return len({mark.rank for mark in marks if mark.step >= step}) == ranks
 
-    placement = ["--trays", str(trays), "--nproc-per-node", str(per_tray)]
+    placement = ["--trays", str(trays), "--nproc-per-node", str(per_tray)] if args.quick else ["--rack", str(NVL72)]
     command = rackrun_command(
         *("elastic_mlp.py", "--steps", "100000", "--width", "64", "--layers", "4"),
         ranks=ranks,
