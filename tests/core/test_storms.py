@@ -47,14 +47,16 @@ def storm_of_trays(seed: int) -> Cluster:
     """Every shard is a rank's own, one tray waits, and nearly all that is lost is a tray."""
     rng = random.Random(seed)
     trays, slots = rng.randint(4, 5), rng.randint(1, 2)
+    parity = rng.randint(1, 2)
     config = JobConfig(
         trays_min=trays,
         trays_max=trays,
         spares=slots,
         start_over=True,
         no_progress_max=20,
-        snapshot_copies="xor",
-        set_size=rng.randint(2, 5),
+        snapshot_copies="xor" if parity == 1 else "rs",
+        set_size=rng.randint(parity + 1, 5),
+        set_parity=parity,
     )
     cluster = Cluster(config, slots, rng.randint(10, 40), "unique")
     return play(cluster, trays, rng, ["tray", "tray", "tray", "kill", "timeout", "rot"], 0.01)

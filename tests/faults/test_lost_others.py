@@ -53,6 +53,36 @@ def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train:
     assert all(f"{said}" in trained.ran.stderr for said in sets), trained
 
 
+@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), pytest.param(0, 6, 2, marks=pytest.mark.soak)])
+def test_two_trays_of_a_set_are_lost_together_and_both_shards_are_rebuilt(
+    rank: int, trays: int, spares: int, train: Train, reference: Reference
+) -> None:
+    """Four trays of one rank, which are one set of two and two; two trays of it die in the same step, and the rest goes on from memory."""
+    pytest.importorskip("pyeclib")
+    fault = Fault(name="both", place="backward", rank=rank, step=9, then="AGENT AND HOLDER")
+    trained = train("fsdp", [fault], spares=spares, trays=trays, copies="rs:2+2")
+    trained.unheard = frozenset({rank, rank + 1})
+    trained.assert_same_training(reference("fsdp"), [fault])
+    assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
+    assert {lost["rank"] for recovery in trained.recoveries for lost in recovery["lost"]} == {rank, rank + 1}, trained
+    assert all(recovery["rollback"] >= 2 for recovery in trained.recoveries), trained
+    assert "any two trays may be lost" in trained.ran.stderr, trained
+
+
+@pytest.mark.soak
+def test_twice_two_trays_are_lost_together(train: Train, reference: Reference) -> None:
+    """In between, the world has formed new sets, and the newcomers have given their stripes too."""
+    pytest.importorskip("pyeclib")
+    faults = [
+        Fault(name="first", place="backward", rank=1, step=5, then="AGENT AND HOLDER"),
+        Fault(name="second", place="backward", rank=0, step=12, then="AGENT AND HOLDER", after="first"),
+    ]
+    trained = train("fsdp", faults, spares=5, trays=9, copies="rs:2+2")
+    trained.unheard = frozenset(range(4))
+    trained.assert_same_training(reference("fsdp"), faults)
+    assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
+
+
 @pytest.mark.soak
 def test_two_trays_are_lost_one_after_the_other(train: Train, reference: Reference) -> None:
     """In between, the world has formed new sets, and the newcomer has given its stripes too."""
