@@ -131,13 +131,13 @@ class Remains:
                 continue
             try:
                 if (info.manifest_digest, info.layout_hash) != identity:
-                    raise IntegrityError("it is not what was committed.")
+                    raise IntegrityError("It is not what was committed.")
                 reader = arena.reader(info.generation, owner=rank)
                 reader.verify()
                 return Found(str(path), reader, identity, arena.chunk_bytes)
             except CheckpointError as error:
                 reasons.append(f"{path}: {error.what}")
-        raise CheckpointError(" ".join(reasons) or "no arena has it.")
+        raise CheckpointError(" ".join(reasons) or "No arena has it.")
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity | None) -> Found:
         manifest = self._manifest(sought.generation)
@@ -155,7 +155,7 @@ class Remains:
         try:
             manifest, _ = unseal(read_small(self.store.files, path / MANIFEST, MANIFEST_BYTES_MAX), Manifest, path)
         except FileNotFoundError as error:
-            raise IntegrityError("it is not on disk.") from error
+            raise IntegrityError("It is not on disk.") from error
         except OSError as error:
             raise IntegrityError(f"{path / MANIFEST} cannot be read: {error.strerror or error}.") from error
         if (manifest.job, manifest.generation) != (self.store.job, generation):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rackrun.checkpoint import CheckpointManager, MemoryTier
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_folder import job_folder
 from rackrun.checkpoint.durable import DurableStore
@@ -30,6 +31,7 @@ from rackrun.checkpoint.rebuilding import BESIDE, rebuild_generation
 from rackrun.checkpoint.records import CommitRecord, Copy
 from rackrun.checkpoint.remains import Remains
 from tests.checkpoint.storage import ended, in_child
+from tests.checkpoint.test_manager import Training, trained
 from tests.ctl.saved import JOB, WORLD, box_of, flip, shard_path, state
 
 Rackctl = Callable[..., Any]
@@ -201,6 +203,31 @@ def test_what_turned_out_bad_is_not_taken_unless_it_is_named(job: Job, rebuild: 
     assert rebuild("--generation", 5, "--json").json["written"] is True
 
 
+def test_a_killed_job_goes_on_elsewhere_from_what_was_in_its_memory(job: Job, rebuild: Rackctl) -> None:
+    """With `CheckpointManager` itself, before and after."""
+    job.store.root.rmdir()
+
+    def train() -> None:
+        manager = CheckpointManager(job.root, job=JOB, memory=MemoryTier(job.shm))
+        trained(manager, 5)
+        manager.wait_until_finished()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    whole = Training()
+    for _ in range(5):
+        whole.step()
+    assert ended(in_child(train)) == -signal.SIGKILL
+    assert rebuild("--json").json["step"] == 5
+    shutil.rmtree(job.folder)
+    with CheckpointManager(job.root, job=JOB, memory=None) as manager:
+        training = Training(seed=1)
+        manager.prepare(training.state)
+        report = manager.restore()
+        assert report is not None
+        assert (report.step, report.tiers) == (5, {0: "shared"})
+        assert training.bits() == whole.bits()
+
+
 # -- what is on disk already
 def test_what_is_whole_and_right_is_not_touched(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5)
@@ -262,7 +289,7 @@ def test_a_missing_shard_is_refused_with_its_rank(job: Job, rebuild: Rackctl) ->
     said = rebuild()
     assert said.code == 1
     assert "no generation can be rebuilt" in said.err
-    assert "Rank 1: no arena has it." in said.err
+    assert "Rank 1: No arena has it." in said.err
     assert "--arenas" in said.err
     assert not job.store.generations()
 
