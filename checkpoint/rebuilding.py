@@ -68,7 +68,7 @@ def rebuild_generation(
             return there
         if not dry_run and (there := _whole(beside, number, passed)) is not None:
             _publish(beside, target, number)
-            return Rebuilt(number, there.step, there.world_size, True, passed_over=passed)
+            return Rebuilt(number, there.step, there.world_size, True, bytes=there.bytes, passed_over=passed)
         if number in barred and generation is None:
             passed[number] = barred[number]
             continue

@@ -130,7 +130,7 @@ class Remains:
             if (info.generation, info.owner, info.kind, info.step) != (sought.generation, rank, "data", sought.step):
                 continue
             try:
-                if (info.manifest_digest, info.layout_hash) != identity:
+                if identity is None or (info.manifest_digest, info.layout_hash) != identity:
                     raise IntegrityError("It is not what was committed.")
                 reader = arena.reader(info.generation, owner=rank)
                 reader.verify()
@@ -143,7 +143,7 @@ class Remains:
         manifest = self._manifest(sought.generation)
         shard = self._on_disk(manifest, rank)
         self._open.callback(shard.close)
-        if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity) or identity is None:
+        if identity is None or (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
             raise IntegrityError(f"{shard.path} is not what was committed.")
         if bad := shard.verify():
             raise IntegrityError(bad[0][1])

@@ -128,8 +128,10 @@ class StripeSet:
         for owner in factors:
             for part, weight in zip(used, weights, strict=True):
                 factors[owner] ^= multiply(weight, self.factor(owner, part))
-        parities = dict(zip(used, weights, strict=True))
-        return Recipe(*({name: factor for name, factor in of.items() if factor} for of in (parities, factors)))
+        return Recipe(
+            {part: weight for part, weight in zip(used, weights, strict=True) if weight},
+            {owner: factor for owner, factor in factors.items() if factor},
+        )
 
     def _row(self, part: Part) -> int:
         if not 0 <= part.number < self.parity:
