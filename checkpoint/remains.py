@@ -106,6 +106,9 @@ class Remains:
         found: dict[int, Found] = {}
         missing: dict[int, str] = {}
         for rank, identity in enumerate(sought.shards):
+            if identity is None:
+                missing[rank] = "Nothing that can be read says what was committed."
+                continue
             reasons = []
             for look in (self._in_memory, self._whole_on_disk):
                 try:
@@ -124,13 +127,13 @@ class Remains:
         self._open.close()
 
     # -- one shard
-    def _in_memory(self, sought: Sought, rank: int, identity: Identity | None) -> Found:
+    def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> Found:
         reasons = []
         for path, arena, info in self._slots:
             if (info.generation, info.owner, info.kind, info.step) != (sought.generation, rank, "data", sought.step):
                 continue
             try:
-                if identity is None or (info.manifest_digest, info.layout_hash) != identity:
+                if (info.manifest_digest, info.layout_hash) != identity:
                     raise IntegrityError("It is not what was committed.")
                 reader = arena.reader(info.generation, owner=rank)
                 reader.verify()
@@ -139,11 +142,11 @@ class Remains:
                 reasons.append(f"{path}: {error.what}")
         raise CheckpointError(" ".join(reasons) or "No arena has it.")
 
-    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity | None) -> Found:
+    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
         manifest = self._manifest(sought.generation)
         shard = self._on_disk(manifest, rank)
         self._open.callback(shard.close)
-        if identity is None or (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
+        if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
             raise IntegrityError(f"{shard.path} is not what was committed.")
         if bad := shard.verify():
             raise IntegrityError(bad[0][1])

@@ -92,10 +92,8 @@ class StripeSet:
         """The bytes of ``owner``'s shard of ``length`` bytes that go into that row; none where it keeps one of its parities."""
         i, row = self.index(owner), self._row(part)
         width = self.widest(length)
-        passed = sum(
-            (i - number) % len(self.members) < row for number in range(self.parity)
-        )  # rows whose parity it keeps
-        start = (row - passed) * width
+        without = sum((i - number) % len(self.members) < row for number in range(self.parity))
+        start = (row - without) * width  # its stripes are numbered without the rows of which it keeps a parity
         return (0, 0) if self._keeps(i, row) else (min(start, length), min(start + width, length))
 
     def factor(self, owner: int, part: Part) -> int:
