@@ -149,7 +149,7 @@ def rebuild(
     rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
     at = stripe_set.index(lost)
     if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
-        raise ParityError(f"the rows of rank {lost} are not of one generation.")
+        raise ParityError(f"the rows of rank {lost}'s stripes are not of one set and one generation.")
     shard = _flat(room(rows[0].lengths[at]))
 
     def stripe_of(row: RowHeader, recipe: Recipe) -> None:

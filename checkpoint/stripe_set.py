@@ -106,7 +106,7 @@ class StripeSet:
             left = [member for member in self.members if member not in gone]
             raise ParityError(
                 f"rank {lost} cannot be rebuilt from {left}, in a set of {list(self.members)}: parity replaces"
-                f" {self.parity} member{'s' if self.parity > 1 else ''}.",
+                f" {'one member' if self.parity == 1 else f'{self.parity} members'}.",
                 remedy="Take a mirror, or an older generation from disk.",
             )
         i = self.index(lost)
