@@ -179,7 +179,10 @@ class RowHeader(msgspec.Struct, frozen=True):
 
     @property
     def row_bytes(self) -> int:
-        return max(stop - start for start, stop in map(self.stripe, self.members))
+        stripe_set, part = self.stripe_set(), Part(self.keeper, self.part)
+        lengths = zip(self.members, self.lengths, strict=True)
+        spans = [stripe_set.stripe(owner, part, length) for owner, length in lengths]
+        return max(stop - start for start, stop in spans)
 
 
 def encode_header(header: RowHeader) -> bytes:
