@@ -178,7 +178,7 @@ def all_losses(world: World) -> list[tuple[int, ...]]:
 
 
 @needs_codec
-@pytest.mark.parametrize(("data", "parity"), [(n, m) for n in range(1, 5) for m in range(1, 4)])
+@pytest.mark.parametrize(("data", "parity"), [(n, m) for n in range(1, 5) for m in range(1, 4) if n + m < 7])
 def test_whichever_members_are_lost_the_others_give_their_shards_back(data: int, parity: int) -> None:
     world = encoded([700 * i + 5 * i for i in range(data + parity)], lost_at_most=parity)
     for lost in all_losses(world):
@@ -221,7 +221,7 @@ def test_a_set_that_may_lose_one_is_an_xor_set() -> None:
 @pytest.mark.parametrize("parity", [2, 3, 5, 16])
 def test_any_square_part_of_the_code_can_be_inverted(parity: int) -> None:
     rng, most = random.Random(parity), 256 - parity
-    for _ in range(100):
+    for _ in range(30):
         size = rng.randint(1, parity)
         chosen, members = rng.sample(range(parity), size), rng.sample(range(most), size)
         rows = [[coefficient(j, i) for i in members] for j in chosen]
