@@ -40,7 +40,7 @@ from rackrun.checkpoint.placement import Redundancy
 from rackrun.checkpoint.process import Process, begin_session, end_session, process_of
 from rackrun.checkpoint.records import CommitRecord, decode_record
 
-__all__ = ["ArenaFolder", "MemoryTier"]
+__all__ = ["ArenaFolder", "MemoryTier", "commits_in", "job_folder", "keepers_in"]
 
 _ARENA = re.compile(r"rank-(\d{5})-of-(\d{5})-(\d+)-[0-9a-f]+\.arena", re.ASCII)
 _KEEPER = re.compile(r"keeper-(\d+)-(\d+)-(\d+)-(\d+)", re.ASCII)
@@ -66,8 +66,8 @@ class ArenaFolder:
 
     def __init__(self, tier: MemoryTier, job: str, directory: Path, rank: int, world_size: int) -> None:
         self._tier, self._job, self._rank, self._world_size = tier, job, rank, world_size
-        self._base = Path(tier.folder) / f"rackrun-{os.geteuid()}"
-        self.path = self._base / f"{job}-{content_digest(os.fsencode(directory.resolve()))[:12]}"
+        self.path = job_folder(Path(tier.folder), job, directory)
+        self._base = self.path.parent
         self._me = begin_session()
         try:
             _private(self._base)
@@ -155,12 +155,7 @@ class ArenaFolder:
 
     def commits(self) -> list[CommitRecord]:
         """Those that can be read."""
-        found = []
-        for name in sorted(self._names()):
-            if _COMMIT.fullmatch(name):
-                with contextlib.suppress(CheckpointError, OSError):
-                    found.append(decode_record((self.path / name).read_bytes()))
-        return found
+        return commits_in(self.path)
 
     # -- end
     def leave(self, *, remove: bool, epoch: int) -> None:
@@ -173,7 +168,7 @@ class ArenaFolder:
                     if rank == self._rank and _epoch_of(path, self._job) <= epoch:
                         path.unlink(missing_ok=True)
                 mine = {self._me, *_restarter()}
-                if not any(keeper.alive() for keeper in self._keepers(self.path) if keeper not in mine):
+                if not any(keeper.alive() for keeper in keepers_in(self.path) if keeper not in mine):
                     shutil.rmtree(self.path, ignore_errors=True)
         end_session(self._me)
 
@@ -199,7 +194,7 @@ class ArenaFolder:
             path = self._base / name
             if not stat.S_ISDIR(path.lstat().st_mode):
                 continue
-            keepers = self._keepers(path)
+            keepers = keepers_in(path)
             dead = [keeper for keeper in keepers if not keeper.alive()]
             if path == self.path:
                 for keeper in dead:
@@ -208,12 +203,29 @@ class ArenaFolder:
                 shutil.rmtree(path, ignore_errors=True)
                 print(f"rackrun: removed {path}, of a job that is gone", file=sys.stderr, flush=True)
 
-    @staticmethod
-    def _keepers(path: Path) -> list[Process]:
-        with contextlib.suppress(FileNotFoundError):
-            matches = [_KEEPER.fullmatch(name) for name in os.listdir(path)]
-            return [Process(*map(int, match.groups())) for match in matches if match]
-        return []
+
+def job_folder(tier: Path, job: str, directory: Path) -> Path:
+    """Where the arenas of ``job``, whose checkpoints are under ``directory``, are in ``tier``."""
+    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(directory.resolve()))[:12]}"
+
+
+def commits_in(folder: Path) -> list[CommitRecord]:
+    """Those that can be read."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(folder)):
+            if _COMMIT.fullmatch(name):
+                with contextlib.suppress(CheckpointError, OSError):
+                    found.append(decode_record((folder / name).read_bytes()))
+    return found
+
+
+def keepers_in(folder: Path) -> list[Process]:
+    """Who would come back for the arenas there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        matches = [_KEEPER.fullmatch(name) for name in os.listdir(folder)]
+        return [Process(*map(int, match.groups())) for match in matches if match]
+    return []
 
 
 def _private(path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 from rackrun.checkpoint.digest import CHUNK_BYTES
 from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.checkpoint.placement import Redundancy
-from rackrun.checkpoint.xor_set import XorSet
+from rackrun.checkpoint.stripe_set import StripeSet
 
 __all__ = ["Ceiling", "MemoryPlan", "ceilings"]
 
@@ -93,9 +93,10 @@ class MemoryPlan:
         kept = self.redundancy.kept() if self.kept is None else self.kept
         if not kept:
             return 0
-        if self.redundancy.kind == "xor":
-            members = kept.denominator + 1
-            each = _pages(XorSet(tuple(range(members))).kept_bytes(self.shard_bytes))
+        if self.redundancy.in_sets:
+            lost = self.redundancy.parity
+            members = int(lost / kept) + lost
+            each = _pages(StripeSet(tuple(range(members)), lost).kept_bytes(self.shard_bytes))
         else:
             each = ceil(kept) * _slot_bytes(self.shard_bytes)
         return self.local_ranks * (2 * _PAGE + self.slots * each)

@@ -1,16 +1,17 @@
-"""XOR parity over a set of shards of different lengths: any one lost member is rebuilt from the others.
+"""Parity over a set of shards of different lengths: as many lost members as the set has parities are rebuilt from the others.
 
-Stripes and rows are those of `rackrun.checkpoint.xor_set`. A keeper's `Row` takes in the others' stripes as they arrive,
-each checked against its owner's CRC32C; `rebuild` gives a lost shard back, stripe by stripe, each checked against the same.
+Stripes and rows are those of `rackrun.checkpoint.stripe_set`. A keeper's `Row` takes in the others' stripes as they arrive,
+each checked against its owner's CRC32C and multiplied by its factor, which is 1 for XOR; `rebuild` gives a lost shard back,
+stripe by stripe, each checked against the same.
 
 A stripe that breaks off or is damaged spoils its row: what was mixed in is not taken out again, because a row without
 every member is of no use. A spoiled or incomplete row gives no header, and without one nothing is rebuilt. A member that
-is lost takes its row with it: two lost members of one set are one too many.
+is lost takes its parities with it, which is counted in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -19,38 +20,42 @@ from numpy.typing import NDArray
 
 from rackrun.checkpoint.digest import crc as crc32c
 from rackrun.checkpoint.errors import IntegrityError
-from rackrun.checkpoint.xor_set import ParityError, RowHeader, XorSet
+from rackrun.checkpoint.isal import multiply_into
+from rackrun.checkpoint.stripe_set import ParityError, Part, Recipe, RowHeader, StripeSet
 
-__all__ = ["Incoming", "Read", "Row", "rebuild", "xor_into"]
+__all__ = ["Incoming", "Read", "Row", "mix_into", "rebuild", "xor_into"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 Room: TypeAlias = Callable[[int], Bytes]
 """Writable memory of so many bytes or more. What a former call gave is at its beginning, the rest is zeros."""
-Read: TypeAlias = Callable[[int, int | None, int, int], Iterable[Bytes]]
-"""``read(keeper, member, start, stop)``: those bytes of ``member``'s shard, in order, in any pieces; of the parity of
-``keeper``'s row when ``member`` is None. The keeper says what for."""
+Read: TypeAlias = Callable[[Part | int, int, int], Iterable[Bytes]]
+"""``read(where, start, stop)``: those bytes of a member's shard, or of a block of parity, in order, in any pieces."""
 _BLOCK = 2**20
 
 
 class Row:
-    """The parity that ``keeper`` keeps. Not for two threads at once; different rows are independent, and XOR and CRC release
-    the GIL."""
+    """One block of parity. Not for two threads at once; different ones are independent, and arithmetic and CRC release the GIL."""
 
-    def __init__(self, generation: int, xor_set: XorSet, keeper: int, room: Room | None = None) -> None:
-        xor_set.index(keeper)
-        self.generation, self.xor_set, self.keeper = generation, xor_set, keeper
+    def __init__(self, generation: int, stripe_set: StripeSet, part: Part, room: Room | None = None) -> None:
+        self.owners = stripe_set.owners(part)
+        """Those whose stripes it takes in."""
+        self.generation, self.stripe_set, self.part = generation, stripe_set, part
         self._room = _own_room() if room is None else room
         self._came: dict[int, Incoming] = {}
         self.spoiled = ""
         """Why it will never be whole."""
 
+    @property
+    def keeper(self) -> int:
+        return self.part.keeper
+
     def begin(self, owner: int, length: int) -> Incoming:
         """``owner``, whose shard has ``length`` bytes, is about to give its stripe. `ParityError` when it did before, or when the
         row is spoiled."""
-        start, stop = self.xor_set.stripe(owner, self.keeper, length)
+        start, stop = self.stripe_set.stripe(owner, self.part, length)
         if self.spoiled:
             raise ParityError(f"rank {self.keeper}'s row is spoiled: {self.spoiled}.")
-        if owner == self.keeper or owner in self._came:
+        if owner not in self.owners or owner in self._came:
             raise ParityError(f"rank {owner} has no stripe in rank {self.keeper}'s row, or gave it before.")
         self._room(stop - start)
         self._came[owner] = Incoming(self, owner, length, stop - start)
@@ -60,28 +65,30 @@ class Row:
     def missing(self) -> list[int]:
         """Members whose stripe is not here, whole."""
         whole = [owner for owner, stripe in self._came.items() if stripe.whole]
-        return [member for member in self.xor_set.members if member != self.keeper and member not in whole]
+        return [owner for owner in self.owners if owner not in whole]
 
     def header(self) -> RowHeader:
         """Of a row that has all stripes. `ParityError`: it has not."""
         if self.spoiled or self.missing:
             why = self.spoiled or f"the stripes of {self.missing} never came"
             raise ParityError(f"rank {self.keeper}'s row of generation {self.generation}: {why}.")
-        came = [self._came.get(member) for member in self.xor_set.members]
+        came = [self._came.get(member) for member in self.stripe_set.members]
         return RowHeader(
             self.generation,
             self.keeper,
-            self.xor_set.members,
+            self.stripe_set.members,
             tuple(stripe.length if stripe else 0 for stripe in came),
             tuple(stripe.crc if stripe else 0 for stripe in came),
+            self.stripe_set.parity,
+            self.part.number,
         )
 
     def parity(self) -> NDArray[np.uint8]:
         """The bytes behind `header`."""
         return _flat(self._room(0))[: self.header().row_bytes]
 
-    def _mix(self, at: int, data: NDArray[np.uint8]) -> None:
-        xor_into(_flat(self._room(0))[at : at + len(data)], data)
+    def _mix(self, at: int, data: NDArray[np.uint8], factor: int) -> None:
+        mix_into(_flat(self._room(0))[at : at + len(data)], data, factor)
 
 
 class Incoming:
@@ -89,6 +96,7 @@ class Incoming:
 
     def __init__(self, row: Row, owner: int, length: int, size: int) -> None:
         self._row, self._owner, self.length, self._size = row, owner, length, size
+        self._factor = row.stripe_set.factor(owner, row.part)
         self._at = 0
         self.crc = 0
         self.whole = False
@@ -100,7 +108,7 @@ class Incoming:
         for start in range(0, len(view), _BLOCK):  # one pass over memory for both
             block = view[start : start + _BLOCK]
             self.crc = crc32c(block, self.crc)
-            self._row._mix(self._at, block)
+            self._row._mix(self._at, block, self._factor)
             self._at += len(block)
 
     def end(self, crc: int) -> None:
@@ -124,54 +132,56 @@ class Incoming:
 
 
 def rebuild(
-    rows: Mapping[int, RowHeader], lost: int, room: Callable[[int], Bytes], read: Read, threads: int = 1
+    stripe_set: StripeSet,
+    lost: int,
+    gone: Collection[int],
+    header: Callable[[Part], RowHeader],
+    room: Callable[[int], Bytes],
+    read: Read,
+    threads: int = 1,
 ) -> None:
-    """The shard of ``lost``, put into ``room(its length)``. ``rows``: keeper -> the header of its row.
+    """The shard of ``lost``, put into ``room(its length)``, when all of ``gone`` are lost, itself included.
 
-    `ParityError` when rows are missing or not of one set and generation, `IntegrityError` when a stripe is not the one that was lost. ``read``
-    may be called by ``threads`` threads at once, each for a keeper of its own.
+    `ParityError` when too many are or rows are not of one set and generation, `IntegrityError` when a stripe is not the one that was
+    lost. ``header`` gives what stands in front of a block of parity. ``read`` may be called by ``threads`` threads at once.
     """
-    length = _agreed(rows, lost)
-    shard = _flat(room(length))
+    recipes = stripe_set.recipes(lost, gone)
+    rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
+    at = stripe_set.index(lost)
+    if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
+        raise ParityError(f"the rows of rank {lost}'s stripes are not of one set and one generation.")
+    shard = _flat(room(rows[0].lengths[at]))
 
-    def stripe_of(keeper: int) -> None:
-        header = rows[keeper]
-        start, stop = header.stripe(lost)
-        _rebuild_stripe(header, lost, shard[start:stop], read)
+    def stripe_of(row: RowHeader, recipe: Recipe) -> None:
+        start, stop = row.stripe(lost)
+        _rebuild_stripe(row, recipe, lost, shard[start:stop], read)
 
     if threads <= 1:
-        for keeper in rows:
-            stripe_of(keeper)
+        for row, recipe in zip(rows, recipes, strict=True):
+            stripe_of(row, recipe)
         return
     with ThreadPoolExecutor(threads, "rackrun-rebuild") as pool:
-        for done in [pool.submit(stripe_of, keeper) for keeper in rows]:
+        for done in [pool.submit(stripe_of, row, recipe) for row, recipe in zip(rows, recipes, strict=True)]:
             done.result()
 
 
-def _agreed(rows: Mapping[int, RowHeader], lost: int) -> int:
-    """The lost shard's length."""
-    some = next(iter(rows.values()), None)
-    members = some.members if some else ()
-    others = [member for member in members if member != lost]
-    if lost not in members or [keeper for keeper in others if keeper not in rows]:
-        raise ParityError(
-            f"rank {lost} cannot be rebuilt from the rows of {list(rows)}, in a set of {list(members)}: parity replaces one member.",
-            remedy="Take a mirror, or an older generation from disk.",
-        )
-    at = members.index(lost)
-    told = {(h.generation, h.members, h.lengths[at]) for h in rows.values()}
-    if len(told) != 1 or any(header.keeper != keeper for keeper, header in rows.items()) or lost in rows:
-        raise ParityError(f"the rows of {list(rows)} are not of one set and one generation.")
-    return rows[others[0]].lengths[at]
+def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
+    """Of the parities of one row: they have taken in the same stripes."""
+    first = headers[0]
+    told = {(one.generation, one.members, one.parity, one.lengths, one.crcs) for one in headers}
+    if len(told) != 1 or first.stripe_set() != stripe_set:
+        raise ParityError(f"the parities of rank {first.keeper}'s row are not of one set and one generation.")
+    return first
 
 
-def _rebuild_stripe(header: RowHeader, lost: int, target: NDArray[np.uint8], read: Read) -> None:
-    _each(read(header.keeper, None, 0, len(target)), target, _assign)
-    for member in header.members:
+def _rebuild_stripe(header: RowHeader, recipe: Recipe, lost: int, target: NDArray[np.uint8], read: Read) -> None:
+    for nth, (part, factor) in enumerate(recipe.parities.items()):
+        _each(read(part, 0, len(target)), target, factor, fresh=nth == 0)
+    for member, factor in recipe.stripes.items():
         start, stop = header.stripe(member)
         stop = min(stop, start + len(target))
-        if member != lost and start < stop:
-            _each(read(header.keeper, member, start, stop), target[: stop - start], xor_into)
+        if start < stop:
+            _each(read(member, start, stop), target[: stop - start], factor)
     found = crc32c(target) if len(target) else 0
     expected = header.crcs[header.members.index(lost)]
     if found != expected:
@@ -182,18 +192,29 @@ def _rebuild_stripe(header: RowHeader, lost: int, target: NDArray[np.uint8], rea
         )
 
 
-def _each(
-    pieces: Iterable[Bytes], target: NDArray[np.uint8], act: Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
-) -> None:
+def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fresh: bool = False) -> None:
+    """``fresh``: there is nothing in the target yet."""
     at = 0
     for piece in pieces:
         view = _flat(piece)
         if at + len(view) > len(target):
             raise ParityError(f"more than the {len(target)} bytes that were asked for.")
-        act(target[at : at + len(view)], view)
+        into = target[at : at + len(view)]
+        if fresh:
+            into[:] = view if factor == 1 else 0
+        if not fresh or factor != 1:
+            mix_into(into, view, factor)
         at += len(view)
     if at != len(target):
         raise ParityError(f"{at} bytes, of {len(target)} that were asked for.")
+
+
+def mix_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:
+    """``target ^= factor * source`` in GF(2^8). Raises `rackrun.checkpoint.isal.CodecMissing` for a factor above 1 where Reed-Solomon is not installed."""
+    if factor == 1:
+        xor_into(target, source)
+    elif factor:
+        multiply_into(target, source, factor)
 
 
 def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
@@ -205,10 +226,6 @@ def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
     for start in range(0, len(target), _BLOCK):
         block = target[start : start + _BLOCK]
         np.bitwise_xor(block, source[start : start + _BLOCK], out=block)
-
-
-def _assign(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    target[:] = source
 
 
 def _flat(data: Bytes) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ Trap: ``across="tray"`` promises trays only. What it does to racks depends on wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from math import comb
 from typing import Literal, get_args
 
 from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.galois import POINTS
 from rackrun.checkpoint.grouping import Domain, Site, assign_holders, form_sets
 from rackrun.errors import UsageError
 
@@ -34,6 +36,7 @@ __all__ = ["LEVELS", "Labels", "Level", "Placement", "PlacementError", "Redundan
 Level = Literal["process", "gpu", "tray", "rack", "power"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 """What fails together, the nearest first."""
+_SET_MAX = POINTS // 2  # what is left over may make a set nearly twice as large
 _WORK_MAX = 500_000  # ranks looked at in counting losses: half a second
 
 
@@ -61,13 +64,15 @@ class Labels:
 
 @dataclass(frozen=True)
 class Redundancy:
-    """What is kept beyond a rank's own copy: ``local()`` nothing, ``mirror()`` copies, ``xor()`` parity."""
+    """What is kept beyond a rank's own copy: ``local()`` nothing, ``mirror()`` copies, ``xor()`` and ``rs()`` parity."""
 
-    kind: Literal["local", "mirror", "xor"]
+    kind: Literal["local", "mirror", "xor", "rs"]
     width: int = 1
-    """mirror: copies, the owner's own included. xor: members of a set. local: 1."""
+    """mirror: copies, the owner's own included. xor, rs: members of a set. local: 1."""
     across: Level = "process"
     """The level at which no two holders of one shard, or members of one set, are the same."""
+    parity: int = 1
+    """rs: members of a set that may be lost at once. xor: 1."""
 
     @classmethod
     def local(cls) -> Redundancy:
@@ -81,23 +86,39 @@ class Redundancy:
     def xor(cls, set_size: int = 8, across: Level = "tray") -> Redundancy:
         return cls("xor", set_size, across)
 
+    @classmethod
+    def rs(cls, data: int = 8, parity: int = 2, across: Level = "tray") -> Redundancy:
+        """Reed-Solomon over sets of ``data + parity``, any ``parity`` members of which may be lost."""
+        return cls("rs", data + parity, across, parity)
+
     def __post_init__(self) -> None:
         if self.across not in LEVELS:
             raise PlacementError(f"no level is called {self.across!r}.", remedy=f"Use one of {', '.join(LEVELS)}.")
-        least = {"local": 1, "mirror": 2, "xor": 2}[self.kind]
+        if self.kind == "rs" and not (1 <= self.parity < self.width and self.width + self.parity <= _SET_MAX):
+            raise PlacementError(
+                f"Reed-Solomon over {self.width - self.parity}+{self.parity} members of a set.",
+                remedy=f"Use 1+1 or more, and {_SET_MAX} members and parities together at the most.",
+            )
+        least = {"local": 1, "mirror": 2, "xor": 2, "rs": 2}[self.kind]
         if self.width < least:
             what = "copies, the owner's own included" if self.kind == "mirror" else "members of a set"
             raise PlacementError(f"{self.width} {what}: nothing is protected.", remedy="Use 2 or more, or local().")
 
     def kept(self) -> Fraction:
         """Shards that a rank keeps for others, by the terms alone; `Placement.kept` has the figure of the plan."""
-        if self.kind == "xor":
-            return Fraction(1, self.width - 1)
+        if self.in_sets:
+            return Fraction(self.parity, self.width - self.parity)
         return Fraction(self.width - 1)
+
+    @property
+    def in_sets(self) -> bool:
+        return self.kind in ("xor", "rs")
 
     def __str__(self) -> str:
         if self.kind == "local":
             return "local()"
+        if self.kind == "rs":
+            return f'rs(data={self.width - self.parity}, parity={self.parity}, across="{self.across}")'
         name = "copies" if self.kind == "mirror" else "set_size"
         return f'{self.kind}({name}={self.width}, across="{self.across}")'
 
@@ -113,7 +134,7 @@ class Placement:
     sends: Mapping[int, tuple[int, ...]]
     """mirror: sender -> the ranks that keep a copy for it. Only of shards that need one."""
     sets: tuple[tuple[int, ...], ...]
-    """xor: members in order; member ``i`` keeps the parity of row ``i``."""
+    """xor, rs: members in order, as `rackrun.checkpoint.stripe_set` numbers them."""
 
     def holders(self, rank: int) -> tuple[int, ...]:
         """All ranks that hold a whole copy of this rank's shard, itself and its twins first."""
@@ -121,7 +142,7 @@ class Placement:
         return twins + tuple(holder for twin in twins for holder in self.sends.get(twin, ()))
 
     def set_of(self, rank: int) -> tuple[int, ...] | None:
-        """The XOR set that this rank's shard is in; of a twin's, when only the twin is in one."""
+        """The set that this rank's shard is in; of a twin's, when only the twin is in one."""
         return next((self._sets[twin] for twin in (rank, *self._twins_of(rank)) if twin in self._sets), None)
 
     def keeps_for(self, rank: int) -> tuple[int, ...]:
@@ -134,14 +155,17 @@ class Placement:
         for holders in self.sends.values():
             for holder in holders:
                 copies[holder] += 1
-        parity = max((Fraction(1, len(members) - 1) for members in self.sets), default=Fraction(0))
+        lost = self.redundancy.parity
+        parity = max((Fraction(lost, len(members) - lost) for members in self.sets), default=Fraction(0))
         return max(parity, Fraction(max(copies.values(), default=0)))
 
     def survives(self, lost: AbstractSet[int]) -> bool:
         """Whether every shard can still be had when the memory of these ranks is gone."""
         if unknown := sorted(set(lost) - self.labels.keys()):
             raise PlacementError(f"no such ranks: {unknown}.", remedy="Name ranks of the label table.")
-        whole = {rank for members in self.sets if len(lost & set(members)) < 2 for rank in members}
+        whole = {
+            rank for members in self.sets if len(lost & set(members)) <= self.redundancy.parity for rank in members
+        }
         return all(
             any(holder not in lost for twin in twins for holder in (twin, *self.sends.get(twin, ())))
             or not whole.isdisjoint(twins)
@@ -185,13 +209,26 @@ class Placement:
     def _fatal(self, twins: Sequence[int], domains: Mapping[int, Domain]) -> int:
         """How few domains must go for this shard to be lost; never too many."""
         whole = {domains[holder] for twin in twins for holder in (twin, *self.sends.get(twin, ()))}
-        parity = [
-            {domains[other] for other in self._sets[twin] if other != twin} for twin in twins if twin in self._sets
+        others = [
+            Counter(domains[other] for other in self._sets[twin] if other != twin)
+            for twin in twins
+            if twin in self._sets
         ]
-        untouched = [others for others in parity if not others & whole]
-        if not untouched:
-            return len(whole)
-        return len(whole) + (1 if set.intersection(*untouched) else 2)
+        others = [of for of in others if self._fewest(of, whole)]
+        more = max((self._fewest(of, whole) for of in others), default=0)
+        if more == 1 and not set.intersection(*({d for d in of if not self._fewest(of, {*whole, d})} for of in others)):
+            more = 2
+        return len(whole) + more
+
+    def _fewest(self, others: Counter[Domain], gone: AbstractSet[Domain]) -> int:
+        """Domains beside ``gone`` that must go until a set of a lost rank and ``others`` has lost more than it may."""
+        left = self.redundancy.parity - sum(others[domain] for domain in gone)
+        count = 0
+        for _, members in Counter({d: n for d, n in others.items() if d not in gone}).most_common():
+            if left <= 0:
+                break
+            left, count = left - members, count + 1
+        return count
 
     def _shape(self) -> str:
         head = f"{self.redundancy}: {len(self.labels)} ranks, {len(self.twins)} shards"
@@ -221,7 +258,7 @@ class Placement:
         sent = Fraction(max(map(len, self.sends.values()), default=0))
         if self.sets:
             pairs = [pair for members in self.sets for pair in combinations(members, 2)]
-            sent = Fraction(1)
+            sent = Fraction(self.redundancy.parity)
         near = [a for a, b in pairs if (rack := self.labels[a].rack) is not None and rack == self.labels[b].rack]
         inside = f", {len(near) / len(pairs):.0%} of it inside a rack" if near else ""
         yield f"  traffic  a rank sends up to {sent} shard(s) a generation{inside}"
@@ -246,18 +283,19 @@ def place(
         return Placement(redundancy, table, twins, {}, ())
     site = _site(table, redundancy)
     sends = _mirror(site, twins, redundancy.width) if redundancy.kind == "mirror" else {}
-    sets = _xor(site, twins, redundancy.width) if redundancy.kind == "xor" else ()
+    sets = _sets(site, twins, redundancy) if redundancy.in_sets else ()
     if sends is None or sets is None:
         raise _refusal(site, table, redundancy)
     return Placement(redundancy, table, twins, sends, sets)
 
 
-def _xor(site: Site, twins: Sequence[tuple[int, ...]], size: int) -> tuple[tuple[int, ...], ...] | None:
-    exposed = [ranks[0] for ranks in twins if len({site.domain[rank] for rank in ranks}) < 2]
+def _sets(site: Site, twins: Sequence[tuple[int, ...]], redundancy: Redundancy) -> tuple[tuple[int, ...], ...] | None:
+    size, least = redundancy.width, redundancy.parity + 1
+    exposed = [ranks[0] for ranks in twins if len({site.domain[rank] for rank in ranks}) < least]
     if not exposed:
         return ()
     # Shards that have their copies already become members only when the others cannot do without them.
-    sets = form_sets(site, exposed, size, least=2) or form_sets(site, list(site.domain), size, least=2)
+    sets = form_sets(site, exposed, size, least) or form_sets(site, list(site.domain), size, least)
     return None if sets is None else tuple(map(tuple, sets))
 
 

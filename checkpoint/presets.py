@@ -1,7 +1,7 @@
 """Redundancy and labels in a few words, as a command line has them.
 
-``local``; ``mirror:tray`` (two copies), ``mirror:3@rack``; ``xor:8@tray`` (sets of 8). A bare ``mirror`` or ``xor`` is
-two copies or sets of 8, over trays.
+``local``; ``mirror:tray`` (two copies), ``mirror:3@rack``; ``xor:8@tray`` (sets of 8); ``rs:8+2@tray`` (sets of 10, of which
+any two may be lost). A bare ``mirror`` or ``xor`` is two copies or sets of 8, over trays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rackrun.checkpoint.placement import LEVELS, Labels, Level, PlacementError, 
 
 __all__ = ["even_labels", "redundancy_of"]
 
-_PRESET = re.compile(r"(mirror|xor)(?::(\d{1,6}))?(?:[:@]([a-z]+))?", re.ASCII)
+_PRESET = re.compile(r"(?:(mirror|xor)(?::(\d{1,6}))?|rs:(\d{1,6})\+(\d{1,6}))(?:[:@]([a-z]+))?", re.ASCII)
 
 
 def redundancy_of(text: str) -> Redundancy:
@@ -20,12 +20,14 @@ def redundancy_of(text: str) -> Redundancy:
     if text in ("local", "none"):
         return Redundancy.local()
     match = _PRESET.fullmatch(text)
-    if match is None or match[3] not in (None, *LEVELS):
+    if match is None or match[5] not in (None, *LEVELS):
         raise PlacementError(
             f"{text!r} is no redundancy.",
-            remedy=f"Use local, mirror[:COPIES][@LEVEL] or xor[:SIZE][@LEVEL], with one of {', '.join(LEVELS)}.",
+            remedy=f"Use local, mirror[:COPIES][@LEVEL], xor[:SIZE][@LEVEL] or rs:N+M[@LEVEL], with one of {', '.join(LEVELS)}.",
         )
-    across: Level = next((level for level in LEVELS if level == match[3]), "tray")
+    across: Level = next((level for level in LEVELS if level == match[5]), "tray")
+    if match[3]:
+        return Redundancy.rs(int(match[3]), int(match[4]), across)
     if match[1] == "mirror":
         return Redundancy.mirror(int(match[2] or 2), across)
     return Redundancy.xor(int(match[2] or 8), across)

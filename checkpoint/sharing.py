@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,8 +20,10 @@ import numpy as np
 from rackrun.checkpoint.arena_slot import SlotReader
 from rackrun.checkpoint.digest import CHUNK_BYTES, content_digest, crc
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, itemsize_of, plan_image
-from rackrun.checkpoint.peers import Peers
 from rackrun.checkpoint.plain import with_elsewhere
+
+if TYPE_CHECKING:
+    from rackrun.checkpoint.peers import Peers
 
 __all__ = ["Held", "Share", "Writers", "agree", "assign", "held_in"]
 

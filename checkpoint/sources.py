@@ -20,11 +20,12 @@ from rackrun.checkpoint.arena_format import SlotHeader, SlotState, manifest_dige
 from rackrun.checkpoint.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.choose import Holding, RestorePlan, Tier
 from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_reader import GenerationReader
+from rackrun.checkpoint.durable_reader import GenerationReader, ShardReader
 from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.manifest import Manifest
 from rackrun.checkpoint.records import CommitRecord, Copy
 
-__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "newest_records"]
+__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "identity_of", "newest_records"]
 
 DISK = "disk"
 _DURABLE_MAX = 8
@@ -193,13 +194,7 @@ def _durable_holdings(reader: GenerationReader) -> list[Holding]:
     manifest = reader.manifest
     found = []
     for rank in range(manifest.world_size):
-        shard = reader.reader(rank)
-        header = SlotHeader(
-            b"", 0, kind="data", generation=manifest.generation, step=manifest.step, owner=rank,
-            payload_bytes=shard.size, layout_hash=shard.layout_hash,
-        )  # fmt: skip
-        digest = manifest_digest(header, shard.chunk_bytes, table_bytes(shard.crcs)).hex()
-        digest, layout_hash = shard.share_of or (digest, shard.layout_hash)
+        digest, layout_hash = identity_of(manifest, reader.reader(rank))
         found.append(
             Holding(
                 generation=manifest.generation, step=manifest.step, epoch=manifest.epoch, owner=rank, holder=DISK,
@@ -207,3 +202,13 @@ def _durable_holdings(reader: GenerationReader) -> list[Holding]:
             )
         )  # fmt: skip
     return found
+
+
+def identity_of(manifest: Manifest, shard: ShardReader) -> tuple[str, str]:
+    """Digest and layout hash of the sealed image that a shard on disk is, or is a part of."""
+    header = SlotHeader(
+        b"", 0, kind="data", generation=manifest.generation, step=manifest.step, owner=shard.rank,
+        payload_bytes=shard.size, layout_hash=shard.layout_hash,
+    )  # fmt: skip
+    digest = manifest_digest(header, shard.chunk_bytes, table_bytes(shard.crcs)).hex()
+    return shard.share_of or (digest, shard.layout_hash)

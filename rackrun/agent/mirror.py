@@ -1,7 +1,7 @@
 """Copies snapshots to the agent of another tray, and keeps those of others: so a shard outlives its tray.
 
 Pushed by the owner's agent, when a worker says so in its page (all ranks after the same steps, a new one when all have done
-with the last): as a whole to a holder, or as stripes to the keepers of an XOR set (`rackrun.agent.parity`). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
+with the last): as a whole to a holder, or as stripes to the keepers of a set (`rackrun.agent.parity`). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
 that every rank of the world has on another tray. A push that fails costs nothing but the copy.
 """
 
@@ -110,7 +110,7 @@ class Holder:
 
 
 class Mirror:
-    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of an XOR set,
+    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of a set,
     or nowhere when there is no other tray."""
 
     def __init__(

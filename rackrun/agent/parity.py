@@ -1,6 +1,6 @@
 """Parity of snapshots over several trays: a third or a seventh of a shard more memory where a copy takes a whole one.
 
-The owner's agent sends one stripe of a snapshot to each keeper of its XOR set (`rackrun.checkpoint.xor_set`), with its CRC32C behind it; a keeper mixes
+The owner's agent sends the stripes of a snapshot to the keepers of its set (`rackrun.checkpoint.stripe_set`), each with its CRC32C behind it; a keeper mixes
 it into its row as it comes in. Nothing is staged: a stripe that breaks off or is damaged spoils the row, which could not have
 become whole any more, because a push is not repeated. A row can be read once every stripe is in it.
 
@@ -24,10 +24,10 @@ import aiohttp
 from rackrun.agent.room import Refused, check_room
 from rackrun.checkpoint.digest import crc
 from rackrun.checkpoint.parity import Row
-from rackrun.checkpoint.xor_set import ParityError, XorSet, encode_header
+from rackrun.checkpoint.stripe_set import ParityError, Part, StripeSet, encode_header
 from rackrun.core.commands import Keeper
 
-__all__ = ["TRAILER", "Rows", "Set", "Source", "give_stripes"]
+__all__ = ["TRAILER", "RowKey", "Rows", "Set", "Source", "give_stripes"]
 
 TRAILER = struct.Struct("<I")
 """The stripe's CRC32C, behind its bytes."""
@@ -70,10 +70,9 @@ class _Memory:
 
 
 class _Kept:
-    def __init__(self, step: int, members: tuple[int, ...], keeper: int) -> None:
-        xor_set = XorSet(members)
-        self.memory = _Memory(xor_set.header_bytes)
-        self.row = Row(step, xor_set, keeper, self.memory.room)
+    def __init__(self, step: int, stripe_set: StripeSet, part: Part) -> None:
+        self.memory = _Memory(stripe_set.header_bytes)
+        self.row = Row(step, stripe_set, part, self.memory.room)
         self.whole = False
         self._turn = asyncio.Lock()
 
@@ -94,39 +93,37 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Key:
+class RowKey:
     generation: int
-    keeper: int
+    part: Part
     step: int
 
 
 class Rows:
-    """What this tray keeps for the members of its ranks' XOR sets."""
+    """What this tray keeps for the members of its ranks' sets."""
 
     def __init__(self) -> None:
-        self._rows: dict[_Key, _Kept] = {}
+        self._rows: dict[RowKey, _Kept] = {}
 
-    def find(self, generation: int, keeper: int, step: int) -> int | None:
+    def find(self, key: RowKey) -> int | None:
         """A descriptor of a row that is whole."""
-        kept = self._rows.get(_Key(generation, keeper, step))
+        kept = self._rows.get(key)
         return kept.memory.fd if kept is not None and kept.whole else None
 
     async def take(
         self,
-        key: tuple[int, int, int],
-        members: tuple[int, ...],
+        key: RowKey,
+        stripe_set: StripeSet,
         owner: int,
         length: int,
         body: AsyncIterator[bytes],
     ) -> None:
-        """``owner``'s stripe of its snapshot of ``length`` bytes, for the row of ``key`` (generation, keeper, step), with a trailer. Returns when it is in
-        the row, verified. `Refused`: there is no memory; `rackrun.checkpoint.errors.CheckpointError`: it is not what it should be."""
-        at = _Key(*key)
-        kept = self._rows.get(at)
+        """``owner``'s stripe of its snapshot of ``length`` bytes, for the row of ``key``, with a trailer. Returns when it is in the row, verified. `Refused`: there is no memory; `rackrun.checkpoint.errors.CheckpointError`: it is not what it should be."""
+        kept = self._rows.get(key)
         if kept is None:
-            kept = self._rows[at] = _Kept(at.step, members, at.keeper)
-        elif kept.row.xor_set.members != members:
-            raise ParityError(f"this row is of {list(kept.row.xor_set.members)}, not of {list(members)}.")
+            kept = self._rows[key] = _Kept(key.step, stripe_set, key.part)
+        elif kept.row.stripe_set != stripe_set:
+            raise ParityError(f"this row is of {kept.row.stripe_set}, not of {stripe_set}.")
         try:
             incoming = await kept.use(lambda: kept.row.begin(owner, length))
             try:
@@ -151,9 +148,9 @@ class Rows:
 
     async def prune(self, everywhere: int) -> None:
         """Of each rank's rows that of the step that is ``everywhere`` stays, and the last that was begun, if it is newer."""
-        last = {key.keeper: key for key in self._rows}
+        last = {key.part: key for key in self._rows}
         for key in list(self._rows):
-            if key.step != everywhere and (key != last[key.keeper] or key.step < everywhere):
+            if key.step != everywhere and (key != last[key.part] or key.step < everywhere):
                 kept = self._rows.pop(key)
                 kept.row.spoiled = "a newer one has taken its place"
                 await kept.close()
@@ -167,11 +164,12 @@ class Rows:
 # -- the owner's side --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Set:
-    """The XOR set of one rank, in one generation."""
+    """The set of one rank, in one generation; any ``parity`` of its members may be lost."""
 
     generation: int
     rank: int
     members: tuple[Keeper, ...]
+    parity: int = 1
 
     def others(self) -> tuple[Keeper, ...]:
         """Beginning behind this rank: not all begin with the same."""
@@ -203,23 +201,27 @@ class Source:
 
 
 async def give_stripes(session: aiohttp.ClientSession, of: Set, source: Source, besides: int) -> None:
-    """To each keeper its stripe. Returns when all have verified theirs; raises `Refused` when one does not take it."""
-    xor_set = XorSet(tuple(int(keeper.rank) for keeper in of.members))
+    """To each keeper its stripes. Returns when all have verified theirs; raises `Refused` when one does not take it."""
+    stripe_set = StripeSet(tuple(int(keeper.rank) for keeper in of.members), of.parity)
     for keeper in of.others():
-        start, stop = xor_set.stripe(of.rank, keeper.rank, source.size)
-        async with session.put(
-            f"http://{keeper.address}/parity/{of.generation}/{keeper.rank}/{source.step}",
-            params={
-                "owner": str(of.rank),
-                "length": str(source.size),
-                "members": ",".join(map(str, xor_set.members)),
-                "besides": str(besides),
-            },
-            headers={"Content-Length": str(stop - start + TRAILER.size)},
-            data=_with_trailer(source, start, stop),
-        ) as answer:
-            if answer.status != 200:
-                raise Refused(f"{keeper.tray} does not take it: {(await answer.text()).strip()}")
+        for part in stripe_set.parts(keeper.rank):
+            if of.rank not in stripe_set.owners(part):
+                continue
+            start, stop = stripe_set.stripe(of.rank, part, source.size)
+            async with session.put(
+                f"http://{keeper.address}/parity/{of.generation}/{keeper.rank}/{part.number}/{source.step}",
+                params={
+                    "owner": str(of.rank),
+                    "length": str(source.size),
+                    "members": ",".join(map(str, stripe_set.members)),
+                    "parity": str(of.parity),
+                    "besides": str(besides),
+                },
+                headers={"Content-Length": str(stop - start + TRAILER.size)},
+                data=_with_trailer(source, start, stop),
+            ) as answer:
+                if answer.status != 200:
+                    raise Refused(f"{keeper.tray} does not take it: {(await answer.text()).strip()}")
 
 
 async def _with_trailer(source: Source, start: int, stop: int) -> AsyncIterator[bytes]:

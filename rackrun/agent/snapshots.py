@@ -1,6 +1,6 @@
 """``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps: of its own workers, alive
-or dead, or a copy of another tray's. ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{step}``: the row of an XOR
-set that this tray keeps for ``rank`` of its own; ``PUT`` gives a stripe for it. ``GET`` takes a Range.
+or dead, or a copy of another tray's. ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{part}/{step}``: a block of the
+parity that this tray keeps for the set of ``rank``, its own; ``PUT`` gives a stripe for it. ``GET`` takes a Range.
 
 The body is the worker's file as it is. A snapshot that its worker overwrites in the middle of a download breaks the
 download: the reader sees fewer bytes than were announced, and asks elsewhere.
@@ -18,16 +18,17 @@ from typing import Protocol
 from aiohttp import web
 
 from rackrun.agent.mirror import Copies, verify
-from rackrun.agent.parity import Rows
+from rackrun.agent.parity import RowKey, Rows
 from rackrun.agent.room import Refused
 from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.stripe_set import Part, StripeSet
 from rackrun.link.page import HeartbeatPage
 
 __all__ = ["KeptSnapshots", "SnapshotService"]
 
 _CHUNK_BYTES = 4 << 20
 _PATH = "/snapshot/{tray}/{index}/{incarnation}/{step}"
-_ROW = "/parity/{generation}/{rank}/{step}"
+_ROW = "/parity/{generation}/{rank}/{part}/{step}"
 
 
 class KeptSnapshots(Protocol):
@@ -164,23 +165,23 @@ class SnapshotService:
         finally:
             os.close(fd)
 
-    def _asked_row(self, request: web.Request) -> tuple[int, int, int]:
-        """Generation, the rank whose row it is, step."""
+    def _asked_row(self, request: web.Request) -> RowKey:
         self._admit(request)
         try:
-            generation, rank, step = (int(request.match_info[name]) for name in ("generation", "rank", "step"))
+            names = ("generation", "rank", "part", "step")
+            generation, rank, part, step = (int(request.match_info[name]) for name in names)
         except ValueError:
-            raise web.HTTPNotFound(text="generation, rank and step are numbers") from None
-        return generation, rank, step
+            raise web.HTTPNotFound(text="generation, rank, part and step are numbers") from None
+        return RowKey(generation, Part(rank, part), step)
 
     async def _put_stripe(self, request: web.Request) -> web.StreamResponse:
         key, query = self._asked_row(request), request.query
         try:
             members = tuple(int(rank) for rank in query["members"].split(","))
             owner, length, besides = int(query["owner"]), int(query["length"]), int(query["besides"])
-            self._check_generation(key[0])
+            self._check_generation(key.generation)
             body = request.content.iter_chunked(_CHUNK_BYTES)
-            await self._rows.take(key, members, owner, length, body)
+            await self._rows.take(key, StripeSet(members, int(query["parity"])), owner, length, body)
             await self._prune(besides)
         except Refused as refused:
             raise web.HTTPInsufficientStorage(text=str(refused)) from None
@@ -189,11 +190,12 @@ class SnapshotService:
         return web.Response()
 
     async def _get_row(self, request: web.Request) -> web.StreamResponse:
-        generation, rank, step = self._asked_row(request)
-        found = self._rows.find(generation, rank, step)
+        key = self._asked_row(request)
+        found = self._rows.find(key)
         if found is None:
             raise web.HTTPNotFound(
-                text=f"tray {self._tray} has no whole row of rank {rank} for step {step} in generation {generation}"
+                text=f"tray {self._tray} has no whole row of rank {key.part.keeper} for step {key.step} in generation"
+                f" {key.generation}"
             )
         fd = os.dup(found)
         try:

@@ -82,7 +82,7 @@ class Tray:
             return Holder(plan.generation, tray, address)
         ranks = [m.rank for m in plan.members if (m.slot, m.incarnation) == (worker.slot, worker.incarnation)]
         sets = (of for of in plan.sets if any(keeper.rank in ranks for keeper in of))
-        return next((Set(plan.generation, ranks[0], of) for of in sets), None)
+        return next((Set(plan.generation, ranks[0], of, plan.parity) for of in sets), None)
 
     # -- commands
     def obey(self, command: c.WorkerCommand) -> None:

@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keeper(msgspec.Struct, frozen=True, array_like=True):
-    """A member of an XOR set, and who keeps its row: the agent of its tray."""
+    """A member of a set, and who keeps parity for it: the agent of its tray."""
 
     rank: Rank
     tray: TrayId
@@ -65,11 +65,11 @@ class Keeper(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stripes(msgspec.Struct, frozen=True, kw_only=True):
-    """What one member of an XOR set gives when another's snapshot is rebuilt."""
+    """What one member of a set gives when another's snapshot is rebuilt."""
 
     rank: Rank
     row: str
-    """``host:port/generation/rank`` of the agent that keeps its row."""
+    """``host:port/generation/rank`` of the agent that keeps its part of the parity."""
     snapshot: str
     """``host:port/slot/incarnation`` of the agent that keeps its own snapshot."""
 
@@ -83,7 +83,11 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str = ""
     """``host:port/slot/incarnation`` of the agent that keeps the lost rank's snapshot: of ``Plan.rollback``, or, without one, of ``Plan.committed``."""
     rebuild: tuple[Stripes, ...] = ()
-    """All other members of the lost rank's XOR set, where nobody has its snapshot itself."""
+    """The members of the lost rank's set that are left, where nobody has its snapshot itself."""
+    members: tuple[Rank, ...] = ()
+    """That set, in its order, the lost ones included."""
+    parity: int = 1
+    """So many of them may be lost."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +109,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mirrors: dict[TrayId, str] = {}
     """Tray -> the agent of another, as ``host:port/tray``, to which it copies its workers' snapshots. Empty with one tray."""
     sets: tuple[tuple[Keeper, ...], ...] = ()
-    """XOR sets of ranks, instead of mirrors: each member's agent keeps the row of that number."""
+    """Sets of ranks, instead of mirrors: each member's agent keeps parity of the others' snapshots."""
+    parity: int = 1
+    """Members of a set that may be lost at once."""
     rollback: Step | None = None
     """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
     from here to ``committed`` are computed again (the same bits), but are committed once."""

@@ -21,10 +21,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let a group that belongs into one NVLink clique go on over the network, where no clique has room for it."""
     pause_timeout_ms: int = 60_000
     """Ranks that have not paused for a planned swap after this long are not waited for: the swap is made as after a loss."""
-    snapshot_copies: Literal["local", "mirror", "xor"] = "mirror"
+    snapshot_copies: Literal["local", "mirror", "xor", "rs"] = "mirror"
     """What other trays keep of snapshots."""
     set_size: int = 8
-    """Members of an XOR set, where there are as many trays."""
+    """Members of a set (``xor``, ``rs``), where there are as many trays."""
+    set_parity: int = 1
+    """Of which so many may be lost at once."""
     max_restarts: int = 3
     """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
     start_over: bool = False

@@ -198,7 +198,7 @@ class SnapshotDamaged(_WorkerEvent, frozen=True, kw_only=True):
 
 
 class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
-    """All keepers of this worker's XOR set have its stripes of a snapshot in their rows, verified."""
+    """All keepers of this worker's set have its stripes of a snapshot in their rows, verified."""
 
     generation: Generation
     """Whose plan has the set."""

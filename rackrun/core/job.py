@@ -130,6 +130,7 @@ class JobMachine:
             store=store,
             mirrors=dict(protection.mirrors),
             sets=protection.sets,
+            parity=protection.parity,
         )
         self.recovery.snapshots.go_on(world.plan)
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))

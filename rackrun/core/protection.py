@@ -1,7 +1,7 @@
 """Who keeps what of whose snapshots, in one generation: a pure function of where its ranks are.
 
-Members of an XOR set are on different hosts, where there are several, and on different trays in any case; each member's
-agent keeps one row of parity. Where ranks are spread too unevenly for sets (a crowded tray, after another was lost) they are mirrored, which
+Members of a set (XOR, Reed-Solomon) are on different hosts, where there are several, and on different trays in any case; each
+member's agent keeps parity for the others. Where ranks are spread too unevenly for sets (a crowded tray, after another was lost) they are mirrored, which
 needs a second tray and nothing else. With one tray there is nowhere to keep anything: its agent has the snapshots already.
 """
 
@@ -19,6 +19,7 @@ from rackrun.core.rack import RackMachine
 __all__ = ["Protection", "protect"]
 
 _SNAPSHOTS = "shards without a replica: snapshots, "
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +28,40 @@ class Protection:
     sets: tuple[tuple[Keeper, ...], ...]
     said: str
     """What it survives and what it costs; "" with one tray."""
+    parity: int = 1
+    """Members of a set that may be lost at once."""
 
 
 def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Protection:
     mirrors = rack.mirrors()
     if not mirrors:
         return Protection({}, (), "")
-    mirrored = f"{_SNAPSHOTS}a copy of each on another tray; {_any_one(1.0)}"
+    mirrored = f"{_SNAPSHOTS}a copy of each on another tray; {_any(1, 1.0)}"
     match config.snapshot_copies:
         case "local":
             return Protection({}, (), f"{_SNAPSHOTS}on their own tray alone and lost with it")
         case "mirror":
             return Protection(mirrors, (), mirrored)
         case "xor":
-            placement = _sets(config, seats, rack)
+            redundancy = Redundancy.xor(config.set_size, "tray")
+        case "rs":
+            redundancy = Redundancy.rs(config.set_size - config.set_parity, config.set_parity, "tray")
+    placement = _sets(redundancy, seats, rack)
     if placement is None:
-        crowded = f"{len(seats)} ranks on {len({tray_of(slot) for slot in seats.values()})} trays make no XOR sets"
+        trays, kind = len({tray_of(slot) for slot in seats.values()}), redundancy.kind.upper()
+        crowded = f"{len(seats)} ranks on {trays} trays make no {kind} sets"
         return Protection(mirrors, (), f"{mirrored} ({crowded})")
     sizes = sorted(len(members) for members in placement.sets)
     span = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
     return Protection(
         {},
         tuple(tuple(_keeper(Rank(rank), seats, rack) for rank in members) for members in placement.sets),
-        f"{_SNAPSHOTS}their parity over sets of {span} trays; {_any_one(float(placement.kept()))}",
+        f"{_SNAPSHOTS}their parity over sets of {span} trays; {_any(redundancy.parity, float(placement.kept()))}",
+        redundancy.parity,
     )
 
 
-def _sets(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Placement | None:
+def _sets(redundancy: Redundancy, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Placement | None:
     hosts = {rank: rack.trays[tray_of(slot)].host for rank, slot in sorted(seats.items())}
     trays = {rank: tray_of(slot) for rank, slot in sorted(seats.items())}
     for apart in (hosts, trays):
@@ -61,7 +69,7 @@ def _sets(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) ->
             continue
         try:
             labels = {int(rank): Labels(tray=name) for rank, name in apart.items()}
-            return place(labels, Redundancy.xor(config.set_size, "tray"))
+            return place(labels, redundancy)
         except PlacementError:
             continue
     return None
@@ -72,5 +80,6 @@ def _keeper(rank: Rank, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Keep
     return Keeper(rank, tray, rack.trays[tray].snapshots)
 
 
-def _any_one(more: float) -> str:
-    return f"any one tray may be lost, for 2 x {more:.0%} of a shard more memory on a rank"
+def _any(lost: int, more: float) -> str:
+    trays = "one tray" if lost == 1 else f"{_NUMBERS.get(lost, lost)} trays"
+    return f"any {trays} may be lost, for 2 x {more:.0%} of a shard more memory on a rank"

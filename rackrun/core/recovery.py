@@ -108,7 +108,7 @@ class Recovery:
             self.snapshots.mirrored(record.rank, event)
 
     def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
-        """The other trays of a member's XOR set have the parity of its snapshot."""
+        """The other trays of a member's set have the parity of its snapshot."""
         if record.rank is not None:
             self.snapshots.striped(record.rank, event)
 
@@ -375,6 +375,7 @@ class Recovery:
             restores=state.restores,
             mirrors=dict(protection.mirrors),
             sets=protection.sets,
+            parity=protection.parity,
             rollback=state.rollback,
         )
         self.snapshots.go_on(world.plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.commands import Keeper, Plan, Stripes
+from rackrun.core.commands import Keeper, Plan, Restore, Stripes
 from rackrun.core.events import SnapshotStriped
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, Step
 from rackrun.core.verdict import Kept
@@ -26,6 +26,8 @@ class _Given:
 class Rows:
     _sets: dict[Generation, dict[Rank, tuple[Rank, ...]]] = field(default_factory=dict)
     """The set of each rank."""
+    _parity: dict[Generation, int] = field(default_factory=dict)
+    """Of how many members of a set everything may be gone."""
     _keepers: dict[Generation, dict[Rank, Keeper]] = field(default_factory=dict)
     """Who keeps the row of each rank. A row is lost with its tray; but so is its member's snapshot, which is asked for first."""
     _ends: dict[Generation, Position] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Rows:
             if Position(key[1]) <= end
         }
         self._ends[plan.generation] = end
+        self._parity[plan.generation] = plan.parity
         self._sets[plan.generation] = {one.rank: tuple(k.rank for k in of) for of in plan.sets for one in of}
         self._keepers[plan.generation] = {one.rank: one for of in plan.sets for one in of}
         self._forget_old()
@@ -67,14 +70,14 @@ class Rows:
                 for member in self._sets[generation][rows[row]] if row in rows else ():
                     given.pop(member, None)
 
-    def rebuild(self, rank: Rank, step: Step, snapshots: Mapping[Rank, Sequence[Kept]]) -> tuple[Stripes, ...]:
-        """From what ``rank``'s snapshot of ``step`` can be rebuilt; () when it cannot. ``snapshots``: what is on living trays,
+    def rebuild(self, rank: Rank, step: Step, snapshots: Mapping[Rank, Sequence[Kept]]) -> Restore | None:
+        """From what ``rank``'s snapshot of ``step`` can be rebuilt; None when it cannot. ``snapshots``: what is on living trays,
         by the rank that it is of."""
         for (generation, given_step), given in reversed(self._given.items()):
             members = self._sets[generation].get(rank, ())
             if given_step != step or not members or any(member not in given for member in members):
                 continue
-            keepers = self._keepers[generation]
+            keepers, parity = self._keepers[generation], self._parity[generation]
             found = []
             for member in (member for member in members if member != rank):
                 whose = given[member]
@@ -83,16 +86,16 @@ class Rows:
                     for kept in snapshots.get(member, ())
                     if kept.incarnation == whose.incarnation and step in kept.steps and whose.intact
                 ]
-                if not own:
-                    break
-                row = f"{keepers[member].address}/{generation}/{member}"
-                found.append(Stripes(rank=member, row=row, snapshot=own[0]))
-            else:
-                return tuple(found)
-        return ()
+                if own:
+                    row = f"{keepers[member].address}/{generation}/{member}"
+                    found.append(Stripes(rank=member, row=row, snapshot=own[0]))
+            if len(members) - len(found) <= parity:
+                return Restore(rank=rank, rebuild=tuple(found), members=members, parity=parity)
+        return None
 
     def clear(self) -> None:
         self._sets.clear()
+        self._parity.clear()
         self._keepers.clear()
         self._ends.clear()
         self._given.clear()
@@ -102,5 +105,5 @@ class Rows:
         self._given = {key: given for key, given in self._given.items() if given}
         wanted = [*(generation for generation, _ in self._given), *list(self._sets)[-2:]]
         for generation in [generation for generation in self._sets if generation not in wanted]:
-            del self._sets[generation], self._keepers[generation]
+            del self._sets[generation], self._parity[generation], self._keepers[generation]
         self._ends = {generation: end for generation, end in self._ends.items() if generation >= min(wanted)}

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rackrun.core.commands import Restore, Stripes
+from rackrun.core.commands import Restore
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 __all__ = ["Kept", "Rebuild", "Report", "StatePlan", "committed", "state_plan"]
 
-Rebuild: TypeAlias = Callable[[Rank, Step], tuple[Stripes, ...]]
-"""From what a rank's snapshot of a step can be rebuilt; () when it cannot."""
+Rebuild: TypeAlias = Callable[[Rank, Step], Restore | None]
+"""From what a rank's snapshot of a step can be rebuilt; None when it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def state_plan(
     world_size: int,
     upto: Position,
     torn: bool = False,
-    rebuild: Rebuild = lambda rank, step: (),  # noqa: ARG005
+    rebuild: Rebuild = lambda rank, step: None,  # noqa: ARG005
 ) -> StatePlan | None:
     """Where every rank's state comes from; None if some shard has no copy at all, and only a new start helps.
 
@@ -106,15 +106,14 @@ def _restore(
     classes: Mapping[Rank, str],
     rebuild: Rebuild,
 ) -> Restore | None:
-    """From a live replica among ``holders``; or from a snapshot of ``step``, or from the others of its XOR set."""
+    """From a live replica among ``holders``; or from a snapshot of ``step``, or from the others of its set."""
     if sources := _sources(rank, holders, classes):
         return Restore(rank=rank, sources=sources)
     if step is None:
         return None
     if snapshot := _kept(rank, step, kept):
         return Restore(rank=rank, snapshot=snapshot)
-    rebuilt = rebuild(rank, step)
-    return Restore(rank=rank, rebuild=rebuilt) if rebuilt else None
+    return rebuild(rank, step)
 
 
 def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
@@ -148,7 +147,7 @@ def _go_back(
     rebuild: Rebuild,
 ) -> StatePlan | None:
     """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, from a
-    replica that has gone back itself, or from the others of its XOR set. A member without its own (it joined after that step) is fresh once more."""
+    replica that has gone back itself, or from the others of its set. A member without its own (it joined after that step) is fresh once more."""
     own = {rank: report for rank, report in reports.items() if step in report.snapshots}
     restores: list[Restore] = []
     for rank in (Rank(rank) for rank in range(world_size) if rank not in own):

@@ -21,7 +21,7 @@ from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
 from rackrun.checkpoint.survey import Survey, stores_in, survey
 from rackrun.checkpoint.suspects import suspects
-from rackrun.ctl import ckpt_host
+from rackrun.ctl import ckpt_host, ckpt_rebuild
 from rackrun.ctl.ckpt_render import (
     Checked,
     DamageFound,
@@ -39,7 +39,7 @@ __all__ = ["ckpt"]
 
 ckpt = typer.Typer(
     name="ckpt",
-    help="Checkpoints on disk: list, verify, export, delete. And memory for snapshots: plan, clean.",
+    help="Checkpoints on disk: list, verify, export, delete, rebuild from memory. And memory for snapshots: plan, clean.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -236,6 +236,7 @@ def quarantine(
         print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
 
 
+ckpt.command(epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(ckpt_rebuild.rebuild)
 ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_host.plan)
 ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_host.clean)
 

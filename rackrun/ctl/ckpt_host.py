@@ -23,7 +23,7 @@ from rackrun.errors import RackrunError, UsageError
 
 __all__ = ["clean", "plan"]
 
-_COMPARED = ("local", "mirror:tray", "xor:4@tray", "xor:8@tray", "mirror:rack")
+_COMPARED = ("local", "mirror:tray", "xor:4@tray", "xor:8@tray", "rs:2+2@tray", "rs:8+2@tray", "mirror:rack")
 _LEVELS: tuple[Level, ...] = ("process", "tray", "rack")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
 _STATES = {ArenaState.ORPHANED: "red", ArenaState.CLOSED: "yellow", ArenaState.UNREADABLE: "magenta"}
@@ -56,7 +56,7 @@ def plan(
         str | None,
         typer.Option(
             "--preset",
-            help="mirror:tray, mirror:3@rack, xor:8@tray, local. Default: several, compared.",
+            help="mirror:tray, mirror:3@rack, xor:8@tray, rs:8+2@tray, local. Default: several, compared.",
             show_default=False,
         ),
     ] = None,

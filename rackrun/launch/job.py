@@ -56,6 +56,7 @@ async def host(
         cross_clique=options.cross_clique,
         snapshot_copies=options.redundancy.kind,
         set_size=max(options.redundancy.width, 2),
+        set_parity=options.redundancy.parity,
         max_restarts=options.max_restarts,
         start_over=options.start_over,
         join_timeout_ms=options.join_timeout_ms,

@@ -45,7 +45,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "with --checkpoint-dir, else stop."),
         add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
             "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
-            "8 trays, which takes a seventh of that memory (xor:N: over N trays); local, nothing. Default: mirror."),
+            "8 trays, which takes a seventh of that memory (xor:N: over N trays); rs:N+M, parity over sets of N+M trays, of which "
+            "any M may be lost at once (needs rackrun[rs]); local, nothing. Default: mirror."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),

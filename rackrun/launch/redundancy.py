@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rackrun.checkpoint import isal
 from rackrun.checkpoint.placement import PlacementError, Redundancy
 from rackrun.checkpoint.presets import redundancy_of
 from rackrun.errors import UsageError
@@ -12,12 +13,13 @@ __all__ = ["redundancy"]
 
 
 def redundancy(text: str, trays: int) -> Redundancy:
-    """Over trays, of which there are ``trays`` at the most; two copies; sets that there are trays for. UsageError for the rest."""
+    """Over trays, of which there are ``trays`` at the most; two copies; sets that there are trays for, and the codec. UsageError for
+    the rest."""
     asked = f"--snapshot-copies {text}"
     try:
         found = redundancy_of(text)
     except PlacementError as error:
-        raise UsageError(f"{asked}: {error.what}", remedy="give local, mirror, xor or xor:N.") from error
+        raise UsageError(f"{asked}: {error.what}", remedy="give local, mirror, xor, xor:N or rs:N+M.") from error
     if found.kind == "local":
         return found
     if found.across != "tray":
@@ -31,10 +33,17 @@ def redundancy(text: str, trays: int) -> Redundancy:
             remedy="give mirror, and --checkpoint-dir against the loss of two trays.",
         )
     least = found.width if re.search(r"\d", text) else 2
-    if found.kind == "xor" and trays < least:
+    if found.kind in ("xor", "rs") and trays < least:
         fewer = f"give xor:{trays}, or xor for as many as there are" if trays > 1 else "leave it out"
+        if found.kind == "rs" and trays > found.parity + 1:
+            fewer = f"give rs:{trays - found.parity}+{found.parity}"
         raise UsageError(
             f"{asked}: sets of {least} need as many trays, and there {'are' if trays > 1 else 'is'} {trays}.",
             remedy=f"{fewer}; or raise --nnodes or --trays.",
         )
+    if found.parity > 1:
+        try:
+            isal.check()
+        except isal.CodecMissing as missing:
+            raise UsageError(f"{asked}: {missing.what}", remedy=missing.remedy) from missing
     return found

@@ -1,4 +1,4 @@
-"""A lost rank's snapshot, from the agents that keep it: as it is, or rebuilt from the others of its XOR set.
+"""A lost rank's snapshot, from the agents that keep it: as it is, or rebuilt from the others of its set.
 
 Either way the result is the file that the lost worker had sealed. Whoever loads it verifies every chunk, so a wrong one is
 never taken for it.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.parity import rebuild
-from rackrun.checkpoint.xor_set import RowHeader, XorSet, decode_header
+from rackrun.checkpoint.stripe_set import Part, RowHeader, StripeSet, decode_header
 from rackrun.core.commands import Restore, Stripes
 
 __all__ = ["Damaged", "fetch_snapshot"]
@@ -99,19 +99,23 @@ def _fetch(agents: _Agents, where: str, fd: int) -> None:
 
 def _rebuild(agents: _Agents, restore: Restore, fd: int) -> None:
     from_rank: dict[int, Stripes] = {one.rank: one for one in restore.rebuild}
-    members = (restore.rank, *from_rank)
-    header_bytes = XorSet(members).header_bytes
+    stripe_set = StripeSet(tuple(int(rank) for rank in restore.members), restore.parity)
+    header_bytes = stripe_set.header_bytes
 
-    def header(row: str) -> RowHeader:
-        return decode_header(b"".join(map(bytes, agents.get("parity", row, 0, header_bytes))))
+    def parity(part: Part, start: int, stop: int) -> Iterator[memoryview]:
+        return agents.get("parity", f"{from_rank[part.keeper].row}/{part.number}", start, stop)
 
-    def read(keeper: int, member: int | None, start: int, stop: int) -> Iterator[memoryview]:
-        if member is None:
-            return agents.get("parity", from_rank[keeper].row, header_bytes + start, header_bytes + stop)
-        return agents.get("snapshot", from_rank[member].snapshot, start, stop)
+    def header(part: Part) -> RowHeader:
+        return decode_header(b"".join(map(bytes, parity(part, 0, header_bytes))))
+
+    def read(where: Part | int, start: int, stop: int) -> Iterator[memoryview]:
+        if isinstance(where, Part):
+            return parity(where, header_bytes + start, header_bytes + stop)
+        return agents.get("snapshot", from_rank[where].snapshot, start, stop)
 
     def room(size: int) -> memoryview:
         os.posix_fallocate(fd, 0, max(size, 1))
         return memoryview(mmap.mmap(fd, max(size, 1)))[:size]
 
-    rebuild({rank: header(one.row) for rank, one in from_rank.items()}, restore.rank, room, read, _ROWS_AT_ONCE)
+    gone = [member for member in stripe_set.members if member not in from_rank]
+    rebuild(stripe_set, restore.rank, gone, header, room, read, _ROWS_AT_ONCE)

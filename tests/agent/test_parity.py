@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import aiohttp
 import pytest
@@ -19,7 +21,7 @@ from rackrun.agent.snapshots import SnapshotService
 from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.xor_set import XorSet, decode_header
+from rackrun.checkpoint.stripe_set import Part, StripeSet, decode_header
 from rackrun.core.commands import Keeper, Restore, StartWorker, Stripes
 from rackrun.core.events import Event, SnapshotStriped
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, Step, TrayId
@@ -29,7 +31,7 @@ from rackrun.worker.fetch import Damaged, fetch_snapshot
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 RANKS = 3
-SET = XorSet((0, 1, 2))
+SET = StripeSet((0, 1, 2))
 GENERATION, STEP = 5, 8
 
 
@@ -59,14 +61,18 @@ class Tray:
 
 
 class Rack:
-    """Three trays of one rank each, whose ranks are one set."""
+    """Trays of one rank each, whose ranks are one set; three, of which one may be lost, or four, of which two may."""
 
-    def __init__(self, trays: list[Tray]) -> None:
-        self.trays = trays
+    def __init__(self, trays: list[Tray], lost_at_most: int = 1) -> None:
+        self.trays, self.parity = trays, lost_at_most
         self.told: list[Event] = []
         self.set = tuple(Keeper(Rank(n), TrayId(f"t{n}"), tray.address) for n, tray in enumerate(trays))
         self.mirrors = [
-            Mirror(TOKEN, lambda worker: Set(GENERATION, int(worker.command.rank), self.set), self.told.append)
+            Mirror(
+                TOKEN,
+                lambda worker: Set(GENERATION, int(worker.command.rank), self.set, lost_at_most),
+                self.told.append,
+            )
             for _ in trays
         ]
 
@@ -81,27 +87,29 @@ class Rack:
 
     async def push_all(self, step: int = STEP, besides: int = -1) -> list[bytes]:
         sealed = [tray.seal(step) for tray in self.trays]
-        for rank in range(RANKS):
+        for rank in range(len(self.trays)):
             assert await self.push(rank, step, besides) == step
         return sealed
 
-    async def row(self, keeper: int, step: int = STEP, span: str = "") -> tuple[int, bytes]:
+    async def row(self, keeper: int, step: int = STEP, span: str = "", part: int = 0) -> tuple[int, bytes]:
         headers = AUTHORIZATION | ({"Range": f"bytes={span}"} if span else {})
-        url = f"http://{self.trays[keeper].address}/parity/{GENERATION}/{keeper}/{step}"
+        url = f"http://{self.trays[keeper].address}/parity/{GENERATION}/{keeper}/{part}/{step}"
         async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as answer:
             return answer.status, await answer.read()
 
-    async def put(self, keeper: int, owner: int, body: bytes, *, length: int = 300, members: str = "0,1,2") -> int:
+    async def put(
+        self, keeper: int, owner: int, body: bytes, *, length: int = 300, members: str = "0,1,2", parity: str = "1"
+    ) -> int:
         """A stripe by hand, into a row of step 2."""
-        query = {"owner": str(owner), "length": str(length), "members": members, "besides": "-1"}
-        url = f"http://{self.trays[keeper].address}/parity/{GENERATION}/{keeper}/2"
+        query = {"owner": str(owner), "length": str(length), "members": members, "parity": parity, "besides": "-1"}
+        url = f"http://{self.trays[keeper].address}/parity/{GENERATION}/{keeper}/0/2"
         async with (
             aiohttp.ClientSession(headers=AUTHORIZATION) as session,
             session.put(url, params=query, data=body) as answer,
         ):
             return answer.status
 
-    async def rebuild(self, lost: int, step: int = STEP) -> bytes:
+    async def rebuild(self, lost: int, *also: int, step: int = STEP) -> bytes:
         """As the newcomer in its place does it."""
         restore = Restore(
             rank=Rank(lost),
@@ -112,8 +120,10 @@ class Rack:
                     snapshot=f"{tray.address}/t{n}/0/{tray.worker.incarnation}",
                 )
                 for n, tray in enumerate(self.trays)
-                if n != lost
+                if n not in (lost, *also)
             ),
+            members=tuple(keeper.rank for keeper in self.set),
+            parity=self.parity,
         )
         fd = await asyncio.to_thread(fetch_snapshot, restore, step, TOKEN, lambda: False)
         try:
@@ -125,7 +135,7 @@ class Rack:
 @pytest.fixture
 async def workers() -> AsyncIterator[list[Worker]]:
     made = []
-    for rank in range(RANKS):
+    for rank in range(RANKS + 1):
         start = StartWorker(
             slot=SlotId(f"t{rank}/0"),
             incarnation=Incarnation(7 + rank),
@@ -144,20 +154,33 @@ async def workers() -> AsyncIterator[list[Worker]]:
         worker.page.close()
 
 
-@pytest.fixture
-async def rack(workers: list[Worker]) -> AsyncIterator[Rack]:
+@contextlib.asynccontextmanager
+async def racked(workers: list[Worker], lost_at_most: int) -> AsyncIterator[Rack]:
     trays = []
     for number, worker in enumerate(workers):
         tray = Tray(worker, None)  # type: ignore[arg-type]
         tray.service = SnapshotService(f"t{number}", "127.0.0.1", TOKEN, tray)
         tray.address = await tray.service.start()
         trays.append(tray)
-    made = Rack(trays)
+    made = Rack(trays, lost_at_most)
     yield made
     for mirror in made.mirrors:
         await mirror.close()
     for tray in trays:
         await tray.service.close()
+
+
+@pytest.fixture
+async def rack(workers: list[Worker]) -> AsyncIterator[Rack]:
+    async with racked(workers[:RANKS], 1) as made:
+        yield made
+
+
+@pytest.fixture
+async def rack_of_four(workers: list[Worker]) -> AsyncIterator[Rack]:
+    pytest.importorskip("pyeclib")
+    async with racked(workers, 2) as made:
+        yield made
 
 
 async def test_any_ones_snapshot_is_rebuilt_from_the_others_byte_for_byte(rack: Rack) -> None:
@@ -173,6 +196,28 @@ async def test_any_ones_snapshot_is_rebuilt_from_the_others_byte_for_byte(rack: 
         )
         for rank in range(RANKS)
     ]
+
+
+async def test_any_twos_snapshots_are_rebuilt_from_the_other_two(rack_of_four: Rack) -> None:
+    sealed = await rack_of_four.push_all()
+    for lost, also in permutations(range(4), 2):
+        assert await rack_of_four.rebuild(lost, also) == sealed[lost]
+    assert [await rack_of_four.rebuild(lost) for lost in range(4)] == sealed, "with one lost, from three"
+
+
+async def test_three_of_four_are_one_too_many(rack_of_four: Rack) -> None:
+    await rack_of_four.push_all()
+    with pytest.raises(Damaged, match=r"from \[3\], in a set of \[0, 1, 2, 3\]: parity replaces 2 members"):
+        await rack_of_four.rebuild(0, 1, 2)
+
+
+async def test_both_parts_of_a_keepers_parity_are_kept_and_dropped_alike(rack_of_four: Rack) -> None:
+    await rack_of_four.push_all(2)
+    await rack_of_four.push_all(4, besides=2)
+    await rack_of_four.push_all(6, besides=4)
+    for part in (0, 1):
+        assert [(await rack_of_four.row(0, step, part=part))[0] for step in (2, 4, 6)] == [404, 200, 200]
+    assert (await rack_of_four.row(0, 6, part=2))[0] == 404
 
 
 async def test_a_row_can_be_read_once_every_stripe_is_in_it(rack: Rack) -> None:
@@ -199,7 +244,7 @@ async def test_each_keeper_takes_a_half_of_a_shard_and_no_more(rack: Rack) -> No
 
 
 def stripe(keeper: int, owner: int, length: int = 300) -> bytes:
-    start, stop = SET.stripe(owner, keeper, length)
+    start, stop = SET.stripe(owner, Part(keeper), length)
     data = bytes(stop - start)
     return data + TRAILER.pack(crc(memoryview(data)))
 
@@ -233,13 +278,15 @@ async def test_nonsense_is_refused_before_anything_is_allocated(rack: Rack) -> N
     assert await rack.put(0, 1, b"", length=2**60) == 422
     assert await rack.put(0, 1, b"", members="0") == 422
     assert await rack.put(0, 1, b"", members="0,x") == 422
+    assert await rack.put(0, 1, b"", parity="3") == 422
+    assert await rack.put(0, 1, b"", parity="0") == 422
     assert await rack.put(0, 1, b"", length=2**45) == 507
 
 
 async def test_without_the_token_no_row_is_given_and_no_stripe_taken(rack: Rack) -> None:
     async with aiohttp.ClientSession() as session:
         for verb in (session.put, session.get):
-            async with verb(f"http://{rack.trays[0].address}/parity/5/0/2") as answer:
+            async with verb(f"http://{rack.trays[0].address}/parity/5/0/0/2") as answer:
                 assert answer.status == 401
 
 

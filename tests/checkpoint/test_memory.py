@@ -37,7 +37,14 @@ def plan(redundancy: Redundancy, free: int, *, slots: int = 2, ranks: int = 4, s
 
 @pytest.mark.parametrize(
     ("redundancy", "times"),
-    [(LOCAL, 2.0), (MIRROR, 4.0), (Redundancy.mirror(3), 6.0), (XOR, 2.286), (Redundancy.xor(18), 2.118)],
+    [
+        (LOCAL, 2.0),
+        (MIRROR, 4.0),
+        (Redundancy.mirror(3), 6.0),
+        (XOR, 2.286),
+        (Redundancy.xor(18), 2.118),
+        (Redundancy.rs(8, 2), 2.5),
+    ],
 )
 def test_the_need_in_times_the_state_is_the_known_one(redundancy: Redundancy, times: float) -> None:
     assert plan(redundancy, GB).needed_bytes / (4 * 10 * GB) == pytest.approx(times, abs=0.001)
@@ -52,7 +59,11 @@ def test_the_plan_of_the_placement_counts_not_what_was_asked_for() -> None:
     assert replace(plan(MIRROR, GB), kept=Fraction(0)).kept_bytes == 0, "data parallelism has the copies"
 
 
-@given(st.integers(0, 2**40), st.integers(2, 4), st.sampled_from([LOCAL, MIRROR, XOR, Redundancy.xor(100)]))
+@given(
+    st.integers(0, 2**40),
+    st.integers(2, 4),
+    st.sampled_from([LOCAL, MIRROR, XOR, Redundancy.xor(100), Redundancy.rs(7, 3)]),
+)
 def test_the_need_is_never_less_than_the_images_and_little_more(shard: int, slots: int, redundancy: Redundancy) -> None:
     needed = plan(redundancy, GB, slots=slots, shard=shard)
     images = 4 * slots * shard

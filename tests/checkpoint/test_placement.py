@@ -31,8 +31,9 @@ def is_recoverable(plan: Placement, lost: frozenset[int], shard_of: dict[int, ob
     """From first principles: go on rebuilding, whole sets at a time, until nothing changes."""
     alive = {shard for rank, shard in shard_of.items() if rank not in lost}
     alive |= {shard_of[sender] for sender, holders in plan.sends.items() if not lost.issuperset(holders)}
-    # A member's parity is gone with it, so a set with two lost members rebuilds neither, whatever else is known.
-    alive |= {shard_of[r] for members in plan.sets if len(lost.intersection(members)) == 1 for r in members}
+    # A member's parity is gone with it, so a set with one lost member too many rebuilds none, whatever else is known.
+    most = plan.redundancy.parity
+    alive |= {shard_of[r] for members in plan.sets if len(lost.intersection(members)) <= most for r in members}
     return alive == set(shard_of.values())
 
 
@@ -47,7 +48,9 @@ clusters = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_siz
 small = clusters.filter(lambda labels: len(labels) <= 9)
 levels = st.sampled_from(["process", "tray", "rack"])
 redundancies = st.one_of(
-    st.builds(Redundancy.mirror, st.integers(2, 3), levels), st.builds(Redundancy.xor, st.integers(2, 9), levels)
+    st.builds(Redundancy.mirror, st.integers(2, 3), levels),
+    st.builds(Redundancy.xor, st.integers(2, 9), levels),
+    st.builds(Redundancy.rs, st.integers(1, 6), st.integers(1, 3), levels),
 )
 
 
@@ -281,6 +284,34 @@ def test_two_trays_meet_in_all_of_their_sets_or_in_none() -> None:
     assert plan.recoverable("tray", 2) == Fraction(81, 153)
 
 
+@pytest.mark.parametrize(("data", "parity"), [(2, 2), (8, 2), (1, 3), (7, 1)])
+def test_any_so_many_trays_may_be_lost_as_a_set_has_parities(data: int, parity: int) -> None:
+    plan = place(cluster([2] * (data + parity)), Redundancy.rs(data, parity, "tray"))
+    assert [len(members) for members in plan.sets] == [data + parity] * 2
+    assert plan.tolerance("tray") == parity
+    assert plan.kept() == Fraction(parity, data)
+    for lost in combinations(range(len(plan.labels)), parity + 1):
+        assert plan.survives(set(lost)) == all(len({*lost} & {*members}) <= parity for members in plan.sets)
+
+
+@given(small, st.integers(1, 4), st.integers(1, 3), levels)
+def test_the_tolerance_of_sets_is_that_of_all_losses(
+    labels: dict[int, Labels], data: int, parity: int, across: Level
+) -> None:
+    try:
+        plan = place(labels, Redundancy.rs(data, parity, across))
+    except PlacementError:
+        assume(False)
+    for level in ("process", "tray", "rack"):
+        domains = {domain(labels, rank, level) for rank in labels}
+        fatal = [
+            len(gone)
+            for gone in losses(domains, len(domains))  # type: ignore[arg-type]
+            if not plan.survives({rank for rank in labels if domain(labels, rank, level) in gone})
+        ]
+        assert plan.tolerance(level) == min(fatal, default=len(domains) + 1) - 1
+
+
 def test_form_sets_without_ranks_forms_none() -> None:
     assert form_sets(Site({}, []), [], 2, 2) == []
 
@@ -365,7 +396,15 @@ def test_one_tray_is_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Redundancy.mirror(1), lambda: Redundancy.xor(1), lambda: Redundancy.xor(8, "shelf")]
+    "make",
+    [
+        lambda: Redundancy.mirror(1),
+        lambda: Redundancy.xor(1),
+        lambda: Redundancy.xor(8, "shelf"),
+        lambda: Redundancy.rs(0, 2),
+        lambda: Redundancy.rs(2, 0),
+        lambda: Redundancy.rs(200, 20),
+    ],
 )
 def test_terms_that_mean_nothing_are_refused(make: object) -> None:
     with pytest.raises(PlacementError, match="Remedy"):

@@ -512,7 +512,7 @@ class Cluster:
         return None
 
     def _rebuild(self, restore: Restore, at: int) -> Chain | None:
-        """From each other member its row, with everybody's stripes, and the very file that it gave stripes of."""
+        """From each member that is left its row, with everybody's stripes, and the very file that it gave stripes of."""
         lost: set[tuple[int, Chain]] = set()
         rows, files = [], {}
         for one in restore.rebuild:
@@ -528,9 +528,11 @@ class Cluster:
             files[int(one.rank)] = self.files[key][at]
             rows.append((int(keeper), self.rows[TrayId(tray), int(generation), int(keeper), at]))
         for keeper, row in rows:
-            assert row.keys() == {restore.rank, *files} - {keeper}, "a row that is not whole"
+            assert row.keys() == {*restore.members} - {keeper}, "a row that is not whole"
             assert all(row[rank][0] == file for rank, file in files.items() if rank != keeper), "other bytes"
             lost.add(row[restore.rank])
+        assert {restore.rank, *files} <= {*restore.members}
+        assert len(files) >= len(restore.members) - restore.parity, "too few to rebuild from"
         assert len(lost) == 1, "stripes of two files"
         return lost.pop()[1]
 

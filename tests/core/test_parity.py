@@ -1,6 +1,8 @@
-"""XOR sets in the core: who is in which, what can be rebuilt from where, and what is one loss too many."""
+"""Sets in the core: who is in which, what can be rebuilt from where, and what is one loss too many."""
 
 from __future__ import annotations
+
+from itertools import combinations
 
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
@@ -11,6 +13,7 @@ from rackrun.core.events import SnapshotStriped, TrayJoined
 from rackrun.core.ids import Generation, Step, TrayId
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
+TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}
 
 
 class Rack(Told):
@@ -106,6 +109,22 @@ def test_what_it_survives_and_costs_is_said(copies: str, said: str) -> None:
     assert resumed.protected == f"shards without a replica: snapshots, {said}"
 
 
+def test_of_a_set_with_two_parities_any_two_trays_may_be_lost_and_it_is_said() -> None:
+    resumed = only(ResumeGeneration, Rack(**TWO_OF_FOUR).answers)
+    assert resumed.plan.parity == 2
+    assert resumed.protected == (
+        "shards without a replica: snapshots, their parity over sets of 4 trays; any two trays may be lost, for 2 x 100% of a "
+        "shard more memory on a rank"
+    )
+
+
+def test_where_there_are_too_few_trays_for_two_parities_they_are_mirrored_and_it_is_said() -> None:
+    resumed = only(ResumeGeneration, Rack("ab", spares=0, **TWO_OF_FOUR).answers)
+    assert (resumed.plan.sets, resumed.plan.parity) == ((), 1)
+    assert "any one tray may be lost" in resumed.protected
+    assert resumed.protected.endswith("(2 ranks on 2 trays make no RS sets)")
+
+
 def test_local_copies_nothing() -> None:
     plan = Rack(snapshot_copies="local").plan
     assert (plan.mirrors, plan.sets) == ({}, ())
@@ -163,6 +182,44 @@ def test_two_lost_of_one_set_are_one_too_many(four: Rack) -> None:
     assert every(FenceWorker, four.park_all(passed=5, snapshots=[4]))
     assert four.view.phase == "restarting"
     assert "no copy of its state is left" in four.view.reason
+
+
+@pytest.mark.parametrize("lost", [*combinations("abcd", 2)])
+def test_two_lost_of_a_set_with_two_parities_are_rebuilt_from_the_other_two(lost: tuple[str, str]) -> None:
+    rack = Rack(**TWO_OF_FOUR)
+    rack.train("unique")
+    rack.stripe_all(4)
+    for tray in lost:
+        rack.tray_lost(tray)
+    plan = plan_in(rack.park_all(passed=5, snapshots=[4]))
+    assert plan.rollback == 4
+    ranks = {tray: rank for rank, tray in enumerate("abcd")}
+    assert [restore.rank for restore in plan.restores] == [ranks[tray] for tray in lost]
+    for restore in plan.restores:
+        assert [one.rank for one in restore.rebuild] == [ranks[tray] for tray in "abcd" if tray not in lost]
+        assert (restore.members, restore.parity) == ((0, 1, 2, 3), 2)
+
+
+def test_a_keeper_that_is_lost_while_it_is_read_leaves_enough_for_another_plan() -> None:
+    rack = Rack(**TWO_OF_FOUR)
+    rack.train("unique")
+    rack.stripe_all(4)
+    rack.tray_lost("b")
+    (first,) = plan_in(rack.park_all(passed=5, snapshots=[4])).restores
+    assert [one.rank for one in first.rebuild] == [0, 2, 3]
+    assert only(BreakGeneration, rack.tray_lost("c")).generation == 3
+    again = plan_in(rack.park_all(passed=5, snapshots=[4]))
+    assert {restore.rank: [one.rank for one in restore.rebuild] for restore in again.restores} == {1: [0, 3], 2: [0, 3]}
+
+
+def test_three_lost_of_a_set_with_two_parities_are_one_too_many() -> None:
+    rack = Rack(**TWO_OF_FOUR)
+    rack.train("unique")
+    rack.stripe_all(4)
+    for tray in "abc":
+        rack.tray_lost(tray)
+    rack.park_all(passed=5, snapshots=[4])
+    assert "no copy of its state is left" in rack.view.reason
 
 
 def test_one_lost_of_each_of_two_sets_is_survived() -> None:

@@ -10,7 +10,7 @@ import pytest
 import rackrun.core
 
 PURE = [
-    *(f"rackrun.checkpoint.{name}" for name in ("errors", "grouping", "placement")),
+    *(f"rackrun.checkpoint.{name}" for name in ("errors", "galois", "grouping", "placement")),
     *(
         f"rackrun.topology.{name}"
         for name in (

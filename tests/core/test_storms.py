@@ -80,6 +80,24 @@ def storm_in_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
 
+def storm_of_two_trays(seed: int) -> Cluster:
+    """Two at once, of sets that may lose two; two trays wait."""
+    rng = random.Random(seed)
+    trays = rng.randint(5, 6)
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=2,
+        start_over=True,
+        no_progress_max=20,
+        snapshot_copies="rs",
+        set_size=rng.randint(3, 5),
+        set_parity=2,
+    )
+    cluster = Cluster(config, 1, rng.randint(10, 40), "unique")
+    return play(cluster, trays, rng, ["trays", "trays", "trays", "tray", "rot"], 0.02)
+
+
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
     for number in range(trays):
         cluster.join(TrayId(f"tray-{number}"))
@@ -111,8 +129,9 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
         cluster.lease_lapses(rng.choice(gone))
     elif missing and rng.random() < 0.5:
         cluster.join(rng.choice(missing))
-    elif kind == "tray" and up:
-        cluster.tray_dies(rng.choice(up))
+    elif kind in ("tray", "trays") and up:
+        for tray in rng.sample(up, min(2 if kind == "trays" else 1, len(up))):
+            cluster.tray_dies(tray)
     elif kind in HEALTH and up:
         verdict = verdict_on(rng.randrange(cluster.slots), HEALTH[kind], fabric=kind == "fabric")
         cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
@@ -204,3 +223,15 @@ def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> No
             assert said == [text for text in core.notices if "planned swap" not in text], seed
             compared += core.compared
     assert compared > 25 * SEEDS // 60
+
+
+def test_what_is_rebuilt_of_two_that_are_lost_at_once_is_what_was_lost() -> None:
+    two = 0
+    for seed in range(SEEDS // 6):
+        try:
+            cluster = storm_of_two_trays(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        restores = [restore for plan in cluster.plans.values() for restore in plan.restores if restore.rebuild]
+        two += sum(len(restore.members) - len(restore.rebuild) == 2 for restore in restores)
+    assert two > SEEDS / 100, two

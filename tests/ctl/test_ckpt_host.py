@@ -34,6 +34,8 @@ RACK = ("--world-size", 16, "--bytes-per-rank", "10GB", "--trays", 4)
         ("mirror:3@tray", Redundancy.mirror(3, "tray")),
         ("xor:8@tray", Redundancy.xor(8, "tray")),
         ("xor:4", Redundancy.xor(4, "tray")),
+        ("rs:8+2", Redundancy.rs(8, 2, "tray")),
+        ("rs:2+1@rack", Redundancy.rs(2, 1, "rack")),
     ],
 )
 def test_a_redundancy_in_a_word(text: str, wanted: Redundancy) -> None:
@@ -41,7 +43,20 @@ def test_a_redundancy_in_a_word(text: str, wanted: Redundancy) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "xor:1@tray", "mirror:0", "raid:5", "xor:8@shelf", "xor:8@tray ", "mirror:-2@tray"]
+    "text",
+    [
+        "",
+        "xor:1@tray",
+        "mirror:0",
+        "raid:5",
+        "xor:8@shelf",
+        "xor:8@tray ",
+        "mirror:-2@tray",
+        "rs",
+        "rs:4",
+        "rs:0+2",
+        "rs:2+0",
+    ],
 )
 def test_what_is_no_redundancy_is_refused(text: str, rackctl: Rackctl) -> None:
     with pytest.raises(PlacementError):
@@ -80,6 +95,7 @@ def test_without_a_preset_several_are_compared_and_what_cannot_be_had_says_why(r
     rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
     assert rows["local"][1:3] == ["0", "0"]
     assert rows["xor:4@tray"][-3] == "+33.3%"
+    assert (rows["rs:2+2@tray"][1], rows["rs:2+2@tray"][-3]) == ("2,", "+100.0%")
     assert "mirror:rack: " in said.out
     assert rackctl("ckpt", "plan", *RACK, "--preset", "mirror:rack").code == 2
     found = rackctl("ckpt", "plan", *RACK, "--json").json

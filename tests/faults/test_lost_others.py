@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,11 @@ def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
     assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
 
 
+def from_memory(recovery: dict[str, Any]) -> bool:
+    """From a snapshot of some step; None: of exactly what is committed, so nobody went back."""
+    return recovery["rollback"] is None or recovery["rollback"] >= 2
+
+
 @pytest.mark.parametrize("copies", ["xor", pytest.param("xor:2", marks=pytest.mark.soak)])
 def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train: Train, reference: Reference) -> None:
     """Four trays of one rank, and one with a spare. Nobody has a copy of the lost shard; it goes on from memory all the same."""
@@ -48,9 +54,39 @@ def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train:
     trained.unheard = frozenset({1})
     trained.assert_same_training(reference("fsdp"), [fault])
     (recovery,) = trained.recoveries
-    assert (recovery["kind"], recovery["rollback"] >= 2) == ("swap", True), trained
+    assert (recovery["kind"], from_memory(recovery)) == ("swap", True), trained
     sets = {"xor": ("sets of 4 trays", "33%"), "xor:2": ("sets of 2 trays", "100%")}[copies]
     assert all(f"{said}" in trained.ran.stderr for said in sets), trained
+
+
+@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), pytest.param(0, 6, 2, marks=pytest.mark.soak)])
+def test_two_trays_of_a_set_are_lost_together_and_both_shards_are_rebuilt(
+    rank: int, trays: int, spares: int, train: Train, reference: Reference
+) -> None:
+    """Four trays of one rank, which are one set of two and two; two trays of it die in the same step, and the rest goes on from memory."""
+    pytest.importorskip("pyeclib")
+    fault = Fault(name="both", place="backward", rank=rank, step=9, then="AGENT AND HOLDER")
+    trained = train("fsdp", [fault], spares=spares, trays=trays, copies="rs:2+2")
+    trained.unheard = frozenset({rank, rank + 1})
+    trained.assert_same_training(reference("fsdp"), [fault])
+    assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
+    assert {lost["rank"] for recovery in trained.recoveries for lost in recovery["lost"]} == {rank, rank + 1}, trained
+    assert all(map(from_memory, trained.recoveries)), trained
+    assert "any two trays may be lost" in trained.ran.stderr, trained
+
+
+@pytest.mark.soak
+def test_twice_two_trays_are_lost_together(train: Train, reference: Reference) -> None:
+    """In between, the world has formed new sets, and the newcomers have given their stripes too."""
+    pytest.importorskip("pyeclib")
+    faults = [
+        Fault(name="first", place="backward", rank=1, step=5, then="AGENT AND HOLDER"),
+        Fault(name="second", place="backward", rank=0, step=12, then="AGENT AND HOLDER", after="first"),
+    ]
+    trained = train("fsdp", faults, spares=5, trays=9, copies="rs:2+2")
+    trained.unheard = frozenset(range(4))
+    trained.assert_same_training(reference("fsdp"), faults)
+    assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
 
 
 @pytest.mark.soak

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from rackrun.checkpoint import isal
 from rackrun.checkpoint.placement import Redundancy
+from rackrun.errors import UsageError
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 
 OURS = {
@@ -111,6 +113,20 @@ def test_copies_of_snapshots_are_named_as_checkpoints_are(script: str) -> None:
     assert parse(["--snapshot-copies", "local", script]).redundancy == Redundancy.local()
     for text, width in (("xor", 8), ("xor:tray", 8), ("xor:3", 3)):
         assert parse(["--trays", "3", "--snapshot-copies", text, script]).redundancy == Redundancy.xor(width, "tray")
+
+
+def test_sets_that_may_lose_two_need_the_codec_and_sets_that_may_lose_one_do_not(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise isal.CodecMissing("it is not here.", remedy="pip install rackrun[rs]")
+
+    monkeypatch.setattr(isal, "check", missing)
+    assert parse(["--trays", "4", "--snapshot-copies", "rs:3+1", script]).redundancy == Redundancy.rs(3, 1, "tray")
+    with pytest.raises(UsageError, match=r"rs:2\+2: it is not here.*pip install rackrun\[rs\]"):
+        parse(["--trays", "4", "--snapshot-copies", "rs:2+2", script])
+    monkeypatch.setattr(isal, "check", lambda: None)
+    assert parse(["--trays", "4", "--snapshot-copies", "rs:2+2", script]).redundancy == Redundancy.rs(2, 2, "tray")
 
 
 def test_pet_variables_work_for_ours_as_for_theirs(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

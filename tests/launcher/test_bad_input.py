@@ -90,6 +90,16 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
         {},
         ("sets of 8 need as many trays, and there are 4", "xor:4"),
     ),
+    "sets of more trays than there are, of which two may be lost": (
+        ("--trays", "4", "--snapshot-copies", "rs:8+2", "train.py"),
+        {},
+        ("sets of 10 need as many trays, and there are 4", "rs:2+2"),
+    ),
+    "sets of which none may be lost": (
+        ("--trays", "4", "--snapshot-copies", "rs:4+0", "train.py"),
+        {},
+        ("rs:4+0", "rs:N+M"),
+    ),
     "sets on one tray": (("--snapshot-copies", "xor", "train.py"), {}, ("sets of 2 need", "there is 1", "--trays")),
     "negative restarts": (("--max-restarts", "-1", "train.py"), {}, ("--max-restarts -1",)),
     "etcd": (("--rdzv-backend", "etcd", "train.py"), {}, ("etcd is not supported", "--rdzv-endpoint")),
