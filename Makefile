@@ -3,6 +3,7 @@
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
+#   make stories  many more whole jobs with faults than make test has (CI runs them too)
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
 #
@@ -17,7 +18,7 @@ READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak crashes check bench clean
+.PHONY: help demo test stories soak crashes check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -27,6 +28,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest $(ARGS)
+
+stories: $(READY)
+	@$(PY) -m pytest -m "stories and not soak" $(ARGS)
 
 soak: $(READY)
 	@$(PY) -m pytest -m soak $(ARGS)

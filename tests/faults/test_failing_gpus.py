@@ -71,11 +71,11 @@ def rack(tmp_path: Path) -> Iterator[Callable[[int], FakeRack]]:
 
 
 def in_threes(kinds: dict[str, Any], mode: str, first: int) -> list[Any]:
-    """``first``: so many stories at once; the others are a soak."""
+    """``first``: so many in ``make test``; the others in ``make stories``."""
     names = list(kinds)
     stories = [names[at : at + 3] for at in range(0, len(names), 3)]
     return [
-        pytest.param(mode, story, id=f"{mode}: {'; '.join(story)}", marks=[pytest.mark.soak] if at >= first else [])
+        pytest.param(mode, story, id=f"{mode}: {'; '.join(story)}", marks=[pytest.mark.stories] if at >= first else [])
         for at, story in enumerate(stories)
     ]
 
@@ -138,7 +138,7 @@ def test_a_spare_whose_fabric_is_not_completed_is_not_used(
     assert lost["to"] not in (None, *unfit), trained
 
 
-@pytest.mark.soak
+@pytest.mark.stories
 def test_two_trays_that_lose_the_fabric_at_once_are_the_switch_and_nobody_is_taken_out(
     train: Train, reference: Reference, rack: Callable[[int], FakeRack]
 ) -> None:

@@ -30,7 +30,7 @@ def assert_the_rest_is_the_same(trained: Trained, reference: Trained, *, at_most
     return steps[0]
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
 def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
     """Step 8's checkpoint is begun, and may or may not be whole; step 6's (or 5's, as they are counted) is."""
     killed = train(
@@ -41,7 +41,7 @@ def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, t
     assert assert_the_rest_is_the_same(again, reference(mode), at_most=8) >= 6
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
 def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
     """With a checkpoint of its last step, which no interval asked for."""
     ended = train(mode, [Fault(name="term", place="backward", rank=1, step=6, then="TERM")], checkpoints=tmp_path)
@@ -52,7 +52,7 @@ def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("copies", "trays", "spares"), [("mirror", 3, 8), pytest.param("xor", 6, 2, marks=pytest.mark.soak)]
+    ("copies", "trays", "spares"), [("mirror", 3, 8), pytest.param("xor", 6, 2, marks=pytest.mark.stories)]
 )
 def test_a_tray_and_who_keeps_its_copies_are_lost_together(
     copies: str, trays: int, spares: int, train: Train, reference: Reference, tmp_path: Path

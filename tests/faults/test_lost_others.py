@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 Train, Reference = Callable[..., Trained], Callable[[str], Trained]
 
 
-@pytest.mark.parametrize("spares", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("spares", [1, pytest.param(2, marks=pytest.mark.stories)])
 def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, reference: Reference) -> None:
     """With a second spare that one takes over; otherwise a new one is started for it."""
     faults = [
@@ -30,7 +30,7 @@ def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, ref
     assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"], trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
 def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """Its agent is killed, and with it all its ranks and its snapshots; the other tray has a spare for each, and copies."""
     fault = Fault(name="agent", place="backward", rank=1, step=7, then="AGENT")
@@ -46,7 +46,7 @@ def from_memory(recovery: dict[str, Any]) -> bool:
     return recovery["rollback"] is None or recovery["rollback"] >= 2
 
 
-@pytest.mark.parametrize("copies", ["xor", pytest.param("xor:2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("copies", [pytest.param(copies, marks=pytest.mark.stories) for copies in ("xor", "xor:2")])
 def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train: Train, reference: Reference) -> None:
     """Four trays of one rank, and one with a spare. Nobody has a copy of the lost shard; it goes on from memory all the same."""
     fault = Fault(name="agent", place="backward", rank=1, step=9, then="AGENT")
@@ -59,7 +59,7 @@ def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train:
     assert all(f"{said}" in trained.ran.stderr for said in sets), trained
 
 
-@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), pytest.param(0, 6, 2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), pytest.param(0, 6, 2, marks=pytest.mark.stories)])
 def test_two_trays_of_a_set_are_lost_together_and_both_shards_are_rebuilt(
     rank: int, trays: int, spares: int, train: Train, reference: Reference
 ) -> None:
@@ -75,7 +75,7 @@ def test_two_trays_of_a_set_are_lost_together_and_both_shards_are_rebuilt(
     assert "any two trays may be lost" in trained.ran.stderr, trained
 
 
-@pytest.mark.soak
+@pytest.mark.stories
 def test_twice_two_trays_are_lost_together(train: Train, reference: Reference) -> None:
     """In between, the world has formed new sets, and the newcomers have given their stripes too."""
     pytest.importorskip("pyeclib")
@@ -89,7 +89,7 @@ def test_twice_two_trays_are_lost_together(train: Train, reference: Reference) -
     assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
 
 
-@pytest.mark.soak
+@pytest.mark.stories
 def test_two_trays_are_lost_one_after_the_other(train: Train, reference: Reference) -> None:
     """In between, the world has formed new sets, and the newcomer has given its stripes too."""
     faults = [

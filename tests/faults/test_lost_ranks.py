@@ -31,20 +31,20 @@ SOAK_SEEDS = range(100, 100 + int(os.environ.get("RACKRUN_SOAK_SEEDS", "20")))
 
 
 def stories(plots: Mapping[str, Mapping[str, Plot]], *steps: int | None, ddp: int = 99, sharded: int = 99) -> list[Any]:
-    """``ddp``, ``sharded``: so many of DDP's and of FSDP2's at once; the others are a soak."""
+    """``ddp``, ``sharded``: so many of DDP's and of FSDP2's in ``make test``; the others in ``make stories``."""
     return [
         pytest.param(
             mode,
             story,
             id=f"{mode}: {title}",
-            marks=[pytest.mark.soak] if number >= (sharded if mode == "fsdp" else ddp) else [],
+            marks=[pytest.mark.stories] if number >= (sharded if mode == "fsdp" else ddp) else [],
         )
         for mode in MODES
         for number, (title, story) in enumerate(chapters(plots[mode], steps).items())
     ]
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_UNIT, 3, 6, 8, 11, ddp=2))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_UNIT, 3, 6, 8, 11, ddp=1, sharded=2))
 def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Once after the other: under DDP a live replica gives the state, under FSDP2 a snapshot, to which everybody goes back if need be."""
     trained = train(mode, told(story), spares=len(story))
@@ -54,7 +54,7 @@ def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, referen
     assert mode == "fsdp" or all(recovery["rollback"] is None for recovery in trained.recoveries), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, ddp=2, sharded=1))
+@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, ddp=1, sharded=1))
 def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Before the second step nobody knows who is whose replica, and before the first snapshot a shard has no copy: the
     world may have to begin again, to the same end."""
@@ -72,7 +72,7 @@ def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, refere
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=3, sharded=2))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=1, sharded=1))
 def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, reference: Reference) -> None:
     trained = train(mode, told(story), spares=2 * len(story))
     trained.assert_same_training(reference(mode), told(story))
@@ -81,7 +81,7 @@ def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, 
     assert lost, trained
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.stories)])
 def test_ranks_are_lost_at_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
     check_random_story(mode, seed, train, reference)
 
@@ -113,7 +113,7 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
     assert [recovery["rollback"] for recovery in trained.recoveries] == [4, None, 8], trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
 def test_connections_break_though_nobody_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """The step is done again in place, by the same ranks."""
     faults = [
@@ -129,7 +129,7 @@ def test_connections_break_though_nobody_is_lost(mode: str, train: Train, refere
     assert [recovery["rollback"] for recovery in trained.recoveries] == [None] * 4, trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
 def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
     """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
     first = Fault(name="0", place="backward", rank=0, step=7)
