@@ -78,7 +78,7 @@ def test_without_checkpoints_such_a_loss_ends_the_job_with_the_reason(train: Tra
     assert not trained.ran.left_behind, trained
 
 
-@pytest.mark.soak
+@pytest.mark.stories
 def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
     """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
     first = [
