@@ -50,8 +50,8 @@ def multiply_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: 
 
 @functools.cache
 def _library() -> Any:
-    for path in (_bundled(), ctypes.util.find_library("isal")):
-        if path is not None:
+    for find in (_bundled, functools.partial(ctypes.util.find_library, "isal")):  # the second one starts processes
+        if (path := find()) is not None:
             try:
                 library = ctypes.CDLL(path)
                 library.ec_init_tables.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p]

@@ -11,6 +11,7 @@ is lost takes its parities with it, which is counted in.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -151,10 +152,17 @@ def rebuild(
     if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
         raise ParityError(f"the rows of rank {lost}'s stripes are not of one set and one generation.")
     shard = _flat(room(rows[0].lengths[at]))
+    failed = threading.Event()
 
     def stripe_of(row: RowHeader, recipe: Recipe) -> None:
-        start, stop = row.stripe(lost)
-        _rebuild_stripe(row, recipe, lost, shard[start:stop], read)
+        if failed.is_set():
+            return  # each read of somebody silent takes its whole deadline
+        try:
+            start, stop = row.stripe(lost)
+            _rebuild_stripe(row, recipe, lost, shard[start:stop], read)
+        except BaseException:
+            failed.set()
+            raise
 
     if threads <= 1:
         for row, recipe in zip(rows, recipes, strict=True):

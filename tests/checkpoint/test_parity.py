@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import operator
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, permutations
@@ -299,6 +300,16 @@ def test_without_the_codec_what_needs_it_says_how_to_get_it(monkeypatch: pytest.
         isal._library.cache_clear()
 
 
+@needs_codec
+def test_where_the_codec_came_along_no_process_is_started_to_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> str:
+        raise AssertionError(f"looked for {name}")
+
+    monkeypatch.setattr(isal.ctypes.util, "find_library", found)
+    isal._library.cache_clear()
+    isal.check()
+
+
 # -- in pieces, as they arrive -----------------------------------------------------------------------------------------
 
 
@@ -404,6 +415,21 @@ def test_every_single_bit_flip_in_what_a_rebuild_uses_is_detected() -> None:
 def test_two_lost_members_are_refused() -> None:
     with pytest.raises(ParityError, match=r"rank 3 cannot be rebuilt .*: parity replaces one member.*Remedy"):
         encoded([100] * 8).rebuilt(3, 13)
+
+
+def test_after_a_read_that_failed_no_further_stripe_is_begun() -> None:
+    """Each may take as long as somebody silent is waited for."""
+    world = encoded([1000] * 8)
+    both, begun = threading.Barrier(2, timeout=30), []
+
+    def read(where: Part | int, start: int, stop: int) -> Iterator[bytes]:
+        begun.append(where)
+        both.wait()
+        raise TimeoutError("silent")
+
+    with pytest.raises(TimeoutError, match="silent"):
+        rebuild(world.stripe_set, 3, [3], world.rows.__getitem__, bytearray, read, threads=2)
+    assert len(begun) == 2
 
 
 def test_rows_of_two_generations_are_not_mixed() -> None:
