@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ __all__ = ["TRAILER", "RowKey", "Rows", "Set", "Source", "give_stripes"]
 TRAILER = struct.Struct("<I")
 """The stripe's CRC32C, behind its bytes."""
 _CHUNK_BYTES = 4 << 20
+_allocating = threading.Lock()
 
 T = TypeVar("T")
 
@@ -48,17 +50,21 @@ class _Memory:
         """Raises `Refused`."""
         size += self._header_bytes
         if size > self._size:
-            check_room(size - self._size)
-            if self.fd < 0:
-                self.fd = os.memfd_create("rackrun-parity", os.MFD_CLOEXEC)
-                os.fchmod(self.fd, 0o600)
-            try:
-                os.posix_fallocate(self.fd, 0, size)
-            except OSError as error:
-                raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
-            self._map, self._size = mmap.mmap(self.fd, size), size
+            with _allocating:  # what is free is only free until it is taken
+                self._grow(size)
         assert self._map is not None
         return memoryview(self._map)[self._header_bytes :]
+
+    def _grow(self, size: int) -> None:
+        check_room(size - self._size)
+        if self.fd < 0:
+            self.fd = os.memfd_create("rackrun-parity", os.MFD_CLOEXEC)
+            os.fchmod(self.fd, 0o600)
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as error:
+            raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
+        self._map, self._size = mmap.mmap(self.fd, size), size
 
     def close(self) -> None:
         if self._map is not None:

@@ -65,6 +65,8 @@ class _Agents:
         """Bytes of the ``kind`` of thing that is at ``host:port/path``, in pieces that are good until the next one is asked for."""
         if start == stop:
             return
+        if self._overtaken():
+            raise RuntimeError("overtaken")
         address, _, path = where.partition("/")
         host, _, port = address.rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=_SILENCE_S)

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -317,6 +319,30 @@ async def test_a_push_without_memory_at_one_keeper_is_over_and_says_so(
     assert "t1 does not take it" in capsys.readouterr().err
 
 
+def test_rows_that_grow_at_the_same_time_do_not_take_the_same_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, both, fallocate = [3 << 20], threading.Barrier(2), os.posix_fallocate
+
+    def check(size: int) -> None:
+        if size > free[0]:
+            raise Refused(f"{size} bytes do not fit into this host's memory")
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+
+    def take(fd: int, start: int, size: int) -> None:
+        fallocate(fd, start, size)
+        free[0] -= size
+
+    monkeypatch.setattr(parity, "check_room", check)
+    monkeypatch.setattr(os, "posix_fallocate", take)
+    rows = [parity._Memory(4096), parity._Memory(4096)]
+    with ThreadPoolExecutor(2) as pool:
+        failed = [done.exception() for done in [pool.submit(row.room, 2 << 20) for row in rows]]
+    for row in rows:
+        row.close()
+    assert free[0] >= 0
+    assert [type(one) for one in failed].count(Refused) == 1
+
+
 async def test_a_snapshot_that_is_written_over_on_its_way_is_not_taken(rack: Rack) -> None:
     for tray in rack.trays:
         tray.seal(STEP)
@@ -358,6 +384,10 @@ async def test_a_damaged_input_is_noticed_before_anything_is_loaded(rack: Rack) 
 
 async def test_what_nobody_waits_for_any_more_is_given_up(rack: Rack) -> None:
     await rack.push_all()
-    restore = Restore(rank=Rank(0), snapshot=f"{rack.trays[1].address}/t1/0/8")
+    address = rack.trays[1].address
+    restore = Restore(rank=Rank(0), snapshot=f"{address}/t1/0/8")
     with pytest.raises(RuntimeError, match="overtaken"):
+        await asyncio.to_thread(fetch_snapshot, restore, STEP, TOKEN, lambda: True)
+    await rack.trays[1].service.close()
+    with pytest.raises(RuntimeError, match="overtaken"):  # before anybody who may be silent is asked
         await asyncio.to_thread(fetch_snapshot, restore, STEP, TOKEN, lambda: True)
