@@ -9,8 +9,9 @@ There is no parity here: a manager keeps none, and what agents keep of snapshots
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +27,7 @@ from rackrun.checkpoint.orphans import ArenaState, FoundArena, find_arenas
 from rackrun.checkpoint.records import CommitRecord
 from rackrun.checkpoint.sources import identity_of, newest_records
 
-__all__ = ["Found", "Remains", "Sought"]
+__all__ = ["Found", "Remains", "Sought", "identities"]
 
 Identity = tuple[str, str]
 """Digest of a sealed image, and its layout hash."""
@@ -48,13 +49,11 @@ class Found:
     """One shard, verified."""
 
     where: str
-    reader: SlotReader | ShardReader
+    reader: SlotReader | Callable[[], ShardReader]
+    """In memory; or to be opened, on disk."""
     identity: Identity
     chunk_bytes: int
-
-    @property
-    def in_memory(self) -> bool:
-        return isinstance(self.reader, SlotReader)
+    bytes: int
 
 
 class Remains:
@@ -68,18 +67,25 @@ class Remains:
         self._open = contextlib.ExitStack()
         self._slots: list[tuple[Path, Arena, SlotInfo]] = []
         found = {one.path: one for folder in folders for one in find_arenas(folder) if one.job in ("", store.job)}
+        self._gone, self._places = gone, sorted({path.parent for path in found} | set(folders))
         if not gone:
-            _check_gone(found.values())
+            _check_unused(found.values())
+        self.check_gone()
         for one in found.values():
             try:
                 arena = self._open.enter_context(Arena.attach(one.path, job=store.job))
                 self._slots += [(one.path, arena, info) for info in arena.slots()]
             except CheckpointError as error:
                 self.unused[one.path] = error.what
-        places = {path.parent for path in found} | set(folders)
-        records = newest_records(record for place in sorted(places) for record in commits_in(place))
+        records = newest_records(record for place in self._places for record in commits_in(place))
         self._records = {record.generation: record for record in records}
         self.arenas = len(found) - len(self.unused)
+
+    def check_gone(self) -> None:
+        """Raises CheckpointError when a process of the job has come back."""
+        for place in () if self._gone else self._places:
+            if (alive := next((keeper for keeper in keepers_in(place) if keeper.alive()), None)) is not None:
+                raise _in_use(place, f"{alive} would come back for it")
 
     def generations(self) -> list[int]:
         """Committed ones, newest first: in memory, or on disk in any state."""
@@ -93,13 +99,7 @@ class Remains:
         if (record := self._records.get(generation)) is not None:
             return _recorded(record)
         manifest = self._manifest(generation)
-        shards: list[Identity | None] = []
-        for rank in range(manifest.world_size):
-            identity = None
-            with contextlib.suppress(IntegrityError), contextlib.closing(self._on_disk(manifest, rank)) as shard:
-                identity = identity_of(manifest, shard)
-            shards.append(identity)
-        return Sought(generation, manifest.step, manifest.epoch, tuple(shards))
+        return Sought(generation, manifest.step, manifest.epoch, identities(self.store, manifest))
 
     def find(self, sought: Sought) -> tuple[dict[int, Found], dict[int, str]]:
         """What there is of every rank's shard, from memory where it is there; and of which there is nothing, and why."""
@@ -137,20 +137,21 @@ class Remains:
                     raise IntegrityError("It is not what was committed.")
                 reader = arena.reader(info.generation, owner=rank)
                 reader.verify()
-                return Found(str(path), reader, identity, arena.chunk_bytes)
+                return Found(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
             except CheckpointError as error:
                 reasons.append(f"{path}: {error.what}")
         raise CheckpointError(" ".join(reasons) or "No arena has it.")
 
     def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
         manifest = self._manifest(sought.generation)
-        shard = self._on_disk(manifest, rank)
-        self._open.callback(shard.close)
-        if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
-            raise IntegrityError(f"{shard.path} is not what was committed.")
-        if bad := shard.verify():
-            raise IntegrityError(bad[0][1])
-        return Found(str(shard.path), shard, identity, shard.chunk_bytes)
+        with contextlib.closing(_shard(self.store, manifest, rank)) as shard:  # not one open for each rank
+            if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
+                raise IntegrityError(f"{shard.path} is not what was committed.")
+            if bad := shard.verify():
+                raise IntegrityError(bad[0][1])
+        return Found(
+            str(shard.path), partial(_shard, self.store, manifest, rank), identity, shard.chunk_bytes, shard.size
+        )
 
     # -- disk
     def _manifest(self, generation: int) -> Manifest:
@@ -165,11 +166,23 @@ class Remains:
             raise IntegrityError(f"{path} holds generation {manifest.generation} of {manifest.job}.")
         return manifest
 
-    def _on_disk(self, manifest: Manifest, rank: int) -> ShardReader:
-        if rank >= manifest.world_size:
-            raise IntegrityError(f"{self.store.path(manifest.generation)} is of {manifest.world_size} ranks.")
-        directory = self.store.path(manifest.generation)
-        return ShardReader(self.store.files, directory, manifest, manifest.shards[rank])
+
+def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None, ...]:
+    """Of each rank's shard in ``store``; None: its fragment cannot be read."""
+    found: list[Identity | None] = []
+    for rank in range(manifest.world_size):
+        identity = None
+        with contextlib.suppress(IntegrityError), contextlib.closing(_shard(store, manifest, rank)) as shard:
+            identity = identity_of(manifest, shard)
+        found.append(identity)
+    return tuple(found)
+
+
+def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
+    directory = store.path(manifest.generation)
+    if rank >= manifest.world_size:
+        raise IntegrityError(f"{directory} is of {manifest.world_size} ranks.")
+    return ShardReader(store.files, directory, manifest, manifest.shards[rank])
 
 
 def _recorded(record: CommitRecord) -> Sought:
@@ -177,11 +190,14 @@ def _recorded(record: CommitRecord) -> Sought:
     return Sought(record.generation, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1)))
 
 
-def _check_gone(arenas: Iterable[FoundArena]) -> None:
+def _check_unused(arenas: Iterable[FoundArena]) -> None:
     for one in arenas:
-        alive = next((keeper for keeper in keepers_in(one.path.parent) if keeper.alive()), None)
-        if one.state is ArenaState.USED or alive is not None:
-            raise CheckpointError(
-                f"{one.path} is in use: {one.why if alive is None else f'{alive} would come back for it'}.",
-                remedy="end the job first, or let it go on: it restores from there itself. Of a container that is gone: --gone.",
-            )
+        if one.state is ArenaState.USED:
+            raise _in_use(one.path, one.why)
+
+
+def _in_use(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is in use: {why}.",
+        remedy="end the job first, or let it go on: it restores from there itself. Of a container that is gone: --gone.",
+    )

@@ -74,7 +74,7 @@ def rebuild(
         print_json(_as_json(done, target, unused, dry_run=dry_run))
     else:
         _tell(done, target, unused, dry_run=dry_run)
-    if not done.sources and not done.written and done.passed_over:
+    if done.missing:
         raise typer.Exit(1)
 
 
@@ -107,7 +107,8 @@ def _places(folder: Path, store: DurableStore, *, named: bool) -> list[Path]:
             return [place]
     if not named:
         return []
-    others = sorted({place.name for place in folder.rglob(f"{store.job}-*") if place.is_dir()})
+    found = [place.name for place in folder.rglob(f"{store.job}-*") if place.is_dir()]
+    others = sorted({name for name in found if name.rpartition("-")[0] == store.job})
     if len(others) > 1:
         raise UsageError(f"{folder} has {', '.join(others)}.", remedy="name the folder that is of this job.")
     return [folder]
@@ -131,7 +132,7 @@ def _as_json(done: Rebuilt, target: DurableStore, unused: dict[str, str], *, dry
 
 def _tell(done: Rebuilt, target: DurableStore, unused: dict[str, str], *, dry_run: bool) -> None:
     for number, why in done.passed_over.items():
-        print(f"generation {number} cannot be had: {why}")
+        print(f"generation {number} {'cannot be had' if number in done.missing else 'is not taken'}: {why}")
     for path, why in unused.items():
         print(f"not read: {path}: {why}")
     of = f"generation {done.generation}, step {done.step}, of {done.world_size} rank(s)"

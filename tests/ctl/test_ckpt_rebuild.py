@@ -34,6 +34,7 @@ from rackrun.checkpoint.remains import Remains
 from tests.checkpoint.storage import ended, in_child
 from tests.checkpoint.test_manager import Training, trained
 from tests.ctl.saved import JOB, WORLD, box_of, flip, shard_path, state
+from tests.ctl.test_ckpt import newer
 
 Rackctl = Callable[..., Any]
 ROOM = 64 << 10
@@ -59,8 +60,14 @@ class Job:
         self.store = DurableStore(root, JOB)
         self.folder = job_folder(shm, JOB, root)
 
-    def leave(self, *steps: int, folder: Path | None = None, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
-        """The arenas, and the commit records, of the generations after ``steps``."""
+    def leave(
+        self,
+        *steps: int,
+        folder: Path | None = None,
+        ranks: tuple[int, ...] = (0, 1, 2),
+        as_generation: int | None = None,
+    ) -> None:
+        """The arenas, and the commit records, of the generations after ``steps``, each of that number or ``as_generation``."""
         folder = folder or self.folder
         folder.mkdir(parents=True, mode=0o700)
 
@@ -70,15 +77,17 @@ class Job:
                 arena = Arena.create(path, job=JOB, rank=rank, epoch=1, slots=2, payload_bytes=ROOM)
                 for step in steps[-2:]:
                     layout, parts, plain = image(step, rank)
-                    writer = arena.begin(step, step)
+                    generation = step if as_generation is None else as_generation
+                    writer = arena.begin(generation, step)
                     write_image(layout, parts, plain, writer.payload)
                     writer.seal(layout.total_bytes, layout.layout_hash)
-                    arena.commit(step)
+                    arena.commit(generation)
             os.kill(os.getpid(), signal.SIGKILL)
 
         assert ended(in_child(write)) == -signal.SIGKILL
         for step in steps[-2:]:
-            (folder / f"commit-{step:012d}.json").write_bytes(self.record(folder, step).encode())
+            record = self.record(folder, step)
+            (folder / f"commit-{record.generation:012d}.json").write_bytes(record.encode())
         for rank in set(range(WORLD)) - set(ranks):
             next(folder.glob(f"rank-{rank:05d}-*")).unlink()
 
@@ -86,7 +95,7 @@ class Job:
         copies = []
         for path in sorted(folder.glob("*.arena")):
             with Arena.attach(path, job=JOB) as arena:
-                info = next(info for info in arena.slots() if info.generation == step)
+                info = next(info for info in arena.slots() if info.step == step)
                 copies.append(
                     Copy(
                         owner=arena.rank,
@@ -96,7 +105,7 @@ class Job:
                         layout_hash=info.layout_hash,
                     )
                 )
-        return CommitRecord.of(step, step, 1, copies=copies)
+        return CommitRecord.of(info.generation, step, 1, copies=copies)
 
     def arena(self, rank: int) -> Path:
         return next(self.folder.glob(f"rank-{rank:05d}-*"))
@@ -185,7 +194,7 @@ def test_an_older_one_is_taken_where_the_newest_is_damaged_and_it_is_said(job: J
     job.leave(4, 5)
     job.damage(1, 5)
     said = rebuild()
-    assert said.code == 0
+    assert said.code == 1  # as when it is done again
     assert "generation 5 cannot be had: Rank 1: " in said.out
     assert "is not what was sealed" in said.out
     job.assert_right(4)
@@ -203,6 +212,23 @@ def test_what_turned_out_bad_is_not_taken_unless_it_is_named(job: Job, rebuild: 
     said = rebuild("--json")
     assert (said.json["generation"], said.json["passed_over"]) == (4, {"5": "quarantined: the loss is not a number"})
     assert rebuild("--generation", 5, "--json").json["written"] is True
+
+
+def test_what_turned_out_bad_is_not_enough_though_it_is_whole_on_disk(job: Job, rebuild: Rackctl) -> None:
+    job.leave(4, 5)
+    assert rebuild().code == 0
+    Probation(job.store.directory).quarantine(5, "the loss is not a number")
+    said = rebuild("--json")
+    assert (said.code, said.json["generation"], said.json["written"]) == (0, 4, True)
+    job.assert_right(4)
+    assert rebuild().code == 0
+
+
+def test_a_folder_may_have_another_jobs_arenas_whose_name_begins_like_this_ones(job: Job, rackctl: Rackctl) -> None:
+    job.leave(5, folder=job.shm / "node1" / job.folder.name)
+    (job.shm / "node1" / f"{JOB}-b-0123456789ab").mkdir()
+    said = rackctl("ckpt", "rebuild", job.root, "--job", JOB, "--arenas", job.shm)
+    assert said.code == 0, said.err
 
 
 def test_a_killed_job_goes_on_elsewhere_from_what_was_in_its_memory(job: Job, rebuild: Rackctl) -> None:
@@ -290,6 +316,28 @@ def test_a_part_that_is_damaged_in_both_places_is_refused_and_nothing_is_changed
     assert on_disk(job) == before
 
 
+def test_what_a_newer_release_has_written_is_not_set_aside(job: Job, rebuild: Rackctl) -> None:
+    job.leave(4, 5)
+    assert rebuild().code == 0
+    newer(job.store, 5)
+    before = on_disk(job)
+    said = rebuild("--json")
+    assert (said.code, said.json["generation"]) == (1, 4)
+    assert before.items() <= on_disk(job).items()
+
+
+def test_there_may_be_more_ranks_than_files_may_be_open(job: Job, rebuild: Rackctl) -> None:
+    """On disk, that is."""
+    job.leave(5)
+    assert rebuild().code == 0
+    shutil.rmtree(job.folder)
+    with Remains(job.store, []) as remains:
+        before = len(os.listdir("/proc/self/fd"))
+        found, missing = remains.find(remains.sought(5))
+        assert (len(found), missing) == (WORLD, {})
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 # -- refusals
 def test_a_missing_shard_is_refused_with_its_rank(job: Job, rebuild: Rackctl) -> None:
     job.leave(4, 5, ranks=(0, 2))
@@ -364,3 +412,132 @@ def test_what_was_broken_off_is_ended_by_the_next(job: Job, rebuild: Rackctl) ->
     assert not job.store.path(5).exists()
     assert rebuild("--json").json["written"] is True
     job.assert_right(5)
+
+
+class Killed(Files):
+    """The process is, as soon as it has its name."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        if BESIDE in old.parts and BESIDE not in new.parts:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_ended_before_it_had_cleared_up_is_cleared_up_by_the_next(job: Job, rebuild: Rackctl) -> None:
+    job.leave(5)
+
+    def write() -> None:
+        with Remains(job.store, [job.folder]) as remains:
+            rebuild_generation(remains, DurableStore(job.root, JOB, files=Killed()))
+
+    assert ended(in_child(write)) == -signal.SIGKILL
+    assert rebuild("--json").json["written"] is False
+    assert os.listdir(job.store.directory) == [job.store.path(5).name]
+
+
+def broken_off(job: Job, rebuild: Rackctl) -> None:
+    """Generation 5 is whole only in what was put together; 4 and 5 are in memory, but for a rank's of 5."""
+    job.leave(4, 5)
+    assert rebuild().code == 0
+    flip(shard_path(job.store, 5, 1), 5000)
+    job.damage(2, 5)
+    with Remains(job.store, [job.folder]) as remains, pytest.raises(CheckpointError, match="cannot be moved"):
+        rebuild_generation(remains, DurableStore(job.root, JOB, files=FailsToMove()))
+    gc.collect()
+
+
+def test_another_generation_that_was_broken_off_stays_until_it_is_wanted(job: Job, rebuild: Rackctl) -> None:
+    broken_off(job, rebuild)
+    assert rebuild("--generation", 4, "--json").json["written"] is True
+    said = rebuild("--json")
+    assert (said.json["generation"], said.json["written"]) == (5, True)
+    assert all(BESIDE in where for where in said.json["sources"].values())
+    job.assert_right(5)
+    job.assert_right(4)
+
+
+def test_a_dry_run_knows_what_was_broken_off(job: Job, rebuild: Rackctl) -> None:
+    broken_off(job, rebuild)
+    said = rebuild("--dry-run")
+    assert said.code == 0
+    assert "generation 5, step 5, of 3 rank(s) would be written" in said.out
+    assert not job.store.path(5).exists()
+
+
+def test_what_was_broken_off_is_not_taken_for_what_was_committed_under_that_number_later(
+    job: Job, rebuild: Rackctl
+) -> None:
+    """The job has gone on from an older one, and has come to that number once more."""
+    broken_off(job, rebuild)
+    shutil.rmtree(job.folder)
+    job.leave(6, as_generation=5)
+    said = rebuild("--json")
+    assert (said.code, said.json["step"]) == (0, 6)
+
+
+def test_two_at_once_do_not_meet(job: Job, rebuild: Rackctl) -> None:
+    job.leave(5)
+    said = []
+
+    def meanwhile(_done: int, _total: int) -> None:
+        said.append(rebuild("--gone"))  # or as far away as the other one's arenas are
+
+    with Remains(job.store, [job.folder]) as remains:
+        rebuild_generation(remains, job.store, progress=meanwhile)
+    assert [one.code for one in said] == [1] * WORLD
+    assert "another rebuild" in said[0].err
+    job.assert_right(5)
+    assert sorted(os.listdir(job.store.directory)) == [job.store.path(5).name]
+
+
+def test_a_job_that_comes_back_meanwhile_is_left_to_itself(job: Job, rebuild: Rackctl) -> None:
+    job.leave(5)
+    me = begin_session()
+    keeper = job.folder / "keeper-{}-{}-{}-{}".format(*me)
+    with (
+        Remains(job.store, [job.folder]) as remains,
+        pytest.raises(CheckpointError, match="would come back"),
+    ):
+        rebuild_generation(remains, job.store, progress=lambda *_: keeper.touch())
+    assert not job.store.path(5).exists()
+    gc.collect()
+    keeper.unlink()
+    assert rebuild().code == 0
+    job.assert_right(5)
+
+
+class Full(Files):
+    """After so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, fd: int, data: memoryview) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(fd, data)
+
+
+def test_what_does_not_fit_is_refused_and_takes_no_room(job: Job, rebuild: Rackctl) -> None:
+    job.leave(5)
+    with Remains(job.store, [job.folder]) as remains, pytest.raises(CheckpointError, match="No space left"):
+        rebuild_generation(remains, DurableStore(job.root, JOB, files=Full(10_000)))
+    assert not os.listdir(job.store.directory)
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_is_not_its_own_is_not_touched(job: Job, rebuild: Rackctl, tmp_path: Path, what: str) -> None:
+    job.leave(5)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "kept").touch()
+    job.store.directory.mkdir()
+    if what == "link":
+        (job.store.directory / BESIDE).symlink_to(tmp_path / "others")
+    else:
+        (job.store.directory / BESIDE).touch()
+    said = rebuild()
+    assert said.code == 1
+    assert BESIDE in said.err
+    assert os.listdir(tmp_path / "others") == ["kept"]
+    assert os.listdir(job.store.directory) == [BESIDE]
