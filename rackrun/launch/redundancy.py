@@ -25,7 +25,7 @@ def redundancy(text: str, trays: int) -> Redundancy:
     if found.across != "tray":
         raise UsageError(
             f"{asked}: the level is tray, not {found.across}.",
-            remedy=f"give {found.kind}; with several hosts copies go to other hosts anyway.",
+            remedy=f"give {re.sub(r'[:@][a-z]+$', '', text)}; with several hosts copies go to other hosts anyway.",
         )
     if found.kind == "mirror" and found.width != 2:
         raise UsageError(

@@ -328,6 +328,18 @@ def test_a_rank_that_was_itself_restored_is_no_input_before_it_has_given_its_new
     assert [one.row for one in plan.restores[0].rebuild] == ["a:2/2/0", "d:2/2/3", "e:2/2/1"]
 
 
+def test_with_two_parities_another_may_be_lost_before_it_has_given_them() -> None:
+    rack = Rack(**TWO_OF_FOUR)
+    rack.train("unique")
+    rack.stripe_all(4)
+    rack.tray_lost("b")
+    rack.park_all(passed=5, snapshots=[4])
+    rack.resume_all()
+    rack.tray_lost("c")
+    plan = plan_in(rack.park_all(passed=4, snapshots=[4]))
+    assert {restore.rank: [one.rank for one in restore.rebuild] for restore in plan.restores} == {2: [0, 3]}
+
+
 def test_a_loss_in_the_middle_of_a_rebuild_is_rebuilt_again(four: Rack) -> None:
     """The newcomer is gone, the inputs are not."""
     four.tray_lost("b")
