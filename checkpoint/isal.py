@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rackrun.checkpoint.errors import CheckpointError
 
-__all__ = ["CodecMissing", "check", "multiply_into"]
+__all__ = ["CodecMissing", "check", "is_here", "multiply_into"]
 
 _TABLE_BYTES = 32
 _BYTES_MAX = 2**30  # of one call: it counts in 32 bits
@@ -33,6 +33,14 @@ class CodecMissing(CheckpointError):
 def check() -> None:
     """Raises `CodecMissing`."""
     _library()
+
+
+def is_here() -> bool:
+    try:
+        check()
+    except CodecMissing:
+        return False
+    return True
 
 
 def multiply_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:

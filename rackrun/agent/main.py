@@ -29,6 +29,7 @@ from rackrun.agent.stores import Stores
 from rackrun.agent.tray import Tray
 from rackrun.agent.uplink import End, Uplink
 from rackrun.agent.watch import Watch
+from rackrun.checkpoint import isal
 from rackrun.core.commands import StopJob, WorkerCommand
 from rackrun.core.events import StopRequested, TrayJoined
 from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
@@ -97,6 +98,7 @@ class _Agent:
             slots=config.slots,
             store=await exchange.start(),
             snapshots=await snapshots.start(),
+            codec=isal.is_here(),
             unfit=await devices.joined(),
             topology=msgspec.json.encode(devices.partials) if devices.partials else b"",
         )

@@ -71,6 +71,8 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     """``host:port`` where the tray serves the snapshots that it keeps."""
     topology: bytes = b""
     """What is known of this tray: a `rackrun.topology.sources.PartialTopology` for each source, as a JSON list; empty: nothing."""
+    codec: bool = False
+    """Reed-Solomon's codec is installed there (`rackrun.checkpoint.isal`)."""
     unfit: dict[int, tuple[str, ...]] = {}
     """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.facts.preflight`)."""
 

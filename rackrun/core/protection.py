@@ -45,6 +45,8 @@ def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) 
         case "xor":
             redundancy = Redundancy.xor(config.set_size, "tray")
         case "rs":
+            if without := [tray for tray, joined in sorted(rack.trays.items()) if not joined.codec]:
+                return Protection(mirrors, (), f"{mirrored} (no codec of Reed-Solomon on {', '.join(without)})")
             redundancy = Redundancy.rs(config.set_size - config.set_parity, config.set_parity, "tray")
     placement = _sets(redundancy, seats, rack)
     if placement is None:

@@ -216,6 +216,7 @@ class Cluster:
                 slots=self.slots,
                 store=f"{tray}:1",
                 snapshots=f"{tray}:2",
+                codec=True,
                 topology=topology_of(tray, self.slots, clique) if self.racks else b"",
             )
         )

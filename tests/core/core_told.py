@@ -72,6 +72,7 @@ class Told:
                 slots=slots,
                 store=f"{tray}:1",
                 snapshots=f"{tray}:2",
+                codec=True,
                 topology=topology_of(tray, slots, clique) if clique else b"",
                 unfit={index: (why,) for index, why in (unfit or {}).items()},
             )

@@ -75,7 +75,9 @@ def test_sets_are_as_large_as_was_asked_for_and_their_members_on_different_trays
 def test_members_are_on_different_hosts_where_there_are_several() -> None:
     told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="xor"))
     for tray, host in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "y")):
-        told.tell(TrayJoined(tray=TrayId(tray), host=host, slots=1, store=f"{tray}:1", snapshots=f"{tray}:2"))
+        told.tell(
+            TrayJoined(tray=TrayId(tray), host=host, slots=1, store=f"{tray}:1", snapshots=f"{tray}:2", codec=True)
+        )
     assert sets(only(ResumeGeneration, told.answers).plan) == [["0a", "2c"], ["1b", "3d"]]
 
 
@@ -123,6 +125,18 @@ def test_where_there_are_too_few_trays_for_two_parities_they_are_mirrored_and_it
     assert (resumed.plan.sets, resumed.plan.parity) == ((), 1)
     assert "any one tray may be lost" in resumed.protected
     assert resumed.protected.endswith("(2 ranks on 2 trays make no RS sets)")
+
+
+def test_with_a_tray_that_lacks_the_codec_all_are_mirrored_and_it_is_said() -> None:
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, snapshot_copies="rs", set_size=4, set_parity=2))
+    for tray in "abcd":
+        joined = TrayJoined(
+            tray=TrayId(tray), host=tray, slots=1, store="a:1", snapshots=f"{tray}:2", codec=tray != "c"
+        )
+        told.tell(joined)
+    resumed = only(ResumeGeneration, told.answers)
+    assert resumed.plan.mirrors
+    assert "no codec of Reed-Solomon on c" in resumed.protected
 
 
 def test_local_copies_nothing() -> None:
