@@ -6,6 +6,7 @@ now has the answer that the job would have had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -182,6 +183,8 @@ class Hindsight:
             return
         self._elastic |= not isinstance(event, WorkerFinished)
         if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
+            if math.prod(size for _, size in event.mesh) != len(self.seats):
+                return  # the job stops for that
             mesh = Mesh.of(dict(event.mesh))
             if self.seating.mesh != mesh:
                 self.seating.adopt(mesh, self.seats)
@@ -215,7 +218,8 @@ class Hindsight:
 
     def _tray_lost(self, tray: TrayId, because: str) -> None:
         if tray in self.rack.trays:
-            self.rack.lose_tray(tray, because)
+            for loss in self.rack.lose_tray(tray, because):
+                self._gone[loss.record.worker.slot] = f"its tray was lost ({because})"
             self.triage.forget(tray)
             self.lost[tray] = because
 

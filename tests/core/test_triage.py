@@ -328,3 +328,10 @@ def test_a_verdict_that_waits_is_forgotten_with_its_tray(one_clique: Told) -> No
     one_clique.now += 10_000
     one_clique.tell(TimerFired(name="breaker"))
     assert [spare.slot for spare in one_clique.view.spares] == ["d/0", "d/1"]
+
+
+def test_a_pause_that_no_rank_has_heard_before_its_end_costs_nobody(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    for slot in one_clique.members[:-1]:
+        one_clique.finishes(slot)
+    assert not one_clique.timer("pause"), "the last one writes its model"
