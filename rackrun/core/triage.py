@@ -68,7 +68,7 @@ class Triage:
         record = self.rack.occupants.get(slot)
         if record is None or record.rank is None:
             why = f"may not be used: {'; '.join(event.unfit)}" if event.unfit else "may be used now"
-            self.emit(Notice(text=f"{slot}, a spare, {why}"))
+            self.emit(Notice(text=f"{slot}{', a spare,' if record is not None else ''} {why}"))
         self.changed(event.at_ms)
 
     def awaits(self, what: str) -> None:
