@@ -279,6 +279,7 @@ def test_a_world_that_cannot_begin_again_says_what_is_against_the_slots() -> Non
 def test_a_job_begins_when_its_gpus_have_become_fit() -> None:
     told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
     waiting = only(Notice, told.join("a", 2, clique="x", unfit={1: "its fabric registration is in progress"}))
+    assert waiting.text.startswith("2 ranks need a slot, but only 1 fit in 1 usable slots")
     assert waiting.text.endswith("Waiting for a/1 (its fabric registration is in progress)")
     assert len(every(StartWorker, told.checks("a/1"))) == 2
 
