@@ -73,9 +73,14 @@ class Breaker:
         self.withheld: dict[tuple[str, int], Withheld] = {}
         """By tray and GPU: what was not acted on. A verdict is told once, so whoever resets the breaker looks here."""
 
-    def learn(self, trays: Mapping[str, CliqueId]) -> None:
+    def learn(self, trays: Mapping[str, CliqueId | None]) -> None:
         """More trays, or other cliques."""
         self._clique_of.update(trays)
+
+    def forget(self, tray: str) -> None:
+        """The tray is lost: what was said of its GPUs and not acted on may be so no more when it comes back."""
+        self._waiting = [one for one in self._waiting if one[1] != tray]
+        self.withheld = {at: one for at, one in self.withheld.items() if at[0] != tray}
 
     @property
     def wake_at_ms(self) -> int | None:

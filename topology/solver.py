@@ -197,8 +197,12 @@ def _too_few(question: Question, usable: Ints) -> DoesNotFit:
     ]
     shown = "; ".join(cut[:4]) + (f"; and {len(cut) - 4} cliques more" if len(cut) > 4 else "")
     bound = f" ({' x '.join(mesh.bound)})" if mesh.bound else ""
+    who = (
+        f"{groups} groups of {size} ranks{bound} must each sit inside one clique"
+        if size > 1
+        else f"{groups} ranks need a slot"
+    )
     return DoesNotFit(
-        f"{groups} groups of {size} ranks{bound} must each sit inside one clique, but only "
-        f"{min(int((usable // size).sum()), groups if not spares else 10**9)} fit in {int(usable.sum())} usable slots{held}. {shown}.",
+        f"{who}, but only {min(int((usable // size).sum()), groups if not spares else 10**9)} fit in {int(usable.sum())} usable slots{held}. {shown}.",
         remedy="repair or add trays, hold back fewer spares, or shrink the mesh.",
     )

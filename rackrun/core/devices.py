@@ -17,6 +17,8 @@ class Devices:
     _verdicts: dict[SlotId, Verdict] = field(default_factory=dict)
     """Of GPUs that are to be left, until a better verdict comes."""
     _unfit: dict[SlotId, tuple[str, ...]] = field(default_factory=dict)
+    _refused: dict[SlotId, str] = field(default_factory=dict)
+    """Slots of trays whose story cannot be: how their GPUs are does not matter."""
 
     def judged(self, tray: TrayId, verdict: Verdict) -> None:
         slot = slot_id(tray, verdict.index)
@@ -31,9 +33,13 @@ class Devices:
         else:
             self._unfit.pop(slot, None)
 
+    def refuse(self, tray: TrayId, slots: int, why: str) -> None:
+        """What the tray tells of itself cannot be: none of its slots is used until it joins anew."""
+        self._refused |= {slot_id(tray, index): why for index in range(slots)}
+
     def forget(self, tray: TrayId) -> None:
         """The tray is lost. The agent that comes back asks the hardware anew."""
-        for known in (self._verdicts, self._unfit):
+        for known in (self._verdicts, self._unfit, self._refused):
             for slot in [slot for slot in known if tray_of(slot) == tray]:
                 del known[slot]
 
@@ -56,11 +62,15 @@ class Devices:
 
     def may_be_taken(self, slot: SlotId) -> bool:
         """By one that does not sit there yet. A GPU on its way out may, as the last choice."""
-        return slot not in self._unfit and self.fitness(slot) is not Fitness.BAD
+        return not self.unfit(slot) and self.fitness(slot) is not Fitness.BAD
+
+    def may_come(self, slot: SlotId) -> bool:
+        """It may not be taken now, but that passes by itself, or may."""
+        return slot in self._unfit and slot not in self._refused and self.fitness(slot) is not Fitness.BAD
 
     def unfit(self, slot: SlotId) -> tuple[str, ...]:
         """Why it may not be taken into use now; empty: it may."""
-        return self._unfit.get(slot, ())
+        return (self._refused[slot],) if slot in self._refused else self._unfit.get(slot, ())
 
     def because(self, slot: SlotId) -> str:
         """Why whoever sits there is to leave; "" when nothing speaks against it."""
@@ -69,5 +79,5 @@ class Devices:
 
     def against(self) -> Mapping[SlotId, str]:
         """What is known to be wrong, slot by slot."""
-        unfit = {slot: "; ".join(reasons) for slot, reasons in self._unfit.items()}
+        unfit = {slot: "; ".join(self.unfit(slot)) for slot in (*self._refused, *self._unfit)}
         return {**unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

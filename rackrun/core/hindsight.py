@@ -6,6 +6,7 @@ now has the answer that the job would have had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -123,6 +124,8 @@ class Hindsight:
                 self.rack.join(event)
                 if self.generation:
                     self._learn_late(event)
+                elif len(self.rack.trays) >= self.config.trays_max:
+                    self._learn(list(self.rack.trays.values()), event.at_ms)
             case TrayLost():
                 self._tray_lost(event.tray, event.because)
             case DeviceJudged():
@@ -131,6 +134,9 @@ class Hindsight:
                 self.triage.checked(event)
             case TimerFired() if event.name == "breaker":
                 self.triage.tick(event.at_ms)
+            case TimerFired() if event.name.startswith("last-call") and not self.generation:
+                if len(self.rack.trays) >= self.config.trays_min:
+                    self._learn(list(self.rack.trays.values()), event.at_ms)
             case WorkerElastic() | WorkerReady() | WorkerFinished() | WorkerExited():
                 record = self.rack.current(event)
                 if record is not None:
@@ -165,7 +171,7 @@ class Hindsight:
         """That was all."""
         mesh = self.seating.mesh
         if not self.generation:
-            self._learn(list(self._trays.values()))
+            self._learn(list(self._trays.values()), 0)
         elif mesh is not None and mesh.world_size == len(self.seats):
             self.broken = self.seating.adopt(mesh, self.seats)
 
@@ -177,6 +183,8 @@ class Hindsight:
             return
         self._elastic |= not isinstance(event, WorkerFinished)
         if isinstance(event, WorkerReady) and event.mesh and record.rank is not None:
+            if math.prod(size for _, size in event.mesh) != len(self.seats):
+                return  # the job stops for that
             mesh = Mesh.of(dict(event.mesh))
             if self.seating.mesh != mesh:
                 self.seating.adopt(mesh, self.seats)
@@ -196,7 +204,7 @@ class Hindsight:
         if not self.generation:
             slots = len(self.rack.slots())
             self.spares_wanted = slots - plan.world_size if self.config.mesh else self.config.spares
-            self._learn(list(self.rack.trays.values()))
+            self._learn(list(self.rack.trays.values()), at_ms)
         self.generation = plan.generation
         self.seats = {member.rank: member.slot for member in plan.members}
         for member in plan.members:
@@ -210,26 +218,27 @@ class Hindsight:
 
     def _tray_lost(self, tray: TrayId, because: str) -> None:
         if tray in self.rack.trays:
-            self.rack.lose_tray(tray, because)
+            for loss in self.rack.lose_tray(tray, because):
+                self._gone[loss.record.worker.slot] = f"its tray was lost ({because})"
+            self.triage.forget(tray)
             self.lost[tray] = because
 
-    def _learn(self, joined: Sequence[TrayJoined]) -> None:
+    def _learn(self, joined: Sequence[TrayJoined], at_ms: int) -> None:
         try:
             self.seating.learn(joined)
         except TopologyError as error:
             self.broken = error.what
             return
-        self.triage.learn(self.seating.cliques())
+        self.triage.learn(self.seating.cliques(), at_ms)
 
     def _learn_late(self, event: TrayJoined) -> None:
         try:
             self.seating.learn([event])
         except TopologyError as error:
             self.said.append(Notice(text=f"{event.tray} is not used: {error}"))
-            for index in range(event.slots):
-                self.rack.devices.checked(slot_id(event.tray, index), (error.what,))
+            self.rack.devices.refuse(event.tray, event.slots, error.what)
             return
-        self.triage.learn(self.seating.cliques())
+        self.triage.learn(self.seating.cliques(), event.at_ms)
 
     def _occupant(self, slot: SlotId, incarnation: Incarnation) -> WorkerRecord | None:
         record = self.rack.occupants.get(slot)
@@ -251,8 +260,8 @@ class Hindsight:
         return Topology.of([Rack(serial="", trays=trays)] if trays else [])
 
     def standings(self) -> dict[SlotId, Standing]:
-        """Of every slot: as the topology has them, then what is in none."""
-        every = chain((SlotId(seat.slot) for seat in self.topology().seats), self.rack.slots())
+        """Of every slot: as the topology has them, then what is in none: a rank's last slot may be there no more."""
+        every = chain((SlotId(seat.slot) for seat in self.topology().seats), self.rack.slots(), self.seats.values())
         ranks = {slot: rank for rank, slot in self.seats.items()}
         return {slot: self._standing(slot, ranks.get(slot)) for slot in dict.fromkeys(every)}
 

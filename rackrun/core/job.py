@@ -78,13 +78,12 @@ class JobMachine:
             self.forming.joined(event)
             return
         self.forming.joined_late(event)
-        if self.world.phase in (Phase.TRAINING, Phase.PARKING):
-            self.slot_empty(event.at_ms)
+        self.slot_empty(event.at_ms)
 
     def timer(self, name: str, at_ms: int) -> None:
         kind, _, number = name.partition(":")
-        if kind in ("join", "last-call"):
-            self.forming.timer(kind)
+        if kind in ("join", "last-call", "fit"):
+            self.forming.timer(kind, at_ms)
         elif kind == "drain" and self.stopping is not None:
             self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
         elif kind == "breaker":
@@ -217,19 +216,33 @@ class JobMachine:
             return
         world = self.world
         seats = self.seating.again(world.seats)
+        if seats is None and self.seating.again(world.seats, hoping=True) is not None:
+            self.await_fit(f"{world.size} ranks need a slot")
+            return
         if seats is None:
-            slots = len(self.rack.slots())
-            self.stop(
-                3,
-                f"{world.reason}; {world.size} ranks need a slot, {slots} are left on {len(self.rack.trays)} trays",
-                remedy="hold back more spares (--spares), or start with more trays.",
-            )
+            self._no_slots()
             return
         world.seats = seats
         self._launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
 
+    def await_fit(self, what: str) -> None:
+        self.triage.awaits(what)
+
+    def _no_slots(self) -> None:
+        world = self.world
+        against = "; ".join(f"{slot}: {why}" for slot, why in self.rack.devices.against().items())
+        left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
+        self.stop(
+            3,
+            f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}",
+            remedy="hold back more spares (--spares), or start with more trays.",
+        )
+
     def _exits_overdue(self) -> None:
         if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
+            return
+        if not self.rack.occupants and self.world.phase is Phase.RESTARTING:
+            self._no_slots()
             return
         left = sorted(self.rack.occupants) if self.world.phase is Phase.RESTARTING else self._not_gone()
         self.stop(
@@ -252,6 +265,8 @@ class JobMachine:
     def slot_empty(self, at_ms: int) -> None:
         """A worker has ended: there may be room for what waits for it."""
         match self.world.phase:
+            case Phase.FORMING:
+                self.forming.look(at_ms)
             case Phase.TRAINING:
                 self._top_up()
             case Phase.PARKING:

@@ -97,6 +97,16 @@ class RackMachine:
         """Where one could be started as soon as what is condemned there has ended."""
         return [slot for slot, record in self.occupants.items() if not record.alive and self.usable(slot)]
 
+    def may_come(self, slot: SlotId) -> bool:
+        """Nobody may start there now, for what may pass."""
+        return not self.quarantined(slot) and self.devices.may_come(slot)
+
+    def unfit(self, most: int = 4) -> str:
+        """Slots of live trays that may not be taken into use now, and why: for people."""
+        found = [f"{slot} ({'; '.join(why)})" for slot in self.slots() if (why := self.devices.unfit(slot))]
+        more = f" and {len(found) - most} more" if len(found) > most else ""
+        return ", ".join(found[:most]) + more
+
     # -- workers ---------------------------------------------------------------------------------------------------
     def current(self, event: WorkerEvent) -> WorkerRecord | None:
         """Whom the event speaks of; None if that incarnation is no longer (or was never) in its slot."""
@@ -166,10 +176,13 @@ class RackMachine:
         spares = [record for record in self.occupants.values() if record.rank is None and record.alive]
         return sorted(spares, key=lambda record: slot_order(record.worker.slot))
 
+    def fit_spares(self) -> list[WorkerRecord]:
+        """Those on a GPU that is in order or, as the last choice, on its way out."""
+        return [record for record in self.spares() if self.devices.may_be_taken(record.worker.slot)]
+
     def ready_spares(self) -> list[WorkerRecord]:
-        """Those that may take a rank over now, on a GPU that is in order or, as the last choice, on its way out."""
-        ready = (record for record in self.spares() if record.state is WorkerState.READY)
-        return [record for record in ready if self.devices.may_be_taken(record.worker.slot)]
+        """Those that may take a rank over now."""
+        return [record for record in self.fit_spares() if record.state is WorkerState.READY]
 
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
         """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order."""

@@ -53,6 +53,7 @@ class Ladder(Protocol):
     def restart(self, because: str, loss: Loss | None, at_ms: int) -> None: ...
     def stop(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
     def start_spare(self, slot: SlotId) -> StartWorker: ...
+    def await_fit(self, what: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -214,13 +215,15 @@ class Recovery:
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
     def _give_up(self) -> None:
-        lost = self.world.lost()
-        missing = f"{len(lost) - len(self.rack.ready_spares())} of {len(lost)} lost ranks wait for a worker to be ready"
+        lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
+        told = f"{len(lost)} ranks to replace, {ready} spares are ready"
         self.ladder.stop(
             3,
             f"generation {self.world.generation} was not recovered within {self.config.join_timeout_ms} ms: "
-            f"{self._told()}; {missing}",
-            remedy="look at the output of the spares; raise join_timeout_ms if a start takes longer.",
+            f"{self._told()}; {told}{f'; not fit: {unfit}' if unfit else ''}",
+            remedy="repair the GPUs that are not fit, or start more trays."
+            if unfit
+            else "look at the output of the spares; raise join_timeout_ms if a start takes longer.",
         )
 
     # -- decide ----------------------------------------------------------------------------------------------------
@@ -298,19 +301,24 @@ class Recovery:
         free = self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
         elsewhere = [slot for slot in free if slot not in in_place]
-        short = len(in_place) if enough else len(lost) - len(self.rack.spares())
+        short = len(free) if enough else len(lost) - len(self.rack.fit_spares())
         for slot in (in_place + elsewhere)[: max(short, 0)]:
             self.emit(self.ladder.start_spare(slot))
-        coming = len(self.rack.spares()) + len(self.rack.clearing_slots())
+        coming = len(self.rack.fit_spares()) + len(self.rack.clearing_slots())
+        hopes = [slot for slot in self.rack.slots() if slot not in self.world.seated() and self.rack.may_come(slot)]
+        none_comes = coming == len(self.rack.ready_spares()) if enough else coming < len(lost)
+        if none_comes and hopes and (enough or coming + len(hopes) >= len(lost)):
+            self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
+            return
         if enough:
-            if coming == len(self.rack.ready_spares()):
+            if none_comes:
                 self.ladder.stop(
                     3,
                     f"{self._told()}: {len(lost)} ranks to replace, and no spare inside their NVLink clique",
                     remedy="hold back spares in every NVLink domain (--spares), or let their group go on over the network "
                     "(--cross-clique).",
                 )
-        elif coming < len(lost):
+        elif none_comes:
             last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
             self.ladder.stop(
                 3,

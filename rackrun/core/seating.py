@@ -72,8 +72,9 @@ class Seating:
         return {tray: board.cliques[int(board.clique[slots[0]])] for tray, slots in board.tray_slots.items() if slots}
 
     # -- the first seats
-    def first(self, spares: int) -> tuple[SlotId, ...]:
-        """The slot of each rank. ``spares``: slots held back, at the least. Raises `DoesNotFit`."""
+    def first(self, spares: int, *, hoping: bool = False) -> tuple[SlotId, ...]:
+        """The slot of each rank. ``spares``: slots held back, at the least; ``hoping``: as if GPUs that are not fit now were. Raises
+        `DoesNotFit`."""
         trays = {tray: joined.slots for tray, joined in self.rack.trays.items()}
         slots = sum(trays.values())
         if self.board is None:
@@ -82,7 +83,7 @@ class Seating:
             self.board,
             self.mesh or Mesh.of({"dp": slots - spares}),
             spares=spares,
-            health=self._health(),
+            health=self._health(hoping=hoping),
             allow_cross_clique=self.config.cross_clique,
         ).slots
 
@@ -97,7 +98,8 @@ class Seating:
             return ""
         board = self.board
         for group in mesh.groups.tolist():
-            cliques = {board.cliques[int(board.clique[board.number[seats[Rank(rank)]]])] for rank in group}
+            slots = [board.number[slot] for rank in group if (slot := seats[Rank(rank)]) in board.number]
+            cliques = {board.cliques[int(board.clique[slot])] for slot in slots}
             if len(cliques) > 1:
                 return (
                     f"the {' x '.join(mesh.bound)} group of ranks {', '.join(map(str, group))} sits in {len(cliques)} cliques "
@@ -109,10 +111,11 @@ class Seating:
         """Where ``rank`` sits, and with whom it is bound: two lines."""
         slots = [seats[one] for one in sorted(seats)]
         mesh = self.mesh or Mesh.of({"dp": len(slots)})
-        if self.board is not None:
+        if self.board is not None and all(slot in self.board.number for slot in slots):
             return as_seated(self.board, mesh, slots).where(rank)
         coordinate = ", ".join(f"{name} {at}" for name, at in mesh.coordinate(rank))
-        return [f"rank {rank} ({coordinate}) sits on {seats[rank]}.", "Nobody has told of NVLink cliques."]
+        what = "Nobody has told of NVLink cliques." if self.board is None else "Some ranks' slots are there no more."
+        return [f"rank {rank} ({coordinate}) sits on {seats[rank]}.", what]
 
     # -- later
     def staff(self, seats: Mapping[Rank, SlotId], lost: Collection[Rank], ready: Collection[SlotId]) -> Staff | None:
@@ -141,13 +144,14 @@ class Seating:
         found = self._place(seats, {slot: devices.fitness(slot) for slot in (*seats.values(), *ready)}, ready)
         return {move.rank: move.target for move in found.moves} if found else {}
 
-    def again(self, seats: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
-        """A slot for every rank of a new start: its own where that lives; None if there are too few."""
+    def again(self, seats: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
+        """A slot for every rank of a new start: its own where that lives; None if there are too few. ``hoping``: as in `first`."""
         if self.board is None:
             return self.rack.seats(seats)
-        usable = [slot for slot in self.rack.slots() if self.rack.usable(slot)]
+        health = self._health(hoping=hoping)
+        usable = [slot for slot in self.rack.slots() if health.get(slot) is not Fitness.BAD]
         try:
-            found = self._ask([seats[rank] for rank in sorted(seats)], self._health(), usable)
+            found = self._ask([seats[rank] for rank in sorted(seats)], health, usable)
         except DoesNotFit:
             return None
         return {Rank(rank): slot for rank, slot in enumerate(found.slots)}
@@ -162,24 +166,28 @@ class Seating:
 
     def _ask(self, previous: list[SlotId], health: Mapping[str, Fitness], ready: Collection[SlotId]) -> Placement:
         assert self.board is not None
+        known = self.board.number  # a tray may have come back with fewer slots than it had
         return place(
             self.board,
             self.mesh or Mesh.of({"dp": len(previous)}),
-            health=health,
-            preflighted=[slot for slot in ready if slot in self.board.number],
-            lemons={str(slot): count for slot, count in self.rack.faults.items()},
+            health={slot: fitness for slot, fitness in health.items() if slot in known},
+            preflighted=[slot for slot in ready if slot in known],
+            lemons={str(slot): count for slot, count in self.rack.faults.items() if slot in known},
             previous=previous,
             allow_cross_clique=self.config.cross_clique,
         )
 
-    def _health(self) -> dict[str, Fitness]:
-        """Of every slot of the topology, for whoever is to be seated."""
+    def _health(self, *, hoping: bool) -> dict[str, Fitness]:
+        """Of every slot of the topology, for a world that begins."""
         assert self.board is not None
+        return {slot: self._fitness(slot, hoping=hoping) for slot in self.board.slots}
+
+    def _fitness(self, slot: SlotId, *, hoping: bool) -> Fitness:
         devices = self.rack.devices
-        return {
-            slot: devices.fitness(slot) if self.rack.lives(slot) and self.rack.usable(slot) else Fitness.BAD
-            for slot in self.board.slots
-        }
+        taken = devices.may_be_taken(slot) or (hoping and devices.may_come(slot))
+        if not (taken and self.rack.lives(slot)):
+            return Fitness.BAD
+        return max(devices.fitness(slot), Fitness.AVOID) if self.rack.quarantined(slot) else devices.fitness(slot)
 
 
 def _known(event: TrayJoined) -> list[PartialTopology]:

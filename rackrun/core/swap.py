@@ -41,8 +41,8 @@ class PlannedSwap:
         world = self.world
         if world.phase is not Phase.TRAINING or self._pausing == world.generation:
             return
-        if any(record.finished for record in world.members.values()):
-            return  # the end is near
+        if self._ends():
+            return
         leaving = self._leaving()
         if not leaving:
             return
@@ -62,8 +62,12 @@ class PlannedSwap:
 
     def timer(self, generation: str, at_ms: int) -> None:
         """Some have not paused: as after a loss, then, with the step they are in done again."""
-        if generation == str(self._pausing) and self._is_on(self._pausing):
+        if generation == str(self._pausing) and self._is_on(self._pausing) and not self._ends():
             self._swap(at_ms)
+
+    def _ends(self) -> bool:
+        """The end is near: some ranks have come to it, so none of them pauses any more."""
+        return any(record.finished for record in self.world.members.values())
 
     def _is_on(self, generation: Generation) -> bool:
         return generation == self._pausing == self.world.generation and self.world.phase is Phase.TRAINING

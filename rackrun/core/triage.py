@@ -29,12 +29,31 @@ class Triage:
     """Something is known of the hardware that was not known before."""
     breaker: Breaker = field(default_factory=lambda: Breaker({}))
     _wake_at_ms: int | None = None
+    _awaited: str = ""
+    _early: list[DeviceJudged] | None = field(default_factory=list)
+    """Said before all trays are there: how many of them are "many" is not known yet. None afterwards."""
 
-    def learn(self, cliques: Mapping[str, CliqueId]) -> None:
-        self.breaker.learn(cliques)
+    def learn(self, cliques: Mapping[str, CliqueId], at_ms: int) -> None:
+        """The trays are there, or one more."""
+        self.breaker.learn({**dict.fromkeys(self.rack.trays), **cliques})
+        early, self._early = self._early, None
+        for event in early or ():
+            self.judged(event)
+        if early:
+            self.tick(at_ms)
+
+    def forget(self, tray: TrayId) -> None:
+        """It is lost."""
+        self.breaker.forget(tray)
+        if self._early:
+            self._early = [event for event in self._early if event.tray != tray]
 
     def judged(self, event: DeviceJudged) -> None:
-        if event.tray in self.rack.trays:
+        if event.tray not in self.rack.trays:
+            return
+        if self._early is not None:
+            self._early.append(event)
+        else:
             self._act(self.breaker.handle(event.at_ms, event.tray, event.verdict), event.at_ms)
 
     def tick(self, at_ms: int) -> None:
@@ -49,8 +68,15 @@ class Triage:
         record = self.rack.occupants.get(slot)
         if record is None or record.rank is None:
             why = f"may not be used: {'; '.join(event.unfit)}" if event.unfit else "may be used now"
-            self.emit(Notice(text=f"{slot}, a spare, {why}"))
+            self.emit(Notice(text=f"{slot}{', a spare,' if record is not None else ''} {why}"))
         self.changed(event.at_ms)
+
+    def awaits(self, what: str) -> None:
+        """Only GPUs that are not fit now can help: says so, and again when others are."""
+        text = f"{what}. Waiting for {self.rack.unfit()}"
+        if text != self._awaited:
+            self._awaited = text
+            self.emit(Notice(text=text))
 
     def _act(self, decisions: Sequence[Passed | Withheld | SwitchSuspected], at_ms: int) -> None:
         for decision in decisions:

@@ -64,6 +64,10 @@ class World:
         """Ranks without a worker, and where they were."""
         return {rank: self.seats[rank] for rank in self.ranks() if rank not in self.members}
 
+    def seated(self) -> set[SlotId]:
+        """Where somebody holds a rank."""
+        return {self.seats[rank] for rank in self.members}
+
     def stateful(self) -> dict[Rank, WorkerRecord]:
         return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
 

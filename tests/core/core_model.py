@@ -206,18 +206,24 @@ class Cluster:
             self.end(process, signal=9)
 
     # -- trays -----------------------------------------------------------------------------------------------------
-    def join(self, tray: TrayId) -> None:
+    def join(self, tray: TrayId, *, slots: int | None = None, lies: bool = False) -> None:
+        """``slots``: it has come back with fewer; ``lies``: of its GPUs it says that they are another tray's."""
         self.up_trays[tray] = True
+        slots = slots or self.slots
         clique = f"clique-{int(tray.rpartition('-')[2]) // 2}"
         self.tell(
             TrayJoined(
                 tray=tray,
                 host=tray,
-                slots=self.slots,
+                slots=slots,
                 store=f"{tray}:1",
                 snapshots=f"{tray}:2",
                 codec=True,
-                topology=topology_of(tray, self.slots, clique) if self.racks else b"",
+                topology=topology_of("tray-0" if lies else tray, slots, clique).replace(
+                    b'"host":"tray-0"', f'"host":"{tray}"'.encode()
+                )
+                if self.racks
+                else b"",
             )
         )
 

@@ -176,3 +176,27 @@ def test_a_restart_keeps_groups_inside_their_cliques(lost: str) -> None:
     assert plan.generation == 2
     assert all(clique_of(plan.members[r].slot) == clique_of(plan.members[r + 1].slot) for r in (0, 2))
     assert not any(member.slot.startswith(lost) for member in plan.members)
+
+
+# -- trays that come back otherwise ----------------------------------------------------------------------------------
+def test_a_tray_may_come_back_with_fewer_slots_than_it_had() -> None:
+    told = two_cliques(spares=4)
+    told.train()
+    told.stalls("a/1", silent=True)  # a point against its slot
+    told.park_all()
+    told.resume_all()
+    told.tray_lost("a")
+    told.join("a", 1, clique="x")
+    assert "a/1" not in ranks(plan_in(told.park_all())).values()
+
+
+def test_a_tray_that_contradicts_others_is_not_used_however_well_its_gpus_are() -> None:
+    told = two_cliques(spares=4)
+    told.train()
+    told.judges("d/1", Health.LOST)
+    told.exits("d/1")
+    joins_with_the_gpu_of_a(told, "e")
+    told.checks("e/0", "its driver does not answer")
+    assert not every(StartWorker, told.checks("e/0"))
+    told.tray_lost("e")
+    assert only(StartWorker, told.join("e", 1, clique="x")).slot == "e/0", "it tells something else now"

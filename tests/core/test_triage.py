@@ -226,3 +226,113 @@ def test_a_tray_that_comes_back_is_asked_anew(one_clique: Told) -> None:
     one_clique.tray_lost("d")
     joined = one_clique.join("d", 2, clique="x")
     assert {start.slot for start in every(StartWorker, joined)} == {"d/0", "d/1"}
+
+
+# -- GPUs that are not fit now ---------------------------------------------------------------------------------------
+def test_who_is_lost_begins_again_in_its_own_slot_when_the_only_spare_may_not_be_used(one_clique: Told) -> None:
+    for spare in ("d/0", "d/1"):
+        one_clique.checks(spare, "its fabric registration is in progress")
+    one_clique.exits("a/0")
+    assert only(StartWorker, one_clique.park_all()).slot == "a/0"
+
+
+def test_when_only_unfit_gpus_can_help_they_are_waited_for_and_named() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2, clique="x")
+    told.train()
+    told.checks("a/0", "its driver does not answer")
+    told.exits("a/0")
+    waiting = only(Notice, told.park_all())
+    assert waiting.text == "rank 0 lost (SIGKILL): 1 ranks to replace. Waiting for a/0 (its driver does not answer)"
+    assert only(StartWorker, told.checks("a/0")).slot == "a/0"
+
+
+def test_a_wait_for_unfit_gpus_that_takes_too_long_ends_with_their_reasons() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2, clique="x")
+    told.train()
+    told.checks("a/0", "its driver does not answer")
+    told.exits("a/0")
+    told.park_all()
+    assert "a/0 (its driver does not answer)" in stop_in(told.timer("recover")).because
+
+
+def test_a_world_that_begins_again_waits_for_unfit_gpus() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2, clique="x")
+    told.checks("a/1", "its driver does not answer")
+    told.exits("a/0")
+    waiting = only(Notice, told.exits("a/1"))
+    assert waiting.text == "2 ranks need a slot. Waiting for a/1 (its driver does not answer)"
+    assert len(every(StartWorker, told.checks("a/1"))) == 2
+
+
+def test_a_world_that_cannot_begin_again_says_what_is_against_the_slots() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2, clique="x")
+    told.checks("a/1", "its driver does not answer")
+    told.exits("a/0")
+    told.exits("a/1")
+    assert "a/1: its driver does not answer" in stop_in(told.timer("exits")).because
+
+
+def test_a_job_begins_when_its_gpus_have_become_fit() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    waiting = only(Notice, told.join("a", 2, clique="x", unfit={1: "its fabric registration is in progress"}))
+    assert waiting.text.startswith("2 ranks need a slot, but only 1 fit in 1 usable slots")
+    assert waiting.text.endswith("Waiting for a/1 (its fabric registration is in progress)")
+    assert len(every(StartWorker, told.checks("a/1"))) == 2
+
+
+def test_a_job_whose_gpus_never_become_fit_ends_with_the_reason() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+    told.join("a", 2, clique="x", unfit={1: "its fabric registration is in progress"})
+    stop = stop_in(told.tell(TimerFired(name="fit")))
+    assert (stop.exit_code, "a/1 (its fabric registration is in progress)" in stop.because) == (3, True)
+
+
+def test_a_free_slot_of_the_clique_is_used_before_the_job_is_given_up() -> None:
+    told = Told(JobConfig(trays_min=4, trays_max=4, mesh=(("dp", 2), ("tp", 3)), spares=0))
+    for tray in "abcd":
+        told.join(tray, 2, clique="x" if tray in "ab" else "y")
+    told.train()
+    assert [spare.slot for spare in told.view.spares] == ["b/1", "d/1"]
+    told.judges("a/0", Health.LOST)
+    told.exits("b/1")
+    assert only(StartWorker, told.park_all()).slot == "b/1"
+
+
+def test_a_slot_that_lost_many_workers_is_the_last_choice_of_a_world_that_begins_again() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, max_restarts=10))
+    told.join("a", 2, clique="x")
+    for _ in range(6):
+        told.exits("a/0", code=1)
+        told.exits("a/1")
+    assert told.view.phase == "setup"
+
+
+# -- verdicts before the world is formed, and of trays that are gone ---------------------------------------------------
+def test_what_trays_say_before_all_have_joined_does_not_open_the_breaker() -> None:
+    told = Told(JobConfig(trays_min=8, trays_max=8, spares=8))
+    for tray in "abcdefgh":
+        told.join(tray, 2, clique="x")
+        if tray in "abc":
+            told.judges(f"{tray}/0", Health.DEGRADED)
+    assert not any("until a person has looked" in notice.text for notice in every(Notice, told.answers))
+    assert not {"a/0", "b/0", "c/0"} & {rank.slot for rank in told.view.ranks}
+
+
+def test_a_verdict_that_waits_is_forgotten_with_its_tray(one_clique: Told) -> None:
+    one_clique.judges("d/0", Health.FABRIC, fabric=True)
+    one_clique.tray_lost("d")
+    one_clique.join("d", 2, clique="x")
+    one_clique.now += 10_000
+    one_clique.tell(TimerFired(name="breaker"))
+    assert [spare.slot for spare in one_clique.view.spares] == ["d/0", "d/1"]
+
+
+def test_a_pause_that_no_rank_has_heard_before_its_end_costs_nobody(one_clique: Told) -> None:
+    one_clique.judges("b/1", Health.DEGRADED)
+    for slot in one_clique.members[:-1]:
+        one_clique.finishes(slot)
+    assert not one_clique.timer("pause"), "the last one writes its model"

@@ -299,3 +299,29 @@ async def test_what_cannot_be_shown_is_refused_with_a_remedy(
     said = rackctl("topology", *(tmp_path if one == "HERE" else one for one in arguments))
     assert said.code == 2
     assert what in said.err
+
+
+async def test_a_job_that_was_refused_for_its_scripts_mesh_is_drawn(
+    journal: Journal, shown: Callable[..., str]
+) -> None:
+    job = Kept(JobConfig(trays_min=1, trays_max=1, spares=0), journal)
+    job.join("a", 2, clique="x")
+    job.ready("a/0", mesh={"dp": 0, "tp": 64})
+    job.end()
+    assert "exit code 2" in shown()
+
+
+async def test_a_rank_whose_slot_is_there_no_more_is_told_of(
+    journal: Journal, rackctl: Rackctl, tmp_path: Path, shown: Callable[..., str]
+) -> None:
+    job = Kept(JobConfig(trays_min=2, trays_max=2, spares=1), journal)
+    job.join("a", 2, clique="x")
+    job.join("b", 2, clique="x")
+    job.train()
+    lost = next(rank.rank for rank in job.view.ranks if rank.slot == "a/1")
+    job.tray_lost("a")
+    job.join("a", 1, clique="x")
+    job.end()
+    assert "a/0-1  ranks 0 to 1  L  its worker is gone: its tray was lost (lease lapsed)" in shown()
+    assert "its worker is gone" in rackctl("topology", "explain", str(lost), "--run", tmp_path).out
+    assert "ranks 0 to 1 on a/0-1" in rackctl("topology", "check", "--run", tmp_path).out
