@@ -22,7 +22,7 @@ from rackrun.agent.config import AgentConfig
 from rackrun.agent.hardware import by_driver, is_of, named_cliques, reconciled
 from rackrun.agent.judge import DeviceEvent, Judge
 from rackrun.agent.slots import visible_gpus
-from rackrun.core.events import DeviceJudged
+from rackrun.core.events import DeviceJudged, TrayDescribed
 from rackrun.topology.environment import Binding
 from rackrun.topology.errors import SourcesDisagree, TopologyError
 from rackrun.topology.health import Said
@@ -83,6 +83,7 @@ class Devices:
         self._early: list[DeviceEvent] = []
         """What happens before there is somebody to tell."""
         self._tell: Callable[[DeviceEvent], None] = self._early.append
+        self._has_joined = False
         self._closing: set[asyncio.Future[None]] = set()
         described = bool(self._files) or not config.simulated
         visible = self._environment.get("CUDA_VISIBLE_DEVICES", "all").strip() != ""
@@ -95,6 +96,7 @@ class Devices:
     async def joined(self) -> dict[int, tuple[str, ...]]:
         """Waits for the first word of NVML, at most as long as it may take to start. Returns what is against which slot."""
         await self._heard_first.wait()
+        self._has_joined = True
         self._early[:] = [event for event in self._early if isinstance(event, DeviceJudged)]
         return {slot: unfit for slot, unfit in self._judge.unfit.items() if unfit}
 
@@ -231,6 +233,8 @@ class Devices:
         self.partials = reconciled(self._files, by_driver(reading, config.tray, visible.gpus))
         self._judge.begin(visible.gpus)
         self._understand()
+        if self._has_joined:
+            self._emit([TrayDescribed(tray=config.tray, topology=msgspec.json.encode(self.partials))])
         self._open_log()
         return True
 

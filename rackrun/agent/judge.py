@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rackrun.core.events import DeviceChecked, DeviceJudged
+from rackrun.core.events import DeviceChecked, DeviceJudged, TrayDescribed
 from rackrun.core.ids import TrayId
 from rackrun.topology.facts import preflight
 from rackrun.topology.health import Said, TrayHealth
@@ -15,7 +15,7 @@ from rackrun.topology.readings import FabricState, LinkState, NvmlUnavailable, T
 
 __all__ = ["DeviceEvent", "Judge", "cliques_of"]
 
-DeviceEvent = DeviceJudged | DeviceChecked
+DeviceEvent = DeviceJudged | DeviceChecked | TrayDescribed
 _UP = (LinkState.ACTIVE, LinkState.SLEEP)
 
 

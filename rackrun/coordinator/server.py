@@ -7,6 +7,7 @@
 ``GET /api/status``  `rackrun.coordinator.driver.Status`
 ``GET /metrics``    for Prometheus
 ``POST /api/stop``  end at the next step boundary
+``POST /api/close-breaker``  act on what the circuit breaker holds back
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
@@ -27,11 +28,13 @@ from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
 from rackrun.core.events import (
+    BreakerClosed,
     DeviceChecked,
     DeviceJudged,
     JournalFailed,
     StopRequested,
     TimerFired,
+    TrayDescribed,
     TrayJoined,
     TrayLost,
     WorkerEvent,
@@ -43,7 +46,7 @@ from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
-_OUR_OWN = (TrayLost, TimerFired, JournalFailed)
+_OUR_OWN = (TrayLost, TimerFired, JournalFailed, BreakerClosed)
 """Events that only the coordinator may say."""
 
 
@@ -64,6 +67,7 @@ class Server:
                 web.get("/api/status", self._status),
                 web.get("/metrics", self._metrics),
                 web.post("/api/stop", self._stop),
+                web.post("/api/close-breaker", self._close_breaker),
                 web.get("/api/end", self._end),
             ]
         )
@@ -99,6 +103,12 @@ class Server:
         if self._driver.over is None:
             self._driver.submit(StopRequested(because=because, exit_code=143))
         return web.json_response({"stopping": True}, status=202)
+
+    async def _close_breaker(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        if self._driver.over is None:
+            self._driver.submit(BreakerClosed())
+        return web.json_response({"closed": True}, status=202)
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -191,8 +201,8 @@ class Server:
             self._driver.submit(event)
 
 
-def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked) -> TrayId:
-    return event.tray if isinstance(event, DeviceJudged | DeviceChecked) else tray_of(event.slot)
+def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed) -> TrayId:
+    return event.tray if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed) else tray_of(event.slot)
 
 
 class _Breach(Exception):

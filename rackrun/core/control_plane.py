@@ -13,6 +13,7 @@ import msgspec
 from rackrun.core.commands import Command, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    BreakerClosed,
     DeviceChecked,
     DeviceJudged,
     Event,
@@ -22,6 +23,7 @@ from rackrun.core.events import (
     SnapshotStriped,
     StopRequested,
     TimerFired,
+    TrayDescribed,
     TrayJoined,
     TrayLost,
     WorkerElastic,
@@ -122,6 +124,10 @@ class ControlPlane:
                 self._job.triage.judged(event)
             case DeviceChecked():
                 self._job.triage.checked(event)
+            case BreakerClosed():
+                self._job.triage.close_breaker(event.at_ms)
+            case TrayDescribed():
+                self._job.described(event)
             case JournalFailed():
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")

@@ -15,6 +15,7 @@ from rackrun.core.health import Verdict
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, TrayId
 
 __all__ = [
+    "BreakerClosed",
     "DeviceChecked",
     "DeviceJudged",
     "Event",
@@ -24,6 +25,7 @@ __all__ = [
     "SnapshotStriped",
     "StopRequested",
     "TimerFired",
+    "TrayDescribed",
     "TrayJoined",
     "TrayLost",
     "WorkerElastic",
@@ -75,6 +77,14 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     """Reed-Solomon's codec is installed there (`rackrun.checkpoint.isal`)."""
     unfit: dict[int, tuple[str, ...]] = {}
     """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.facts.preflight`)."""
+
+
+class TrayDescribed(_Event, frozen=True, kw_only=True):
+    """A tray whose driver was silent when it joined knows now what it is."""
+
+    tray: TrayId
+    topology: bytes
+    """`TrayJoined.topology`."""
 
 
 class TrayLost(_Event, frozen=True, kw_only=True):
@@ -213,6 +223,10 @@ class TimerFired(_Event, frozen=True, kw_only=True):
     name: str
 
 
+class BreakerClosed(_Event, frozen=True, kw_only=True):
+    """A person has looked at what the circuit breaker holds back, and wants it to be acted on (``rackctl close-breaker``)."""
+
+
 class StopRequested(_Event, frozen=True, kw_only=True):
     """A person or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
 
@@ -241,5 +255,14 @@ WorkerEvent: TypeAlias = (
     | SnapshotStriped
 )
 Event: TypeAlias = (
-    WorkerEvent | TrayJoined | TrayLost | DeviceJudged | DeviceChecked | TimerFired | StopRequested | JournalFailed
+    WorkerEvent
+    | TrayJoined
+    | TrayDescribed
+    | TrayLost
+    | DeviceJudged
+    | DeviceChecked
+    | BreakerClosed
+    | TimerFired
+    | StopRequested
+    | JournalFailed
 )

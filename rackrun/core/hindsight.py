@@ -27,10 +27,12 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    BreakerClosed,
     DeviceChecked,
     DeviceJudged,
     Event,
     TimerFired,
+    TrayDescribed,
     TrayJoined,
     TrayLost,
     WorkerElastic,
@@ -132,6 +134,10 @@ class Hindsight:
                 self.triage.judged(event)
             case DeviceChecked():
                 self.triage.checked(event)
+            case BreakerClosed():
+                self.triage.close_breaker(event.at_ms)
+            case TrayDescribed():
+                self._described(event)
             case TimerFired() if event.name == "breaker":
                 self.triage.tick(event.at_ms)
             case TimerFired() if event.name.startswith("last-call") and not self.generation:
@@ -143,6 +149,14 @@ class Hindsight:
                     self._worker(record, event)
             case _:
                 pass
+
+    def _described(self, event: TrayDescribed) -> None:
+        known = self.rack.trays.get(event.tray)
+        if known is not None:
+            joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
+            self.rack.trays[event.tray] = self._trays[event.tray] = joined
+            if self.generation:
+                self._learn_late(joined)
 
     def told(self, command: Command, at_ms: int) -> None:
         match command:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rackrun.core.commands import (
     Command,
     DrainWorkers,
@@ -22,7 +24,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
-from rackrun.core.events import Failure, StopRequested, TrayJoined, WorkerExited, WorkerReady
+from rackrun.core.events import Failure, StopRequested, TrayDescribed, TrayJoined, WorkerExited, WorkerReady
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.protection import protect
@@ -80,6 +82,17 @@ class JobMachine:
         self.forming.joined_late(event)
         self.slot_empty(event.at_ms)
 
+    def described(self, event: TrayDescribed) -> None:
+        """A tray that has joined knows its place only now."""
+        known = self.rack.trays.get(event.tray)
+        if known is None:
+            return
+        joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
+        self.rack.trays[event.tray] = joined
+        if self.world.phase is not Phase.FORMING:
+            self.forming.joined_late(joined)
+            self.hardware_changed(event.at_ms)
+
     def timer(self, name: str, at_ms: int) -> None:
         kind, _, number = name.partition(":")
         if kind in ("join", "last-call", "fit"):
@@ -88,6 +101,8 @@ class JobMachine:
             self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
         elif kind == "breaker":
             self.triage.tick(at_ms)
+        elif kind == "failed":
+            self.triage.overdue(number, at_ms)
         elif kind == "pause":
             self.swap.timer(number, at_ms)
         elif kind == "exits" and number == str(self.world.generation):

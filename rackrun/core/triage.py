@@ -16,7 +16,11 @@ from rackrun.core.rack import RackMachine
 from rackrun.topology.breaker import Breaker, Passed, SwitchSuspected, Withheld
 from rackrun.topology.model import CliqueId
 
-__all__ = ["Triage"]
+__all__ = ["LAST_WORDS_MS", "Triage"]
+
+
+LAST_WORDS_MS = 500
+"""For a process whose CUDA context is gone: its own error says more than we know, if it comes to raise it."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class Triage:
     """Something is known of the hardware that was not known before."""
     breaker: Breaker = field(default_factory=lambda: Breaker({}))
     _wake_at_ms: int | None = None
+    _failed: dict[str, str] = field(default_factory=dict)
+    """Workers that have a moment to end by themselves, and what their GPU says of them."""
     _awaited: str = ""
     _early: list[DeviceJudged] | None = field(default_factory=list)
     """Said before all trays are there: how many of them are "many" is not known yet. None afterwards."""
@@ -59,6 +65,22 @@ class Triage:
     def tick(self, at_ms: int) -> None:
         self._wake_at_ms = None
         self._act(self.breaker.tick(at_ms), at_ms)
+
+    def close_breaker(self, at_ms: int) -> None:
+        """A person has looked: what was held back is acted on, and later verdicts are again."""
+        held = list(self.breaker.withheld.values())
+        self.breaker.reset()
+        self.emit(Notice(text=f"the breaker is closed; {len(held)} verdicts were held back"))
+        for one in held:
+            self._passed(TrayId(one.tray), one.verdict, at_ms)
+
+    def overdue(self, worker: str, at_ms: int) -> None:
+        """It has not ended by itself, if it is still there."""
+        slot, _, incarnation = worker.rpartition(":")
+        record = self.rack.occupants.get(SlotId(slot))
+        because = self._failed.pop(worker, "")
+        if because and record is not None and record.alive and str(record.worker.incarnation) == incarnation:
+            self.fence([record.worker.slot], because, at_ms)
 
     def checked(self, event: DeviceChecked) -> None:
         slot = slot_id(event.tray, event.index)
@@ -102,7 +124,10 @@ class Triage:
         because = f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
         match verdict.response:
             case Response.RESTART:
-                self.fence([slot], because, at_ms)
+                if (record := self.rack.occupants.get(slot)) is not None and record.alive:
+                    worker = f"{slot}:{record.worker.incarnation}"
+                    self._failed[worker] = because
+                    self.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"
                 slots = [one for one in self.rack.slots() if one.startswith(f"{tray}/")] if whole_tray else [slot]

@@ -93,6 +93,19 @@ def stop(run: Run = None) -> None:
     print("stopping at the next step boundary")
 
 
+@app.command("close-breaker", epilog="Example: rackctl close-breaker out/")
+def close_breaker(run: Run = None) -> None:
+    """Act on the verdicts on GPUs that the circuit breaker holds back: you have looked, and it is not the switch.
+
+    See them with rackctl topology check --run.
+    """
+    place = find_run(run)
+    if read_json(place / "result.json", Result) is not None:
+        raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
+    _request(place, "/api/close-breaker", data=b"{}")
+    print("the breaker is closed")
+
+
 def _request(place: Path, path: str, data: bytes | None = None) -> str:
     """Ask the run's coordinator. Raises UsageError when it is not there."""
     endpoint = read_json(place / "endpoint.json", Endpoint)

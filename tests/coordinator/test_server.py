@@ -23,7 +23,8 @@ async def test_without_the_token_nobody_gets_in(journal: Journal, path: str, hea
         answer = await session.get(c.url + path, params=GOOD)
         assert answer.status == 401
         assert "--token-file" in await answer.text()
-        assert (await session.post(f"{c.url}/api/stop")).status == 401
+        for action in ("stop", "close-breaker"):
+            assert (await session.post(f"{c.url}/api/{action}")).status == 401
 
 
 async def test_health_needs_no_token_and_names_the_run(journal: Journal) -> None:
@@ -99,6 +100,13 @@ async def test_stop_is_an_event_and_the_end_can_be_waited_for(journal: Journal) 
         assert '"all done"' in await asyncio.wait_for(end, 5)
         assert isinstance(core.heard[-1], StopRequested)
         assert core.heard[-1].because == "enough"
+
+
+async def test_a_person_closes_the_breaker(journal: Journal) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c, _session() as session:
+        assert (await session.post(f"{c.url}/api/close-breaker", json={})).status == 202
+        assert core.names() == ["BreakerClosed"]
 
 
 def _session() -> aiohttp.ClientSession:

@@ -53,7 +53,7 @@ from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, Tr
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""
 
-SHORT = ("gather", "stalled", "judge", "last-call")
+SHORT = ("gather", "stalled", "judge", "last-call", "failed")
 TIMEOUTS = ("park", "owed", "resume")
 
 

@@ -9,7 +9,7 @@ from core_told import Told, every, only, plan_in, ranks, stop_in, topology_of
 
 from rackrun.core.commands import Command, FenceWorker, Notice, ResumeGeneration, StartWorker, StopJob
 from rackrun.core.config import JobConfig
-from rackrun.core.events import TrayJoined
+from rackrun.core.events import TrayDescribed, TrayJoined
 from rackrun.core.health import Health
 from rackrun.core.ids import TrayId
 
@@ -162,6 +162,19 @@ def test_a_tray_that_comes_late_and_contradicts_the_others_is_not_used() -> None
     assert "e is not used" in only(Notice, answers).text
     assert not every(StartWorker, answers)
     assert told.view.phase == "training"
+
+
+def test_trays_whose_driver_was_silent_at_first_are_known_when_they_tell() -> None:
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=2, mesh=(("dp", 3), ("tp", 2))))
+    for tray in "abcd":
+        told.join(tray, 2)
+    told.train()
+    for tray in "abcd":
+        told.tell(TrayDescribed(tray=TrayId(tray), topology=topology_of(tray, 2, "x" if tray in "ab" else "y")))
+    assert not every(Notice, told.answers)
+    told.exits("a/0")
+    moved = told.park_all(snapshots=(4,))
+    assert only(FenceWorker, moved).slot == "a/1", "both spares are in the other clique: the pair moves there"
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])

@@ -11,13 +11,15 @@ from rackrun.core.commands import (
     Notice,
     PauseWorkers,
     ResumeGeneration,
+    SetTimer,
     StartWorker,
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import TimerFired
+from rackrun.core.events import BreakerClosed, TimerFired
 from rackrun.core.health import Health
 from rackrun.core.ids import Position
+from rackrun.core.triage import LAST_WORDS_MS
 
 
 @pytest.fixture
@@ -66,8 +68,18 @@ def test_a_spare_on_a_gpu_beyond_use_goes_quietly(one_clique: Told) -> None:
     assert one_clique.view.phase == "training"
 
 
+def test_a_process_that_lost_its_context_has_a_moment_to_say_so_itself(one_clique: Told) -> None:
+    answers = one_clique.judges("a/0", Health.APP)
+    assert not every(FenceWorker, answers)
+    timer = next(timer for timer in every(SetTimer, answers) if timer.name.startswith("failed:a/0:"))
+    assert timer.at_ms == one_clique.now + LAST_WORDS_MS
+    one_clique.exits("a/0", bug="train.py:3")
+    assert not one_clique.tell(TimerFired(name=timer.name))
+
+
 def test_a_process_that_lost_its_context_is_replaced_and_its_gpu_waits_as_a_spare(one_clique: Told) -> None:
-    assert only(FenceWorker, one_clique.judges("a/0", Health.APP)).slot == "a/0"
+    (timer,) = every(SetTimer, one_clique.judges("a/0", Health.APP))
+    assert only(FenceWorker, one_clique.tell(TimerFired(name=timer.name))).slot == "a/0"
     one_clique.park_all()
     one_clique.exits("a/0")
     assert only(StartWorker, one_clique.resume_all()).slot == "a/0"
@@ -193,6 +205,16 @@ def test_more_than_half_of_the_trays_are_never_taken_out_at_once(one_clique: Tol
     answers = one_clique.judges("c/0", Health.RESET)
     assert not every(FenceWorker, answers)
     assert "until a person has looked" in only(Notice, answers).text
+
+
+def test_a_person_who_has_looked_closes_the_breaker_and_what_was_held_back_is_done(one_clique: Told) -> None:
+    one_clique.judges("a/0", Health.FABRIC, fabric=True)
+    one_clique.judges("b/0", Health.FABRIC, fabric=True)
+    answers = one_clique.tell(BreakerClosed())
+    assert {fenced.slot for fenced in every(FenceWorker, answers)} == {"a/0", "b/0"}
+    assert "2 verdicts were held back" in every(Notice, answers)[0].text
+    one_clique.park_all()
+    assert not every(FenceWorker, one_clique.tell(BreakerClosed())), "once"
 
 
 # -- before and after training ---------------------------------------------------------------------------------------
