@@ -51,9 +51,8 @@ def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_pa
     assert assert_the_rest_is_the_same(again, reference(mode), at_most=last + 1) == last + 1
 
 
-@pytest.mark.parametrize(
-    ("copies", "trays", "spares"), [("mirror", 3, 8), pytest.param("xor", 6, 2, marks=pytest.mark.stories)]
-)
+@pytest.mark.stories
+@pytest.mark.parametrize(("copies", "trays", "spares"), [("mirror", 3, 8), ("xor", 6, 2)])
 def test_a_tray_and_who_keeps_its_copies_are_lost_together(
     copies: str, trays: int, spares: int, train: Train, reference: Reference, tmp_path: Path
 ) -> None:
@@ -68,6 +67,7 @@ def test_a_tray_and_who_keeps_its_copies_are_lost_together(
     assert not trained.contradictions, trained
 
 
+@pytest.mark.stories
 def test_without_checkpoints_such_a_loss_ends_the_job_with_the_reason(train: Train) -> None:
     trained = train(
         "fsdp", [Fault(name="both", place="backward", rank=1, step=12, then="AGENT AND HOLDER")], spares=8, trays=3

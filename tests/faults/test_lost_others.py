@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 Train, Reference = Callable[..., Trained], Callable[[str], Trained]
 
 
-@pytest.mark.parametrize("spares", [1, pytest.param(2, marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("spares", [1, 2])
 def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, reference: Reference) -> None:
     """With a second spare that one takes over; otherwise a new one is started for it."""
     faults = [

@@ -44,7 +44,7 @@ def stories(plots: Mapping[str, Mapping[str, Plot]], *steps: int | None, ddp: in
     ]
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_UNIT, 3, 6, 8, 11, ddp=1, sharded=2))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_UNIT, 3, 6, 8, 11, ddp=1, sharded=1))
 def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Once after the other: under DDP a live replica gives the state, under FSDP2 a snapshot, to which everybody goes back if need be."""
     trained = train(mode, told(story), spares=len(story))
@@ -54,7 +54,7 @@ def test_a_rank_is_lost_in_a_unit(mode: str, story: Story, train: Train, referen
     assert mode == "fsdp" or all(recovery["rollback"] is None for recovery in trained.recoveries), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, ddp=1, sharded=1))
+@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_START, 0, ddp=1, sharded=0))
 def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Before the second step nobody knows who is whose replica, and before the first snapshot a shard has no copy: the
     world may have to begin again, to the same end."""
@@ -63,7 +63,7 @@ def test_a_rank_is_lost_at_the_start(mode: str, story: Story, train: Train, refe
     assert len(trained.recoveries) == 1, trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_END, None, None, None, ddp=1, sharded=1))
+@pytest.mark.parametrize(("mode", "story"), stories(AT_THE_END, None, None, None, ddp=1, sharded=0))
 def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, reference: Reference) -> None:
     """Two of them may be lost in one attempt of a phase: the second when it has noticed nothing of the first yet."""
     trained = train(mode, told(story), spares=len(story))
@@ -72,7 +72,7 @@ def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, refere
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=1, sharded=1))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=0, sharded=1))
 def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, reference: Reference) -> None:
     trained = train(mode, told(story), spares=2 * len(story))
     trained.assert_same_training(reference(mode), told(story))
@@ -100,6 +100,7 @@ def check_random_story(mode: str, seed: int, train: Train, reference: Reference)
     assert "restart" not in [recovery["kind"] for recovery in trained.recoveries], trained
 
 
+@pytest.mark.stories
 def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Reference) -> None:
     """Twice in a row a newcomer starts from the same snapshot, the second time from the first newcomer's (and nobody else goes
     back, for nothing has been done since); a later loss then finds a later snapshot."""
@@ -113,7 +114,7 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
     assert [recovery["rollback"] for recovery in trained.recoveries] == [4, None, 8], trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
 def test_connections_break_though_nobody_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """The step is done again in place, by the same ranks."""
     faults = [
@@ -129,7 +130,8 @@ def test_connections_break_though_nobody_is_lost(mode: str, train: Train, refere
     assert [recovery["rollback"] for recovery in trained.recoveries] == [None] * 4, trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", MODES)
 def test_every_rank_is_lost_at_once(mode: str, train: Train, reference: Reference) -> None:
     """With replicas alone there is nothing left to go on from; snapshots outlive their ranks."""
     first = Fault(name="0", place="backward", rank=0, step=7)
@@ -149,6 +151,7 @@ def test_a_stopped_rank_is_noticed_in_time_and_replaced(train: Train, reference:
     assert noticed_s <= max(3 * trained.slowest_s, 1.0) + 0.3, f"noticed after {noticed_s:.2f} s\n{trained}"
 
 
+@pytest.mark.stories
 def test_a_rank_stopped_right_after_a_recovery_is_noticed_as_soon(train: Train, reference: Reference) -> None:
     """The first steps of a new world may be slow, but who is stopped is not slow."""
     faults = [
