@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -43,7 +44,11 @@ def on_tray(fake: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def nvml_process(agent: int) -> int:
-    found = [pid for pid in proc.descendants(agent) if b"nvml_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in proc.descendants(agent):
+        with contextlib.suppress(OSError):  # it has ended since
+            if b"nvml_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     assert len(found) == 1
     return found[0]
 
