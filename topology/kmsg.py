@@ -6,6 +6,9 @@
     NVRM: Xid (PCI:0008:01:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6 0x00000000 ...)
     NVRM: Xid (PCI:0000:9b:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)
 
+What is cut off, or runs into another message, is read as far as it is certain: never half a number, never another GPU's
+words. SXids, of NVSwitches, name no GPU and are passed over.
+
 Source: NVIDIA, "Xid Errors", https://docs.nvidia.com/deploy/xid-errors/.
 """
 
@@ -26,6 +29,7 @@ class NvlinkReport(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     fatal: bool
     link: int
+    """-1: of no link in particular."""
     intr_info: int
     error_status: int
 
@@ -40,16 +44,17 @@ class KernelXid(msgspec.Struct, frozen=True, kw_only=True):
     """Of Xid 154: the new recovery action."""
 
 
-_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: [^)]*)?\)[^:]*: (\d{1,4})(?:, *(.*))?$")
+_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: [^)]*)?\)[^:]*: (\d{1,4}), *(.*)$")
 _FALLEN = re.compile(
     r"NVRM: (?:The NVIDIA )?GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+[0-9a-fA-F]):?.*has fallen off the bus"
 )
 _NVLINK5 = re.compile(
-    r"([A-Z0-9_/ ]+?) (Fatal|Nonfatal|Non-fatal|Link Fatal) .*?Link (\d+) \((0x[0-9a-f]{1,8}) (0x[0-9a-f]{1,8})",
+    r"([A-Z0-9_/ ]+?) (Fatal|Nonfatal|Non-fatal|Link Fatal)(?: \S+){0,3} Link (-?\d+)"
+    r" \((0x[0-9a-f]{1,8}) (0x[0-9a-f]{1,8})(?=[ )])",
     re.IGNORECASE,
 )
 _ACTION = re.compile(
-    r"recovery action changed from .*? to (0x[0-9a-f]+|\d+)(?: \(([^)]*)\))?", re.IGNORECASE | re.ASCII
+    r"recovery action changed from \w+(?: \([^)]*\))? to (0x[0-9a-f]+|\d+)\b(?: \(([^)]*)\))?", re.IGNORECASE | re.ASCII
 )
 _ACTION_NAMES = {
     "none": 0,
@@ -68,7 +73,8 @@ def parse_kernel_line(line: str) -> KernelXid | None:
         fallen = _FALLEN.search(text)
         bdf = normal_bdf(fallen[1]) if fallen else ""
         return KernelXid(xid=79, bdf=bdf, text=text) if bdf else None
-    bdf, xid, said = normal_bdf(match[1]), int(match[2]), match[3] or ""
+    bdf, xid = normal_bdf(match[1]), int(match[2])
+    said = match[3].partition("NVRM: ")[0]
     if not bdf:
         return None
     return KernelXid(

@@ -1,7 +1,7 @@
-"""Kubernetes node labels and topograph's graph: who is in which clique, and below which switches.
+"""Kubernetes node labels, topograph's graph and its models: who is in which clique, and below which switches.
 
 Label keys: NVIDIA GPU Operator (``nvidia.com/gpu.clique``, "<ClusterUUID>.<CliqueID>"), topograph's "Node Labels"
-reference, AWS, CoreWeave. Graph: topograph's engine ``graph``.
+reference, AWS, CoreWeave. Graph: topograph's engine ``graph``. Models: topograph's "Modeling and API Simulation".
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from rackrun.topology.errors import TopologyError
 from rackrun.topology.model import CliqueId
+from rackrun.topology.slurm import of_blocks
 from rackrun.topology.sources import FoundTray, PartialTopology
 
-__all__ = ["from_kubernetes_nodes", "from_labels", "from_topograph_graph", "parse_clique"]
+__all__ = ["from_kubernetes_nodes", "from_labels", "from_topograph_graph", "from_topograph_model", "parse_clique"]
 
 CLIQUE = "nvidia.com/gpu.clique"
 BLOCKS = (
@@ -25,6 +28,8 @@ BLOCKS = (
 )
 TIERS = tuple(f"fabric.topograph.run/tier-{tier}" for tier in range(1, 9))
 OLD_TIERS = tuple(f"network.topology.nvidia.com/{tier}" for tier in ("leaf", "spine", "core"))
+_MODEL_DOMAIN = re.compile(r"accelerat.*/(?:domain|level-0)")
+"""What models call it beside `BLOCKS`."""
 _CLIQUE = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.(\d{1,10})", re.IGNORECASE | re.ASCII)
 
 
@@ -71,6 +76,45 @@ def from_topograph_graph(document: Any, where: str) -> PartialTopology:
     except (KeyError, TypeError, AttributeError) as error:
         raise TopologyError(f"{where} is no graph: {error!r}.", remedy="use topograph's engine `graph`.") from error
     return PartialTopology(kind="topograph", where=where, trays=tuple(trays))
+
+
+def from_topograph_model(text: str, where: str) -> PartialTopology:
+    """A model, YAML: ``switches`` with ``blocks``, or with ``nodes`` and ``capacity_blocks``. Raises `TopologyError`.
+
+    Models of the first form, where ``switches`` is a list, are refused. Of two levels of domains the outer one is taken.
+    """
+    try:
+        model = yaml.safe_load(text)
+        switches = [
+            (str(name), _several((of or {}).get("switches")), _several((of or {}).get("nodes")))
+            for name, of in model["switches"].items()
+        ]
+        blocks = []
+        for one in model.get("blocks") or ():
+            said = {**(one.get("annotations") or {}), **(one.get("labels") or {})}
+            domain = next((str(said[key]) for key in said if key in BLOCKS or _MODEL_DOMAIN.fullmatch(key)), "")
+            blocks.append((domain, _several(one["nodes"])))
+            switches.append((str(one.get("switch") or ""), "", _several(one["nodes"])))
+        groups = model.get("capacity_blocks") or {}
+        nvlink_of = {name: _nvlink(of) for name, of in groups.items()}
+        blocks += [(nvlink_of[name], _several((of or {}).get("nodes"))) for name, of in groups.items()]
+        for name, of in (model.get("nodes") or {}).items():
+            blocks.append((_nvlink(of) or nvlink_of.get((of or {}).get("capacity_block"), ""), str(name)))
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TopologyError(
+            f"{where} is no model of topograph: {error}.", remedy="see its page on modeling."
+        ) from error
+    return of_blocks("topograph", where, [one for one in blocks if one[0]], switches)
+
+
+def _several(names: Any) -> str:
+    if not isinstance(names, list | None):
+        raise TypeError(f"{names!r} is no list")
+    return ",".join(map(str, names or ()))
+
+
+def _nvlink(of: Any) -> str:
+    return str(((of or {}).get("attributes") or {}).get("nvlink") or "")
 
 
 def _tray(host: str, labels: Mapping[str, str], where: str) -> FoundTray:

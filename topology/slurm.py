@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from rackrun.topology.errors import TopologyError
-from rackrun.topology.sources import FoundTray, PartialTopology
+from rackrun.topology.sources import FoundTray, Kind, PartialTopology
 
-__all__ = ["expand_hosts", "from_topology_addr", "from_topology_conf", "from_topology_yaml"]
+__all__ = ["expand_hosts", "from_topology_addr", "from_topology_conf", "from_topology_yaml", "of_blocks"]
 
 HOSTS_MAX = 200_000
 _PART = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
@@ -49,7 +50,7 @@ def from_topology_yaml(text: str, where: str = "topology.yaml") -> PartialTopolo
         ]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise TopologyError(f"{where} is no topology of Slurm: {error}.", remedy="see topology.yaml(5).") from error
-    return _partial(where, blocks, switches)
+    return of_blocks("slurm", where, blocks, switches)
 
 
 def from_topology_conf(text: str, where: str = "topology.conf") -> PartialTopology:
@@ -67,7 +68,7 @@ def from_topology_conf(text: str, where: str = "topology.conf") -> PartialTopolo
             switches.append((fields["switchname"], fields.get("switches", ""), fields.get("nodes", "")))
         elif words and "blocksizes" not in fields:
             raise TopologyError(f"{where}:{number}: {line.strip()[:60]!r}.", remedy="see topology.conf(5).")
-    return _partial(where, blocks, switches)
+    return of_blocks("slurm", where, blocks, switches)
 
 
 def from_topology_addr(host: str, addr: str, pattern: str = "", where: str = "SLURM_TOPOLOGY_ADDR") -> PartialTopology:
@@ -83,7 +84,10 @@ def from_topology_addr(host: str, addr: str, pattern: str = "", where: str = "SL
     return PartialTopology(kind="slurm", where=where, trays=(FoundTray(host=host, block=block, fabric=switches),))
 
 
-def _partial(where: str, blocks: list[tuple[str, str]], switches: list[tuple[str, str, str]]) -> PartialTopology:
+def of_blocks(
+    kind: Kind, where: str, blocks: Sequence[tuple[str, str]], switches: Sequence[tuple[str, str, str]]
+) -> PartialTopology:
+    """``blocks``: (name, hosts); ``switches``: (name, switches below, hosts), both as `expand_hosts` reads them. Raises `TopologyError`."""
     block_of: dict[str, str] = {}
     for block, nodes in blocks:
         for host in expand_hosts(nodes):
@@ -100,7 +104,7 @@ def _partial(where: str, blocks: list[tuple[str, str]], switches: list[tuple[str
         FoundTray(host=host, block=block_of.get(host, ""), fabric=_upwards(leaf_of.get(host, ""), above))
         for host in sorted(block_of.keys() | leaf_of.keys())
     )
-    return PartialTopology(kind="slurm", where=where, trays=trays)
+    return PartialTopology(kind=kind, where=where, trays=trays)
 
 
 def _upwards(switch: str, above: dict[str, str]) -> tuple[str, ...]:

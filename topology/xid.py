@@ -128,7 +128,7 @@ def _by_catalogue(
 def _by_port(xid: int, name: str, driver: int | None, nvlink: NvlinkReport | None) -> tuple[Health, str]:
     if nvlink is None:
         return Health.DEGRADED, f"{name}, without its details"
-    where = f"{name} on link {nvlink.link}"
+    where = f"{name} on link {nvlink.link}" if nvlink.link >= 0 else name
     found = decode_nvlink5(xid, nvlink.intr_info, nvlink.error_status, driver)
     if found is None:  # the driver's own word decides
         said = "Fatal" if nvlink.fatal else "Nonfatal"

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from rackrun.topology.kernel_log import KernelLog, KernelLogUnavailable
+from rackrun.topology.kmsg import parse_kernel_line
+from rackrun.topology.xid import decode_nvlink5, judge_xid
+
+GOLDEN = Path(__file__).parent / "golden"
 
 XID = b"4,1204,98765432,-;NVRM: Xid (PCI:0008:01:00): %d, pid=7\n SUBSYSTEM=pci\n"
 
@@ -40,6 +44,28 @@ def test_xids_are_found_among_all_that_the_kernel_says(device: tuple[str, int]) 
     os.write(write, XID % 48)
     assert [found.xid for found in log.read()] == [48]
     log.close()
+
+
+def test_every_line_of_the_golden_log_becomes_what_the_table_says() -> None:
+    rows = (line.split() for line in (GOLDEN / "kernel-log.table").read_text().splitlines()[2:])
+    table = {int(number): " ".join(row) for number, *row in rows}
+    lines = (GOLDEN / "kernel-log.txt").read_text().splitlines()
+    found = {number: said for number, line in enumerate(lines, 1) if (said := meaning(line))}
+    assert found == table
+
+
+def meaning(line: str) -> str:
+    """A row of the table; empty for a line that says nothing of a GPU."""
+    told = parse_kernel_line(line)
+    if told is None:
+        return ""
+    unit, status = "-", "-"
+    if told.nvlink is not None:
+        decoded = decode_nvlink5(told.xid, told.nvlink.intr_info, told.nvlink.error_status)
+        unit, status = decoded.unit if decoded else "-", f"{told.nvlink.error_status:#x}"
+    health = judge_xid(told.xid, nvlink=told.nvlink, announced=told.action).health.name
+    action = "-" if told.action is None else told.action
+    return f"{told.xid} {told.bdf} {health} {unit} {status} {action}"
 
 
 def test_what_was_written_before_is_not_told(tmp_path: Path) -> None:

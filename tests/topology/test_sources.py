@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from rackrun.topology.errors import SourcesDisagree, TopologyError
-from rackrun.topology.labels import from_kubernetes_nodes, from_labels, from_topograph_graph, parse_clique
+from rackrun.topology.labels import (
+    from_kubernetes_nodes,
+    from_labels,
+    from_topograph_graph,
+    from_topograph_model,
+    parse_clique,
+)
 from rackrun.topology.model import CliqueId
 from rackrun.topology.readings import Platform
 from rackrun.topology.slurm import expand_hosts, from_topology_addr, from_topology_conf, from_topology_yaml
@@ -157,7 +164,48 @@ def test_what_is_no_list_of_nodes_is_refused(document: Any) -> None:
         from_kubernetes_nodes(document)
 
 
+def test_topographs_model_of_an_nvl72_is_read() -> None:
+    found = from_topograph_model(golden("topograph-model-nvl72.yaml"), "model")
+    trays = {one.host: one for one in found.trays}
+    assert (found.kind, Counter(one.block for one in found.trays)) == (
+        "topograph", {"nvl-11": 18, "nvl-12": 18, "nvl-21": 18, "nvl-22": 18},
+    )  # fmt: skip
+    assert trays["tray2118"] == FoundTray(host="tray2118", block="nvl-21", fabric=("leaf-21", "spine-2", "core"))
+
+
+def test_topographs_model_of_an_irregular_tree_is_read() -> None:
+    trays = {one.host: one for one in from_topograph_model(golden("topograph-model-tree.yaml"), "model").trays}
+    assert {host: one.block for host, one in trays.items()} == {
+        "h21": "nv2", "h22": "nv2", "h25": "", "h34": "", "h35": "nv3", "h36": "nv3",
+    }  # fmt: skip
+    assert (trays["h25"].fabric, trays["h36"].fabric) == (("left", "top"), ("far", "right", "top"))
+
+
+def test_topographs_model_of_two_accelerator_domains_is_read() -> None:
+    trays = {one.host: one for one in from_topograph_model(golden("topograph-model-dual.yaml"), "model").trays}
+    assert Counter(one.block for one in trays.values()) == {"domain-1": 16, "domain-2": 5}
+    assert (trays["node0009"].fabric, trays["node0032"].fabric) == (
+        ("rack-1-01", "hall-1", "core"), ("rack-1-03", "hall-1", "core"),
+    )  # fmt: skip
+    assert "node0031" not in trays
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "3", "", "{}", "switches: [{name: a}]", "switches: {a: 3}", "a: 2026-13-45", "switches: {a: {nodes: b}}",
+             "{switches: {}, blocks: [{switch: a}]}", "{switches: {}, nodes: {a: {attributes: x}}}"]
+)  # fmt: skip
+def test_what_is_no_model_of_topograph_is_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match="model is no model of topograph"):
+        from_topograph_model(text, "model")
+
+
 # -- Slurm
+def test_a_block_topology_that_topograph_wrote_for_slurm_is_read() -> None:
+    trays = from_topology_conf(golden("slurm-dra-blocks.conf")).trays
+    assert Counter(one.block for one in trays) == {"east1": 8, "east2": 8, "west1": 8, "west2": 8}
+    assert trays[-1].host == "srv2208"
+
+
 def test_slurms_topology_yaml_is_read() -> None:
     trays = {one.host: one for one in from_topology_yaml(golden("slurm-nvl72.yaml")).trays}
     assert len(trays) == 37

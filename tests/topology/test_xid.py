@@ -105,6 +105,11 @@ def test_a_port_error_is_judged_by_its_unit_and_status(xid: int, info: int, stat
     assert judged.fabric == (health is Health.RESET)
 
 
+def test_a_port_error_of_no_link_in_particular_names_none() -> None:
+    judged = judge_xid(149, nvlink=NvlinkReport(unit="NETIR", fatal=True, link=-1, intr_info=0x6, error_status=0))
+    assert judged == (Health.RESET, "Xid 149 NVLINK_NETIR_ERROR, NETIR_INT: RESET_GPU", True)
+
+
 def test_a_port_error_that_no_table_has_is_judged_by_the_drivers_own_word() -> None:
     assert judge_xid(144, nvlink=port(144, 0x1, 0x12345)).health is Health.RESET
     assert judge_xid(144, nvlink=port(144, 0x1, 0x12345, fatal=False)).health is Health.OK
