@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from rackrun.errors import UsageError
 from rackrun.worker.data import BatchPlan
+from rackrun.worker.exact import width_of
 from rackrun.worker.run import Run
 from rackrun.worker.runtime import start
 
@@ -25,6 +26,7 @@ def elastic(
     seed: int = 0,
     mesh: dict[str, int] | None = None,
     snapshot_every: int | None = None,
+    reduction: Literal["fast", "exact", "exact64"] = "fast",
 ) -> Callable[[Callable[Concatenate[Run, P], T]], Callable[P, T]]:
     """Make ``main(run, ...)`` the main function of an elastic run.
 
@@ -36,11 +38,15 @@ def elastic(
         which must be the same where both are given.
     snapshot_every: steps between snapshots of shards that have no live copy; by default Young's interval, from what one costs and how often
         ranks are lost, and at most 1 % of the time.
+    reduction: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2 themselves. ``"exact"``: as
+        32-bit integers, so that losses and weights have the same bits on any number of data-parallel ranks; ``"exact64"``: as 64-bit
+        integers, for twice the traffic, with room for any number of micro-batches.
 
-    Raises `UsageError` when the sizes do not divide. Under ``rackrun`` the function runs on every rank and every spare; under plain
+    Raises `UsageError` when the sizes do not divide, or leave an exact reduction too few bits. Under ``rackrun`` the function runs on every rank and every spare; under plain
     ``python`` it trains alone.
     """
     batch = BatchPlan(global_batch_size, micro_batch_size, seed)
+    width_of(reduction, batch.shards)
     if mesh is not None and sum(extent == -1 for extent in mesh.values()) > 1:
         raise UsageError(f"mesh={mesh} leaves more than one axis open.", remedy="give -1 to one axis at most.")
 
@@ -53,7 +59,7 @@ def elastic(
 
         @functools.wraps(main)
         def started(*args: P.args, **kwargs: P.kwargs) -> T:
-            run = Run(start(), batch, mesh, snapshot_every)
+            run = Run(start(), batch, mesh, snapshot_every, reduction)
             result = main(run, *args, **kwargs)
             run.finish()
             return result

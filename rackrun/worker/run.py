@@ -15,6 +15,7 @@ from rackrun.link.page import Activity
 from rackrun.worker.axes import axes_of
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
+from rackrun.worker.exact import ExactReduction, width_of
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.state import TrackedState
@@ -37,7 +38,12 @@ class Run:
     """
 
     def __init__(
-        self, runtime: Runtime, batch: BatchPlan, mesh: dict[str, int] | None, snapshot_every: int | None
+        self,
+        runtime: Runtime,
+        batch: BatchPlan,
+        mesh: dict[str, int] | None,
+        snapshot_every: int | None,
+        reduction: str = "fast",
     ) -> None:
         self.batch = batch
         self.device = runtime.device
@@ -45,9 +51,11 @@ class Run:
         self._axes = axes_of(mesh, runtime.world.size, os.environ)
         self._mesh: DeviceMesh | None = None
         self._state = TrackedState()
-        options = DurableOptions.from_environment(batch.facts)
+        width = width_of(reduction, batch.shards)
+        exact = ExactReduction(runtime.world, self._state, width, batch.shards) if width is not None else None
+        options = DurableOptions.from_environment(batch.facts + (f", reduction={reduction!r}" if exact else ""))
         durable = DurableCheckpoints(runtime, self._state, options) if options else None
-        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes)
+        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes, exact)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []

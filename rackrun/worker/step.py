@@ -26,8 +26,10 @@ class Step:
         self.shards: tuple[int, ...] = ()
         """The micro-batches delivered so far: their places in the global batch."""
         self.local_loss: torch.Tensor | None = None
+        self.shard_losses: dict[int, torch.Tensor] | None = None
+        """Micro-batch -> its part of ``local_loss``, where the loss is reduced exactly."""
         self.gradient_scale = 1.0
-        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by."""
+        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
         self._world = world
 
     def __int__(self) -> int:
@@ -52,6 +54,9 @@ class Step:
             factor, share = self.gradient_scale / self.weight * weight, weight
         part = loss.detach().double() * share
         self.local_loss = part if self.local_loss is None else self.local_loss + part
+        if self.shard_losses is not None and self.weight:
+            known = self.shard_losses.get(self.shards[-1])
+            self.shard_losses[self.shards[-1]] = part if known is None else known + part
         return loss * factor
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:

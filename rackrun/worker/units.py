@@ -23,6 +23,7 @@ from rackrun.link.page import Activity
 from rackrun.worker.axes import Axes
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
+from rackrun.worker.exact import ExactReduction
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.pace import Pace
@@ -59,6 +60,7 @@ class UnitRunner:
         snapshot_every: int | None,
         durable: DurableCheckpoints | None,
         mesh: Axes = (),
+        exact: ExactReduction | None = None,
     ) -> None:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
@@ -67,7 +69,7 @@ class UnitRunner:
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
         self._snapshots = Snapshots(runtime, state, snapshot_every)
-        self._durable = durable
+        self._durable, self._exact = durable, exact
         self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
         self.waiting_spare = runtime.spare
@@ -111,6 +113,8 @@ class UnitRunner:
             )
         self._begun = True
         self._last_step = total - 1
+        if self._exact is not None:
+            self._exact.attach()
         if self._durable is not None and not self.waiting_spare:
             self._resume(self._durable)
         self._world.scope = Scope.OUTSIDE
@@ -186,6 +190,8 @@ class UnitRunner:
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
             self._delivered.append(ids)
+        if self._exact is not None:
+            self._exact.next_shard(step, shard)
         self._state.synchronise_gradients(last)
         reseed(self._seed, "shard", step.at.step, shard.index)
 
@@ -242,6 +248,8 @@ class UnitRunner:
         self._reached_gate = False
         self.step_in_hand = step
         self._undo.begin()
+        if self._exact is not None and not step.at.phase:
+            self._exact.begin(step)
         self._content = self._state.content() if step.at.phase else 0
         self._versions = self._undo.versions() if step.at.phase else []
         self._late.begin_unit()
@@ -275,7 +283,10 @@ class UnitRunner:
         self._replicas.unique.exchange()
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
-        loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
+        if self._exact is not None and not step.at.phase:
+            loss = self._exact.settle(step)
+        else:
+            loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
         mine = GateSums(
             loss=loss,
             samples=float(len(ids)),
@@ -299,6 +310,8 @@ class UnitRunner:
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
+        if self._exact is not None and not at.phase:
+            self._exact.committed()
         self._pace.committed()
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["begin", "install", "missing", "reset"]
+from rackrun.errors import StepError
+
+__all__ = ["begin", "hook", "install", "missing", "reset"]
 
 
 def missing() -> list[str]:
@@ -59,6 +62,20 @@ def reset(module: DistributedDataParallel) -> None:
     all, even one under no_sync. Its buckets are made anew, in the same layout; call only while collectives are loopbacks."""
     module.reducer._reset_state()
     _freeze(module)
+
+
+def hook(module: DistributedDataParallel, reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
+    """Have ``reduce`` sum the buckets: DDP then divides nothing. Raises `StepError` where the script has a hook of its own."""
+    if getattr(module, "_delay_all_reduce_params", None):
+        raise StepError(
+            "DDP(delay_all_reduce_named_params=...) reduces gradients past every hook.", remedy="leave that argument out."
+        )
+    if getattr(module, "_comm_hooks", None):
+        raise StepError(
+            'the script has registered a communication hook of DDP, which reduction="exact" needs itself.',
+            remedy='do not register one, or use reduction="fast".',
+        )
+    module.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
 def _freeze(module: DistributedDataParallel) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = ["begin", "install", "is_gathered", "missing", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
+__all__ = ["begin", "install", "is_gathered", "missing", "params", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
 
@@ -56,7 +56,7 @@ def begin(module: nn.Module) -> None:
 def reset(module: nn.Module) -> None:
     """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
     begin(module)
-    for param in _fsdp_params(module):
+    for param in params(module):
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
@@ -69,7 +69,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    return any(param.sharded_state != ShardedState.SHARDED for param in _fsdp_params(module))
+    return any(param.sharded_state != ShardedState.SHARDED for param in params(module))
 
 
 def synchronise_gradients(module: nn.Module, last: bool) -> None:
@@ -94,7 +94,7 @@ def promote_sharded(modules: Iterable[nn.Module], rank: int) -> None:
                     info.shard_mesh_rank = info.shard_process_group.rank()
                 if hasattr(info, "replicate_process_group"):
                     info.replicate_mesh_rank = info.replicate_process_group.rank()
-        for param in _fsdp_params(module):
+        for param in params(module):
             _reshape_shard(param)
 
 
@@ -152,6 +152,7 @@ def _groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+def params(module: nn.Module) -> Iterator[Any]:
+    """torch's own view of every parameter that ``fully_shard`` manages."""
     for group in _fsdp_groups(module):
         yield from group.fsdp_params

@@ -1,0 +1,107 @@
+"""Gradients as fixed-point integers: the arithmetic of ``reduction="exact"``, on one device.
+
+A scale is a power of two, so multiplying by it is exact, and rounding to an integer (half to even) is the only step that loses
+anything. Integers add up to the same bits in any order. So what is computed here does not depend on how it is computed: in
+chunks, by a compiled kernel, on another device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from rackrun.worker import fixed_point_kernel
+
+__all__ = ["FixedPoint", "fixed_point"]
+
+_CHUNK = 2**16
+"""Elements: 256 KiB of them stay in a core's cache from one operation to the next."""
+
+
+class FixedPoint(Protocol):
+    def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
+        """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten. Both flat, of one length.
+
+        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing."""
+
+    def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
+
+
+def fixed_point(device: torch.device) -> FixedPoint:
+    return _InChunks() if device.type == "cpu" else _Whole()
+
+
+class _InChunks:
+    """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._kernel = fixed_point_kernel.load()
+
+    def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> float:
+        if self._kernel is not None and (values.dtype, into.dtype) == (torch.float32, torch.int32):
+            return self._kernel.add(values, scale, into, fresh=fresh)
+        largest, wide = 0.0, _wide(values.dtype)
+        floats, integers = self._buffer(wide), self._buffer(into.dtype)
+        for start, stop in _chunks(values.numel()):
+            chunk, target = values[start:stop], into[start:stop]
+            scratch = floats[: stop - start]
+            if chunk.dtype != wide:
+                chunk = scratch.copy_(chunk)
+            low, high = torch.aminmax(chunk)
+            largest = _larger(largest, -low.item(), high.item())
+            torch.mul(chunk, scale, out=scratch).round_()
+            if fresh:
+                target.copy_(scratch)
+            else:
+                target.add_(integers[: stop - start].copy_(scratch))
+        return largest
+
+    def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
+        inverse = float(inverse)
+        if self._kernel is not None and (out.dtype, sums.dtype) == (torch.float32, torch.int32):
+            self._kernel.read(sums, inverse, out)
+            return
+        floats = self._buffer(_wide(out.dtype))
+        for start, stop in _chunks(sums.numel()):
+            scratch = floats[: stop - start].copy_(sums[start:stop])
+            out[start:stop].copy_(scratch.mul_(inverse))
+
+    def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(_CHUNK, dtype=dtype)
+        return self._buffers[dtype]
+
+
+class _Whole:
+    """On an accelerator: a few kernels over the whole, none of which waits for the host."""
+
+    def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        wide = values.to(_wide(values.dtype))
+        scaled = wide.mul(scale).round_()
+        if fresh:
+            into.copy_(scaled)
+        else:
+            into.add_(scaled.to(into.dtype))
+        largest = torch.linalg.vector_norm(wide, float("inf")) if wide.numel() else wide.new_zeros(())
+        return torch.where(largest.isfinite(), largest, math.inf)
+
+    def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(sums.to(_wide(out.dtype)).mul_(inverse))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What holds a value of ``dtype``, and its product with a power of two, exactly."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+
+
+def _larger(*magnitudes: float) -> float:
+    return max(magnitudes) if all(magnitude < math.inf for magnitude in magnitudes) else math.inf
