@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError, UsageError
-from rackrun.worker.compat import ddp, fsdp, fsdp_reduce
+from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
 from rackrun.worker.data import Shard
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.state import TrackedState
@@ -149,6 +150,9 @@ class ExactReduction:
             ddp.hook(wrapper, lambda bucket, number=number, wrapper=wrapper: self._reduce_bucket(number, wrapper, bucket))
         if any(fsdp_reduce.parameters_of(module) for module in self._state.modules.values()):
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
+            norms.divert()
+            for name, optimizer in self._state.optimizers.items():
+                _check_optimizer(name, optimizer)
 
     # -- in every step
     def begin(self, step: Step) -> None:
@@ -361,6 +365,16 @@ class ExactReduction:
         for factor, size in zip(inverse, sizes, strict=True):
             self._arithmetic.read(sums[start : start + size], factor, out[start : start + size])
             start += size
+
+
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(isinstance(p, DTensor) and p.device.type == "cpu" for p in group["params"]):
+            raise StepError(
+                f"{name!r} has fused=True, which on a CPU rounds the last elements of a shard unlike the others: "
+                "where shards end depends on the number of ranks.",
+                remedy="leave out fused=True.",
+            )
 
 
 def _fit(expected: torch.Tensor, headroom: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

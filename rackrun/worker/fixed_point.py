@@ -8,6 +8,7 @@ chunks, by a compiled kernel, on another device.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -39,7 +40,7 @@ class _InChunks:
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
 
     def __init__(self) -> None:
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._local = threading.local()  # gloo's threads read sums while the main thread adds the next
         self._kernel = fixed_point_kernel.load()
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> float:
@@ -72,9 +73,10 @@ class _InChunks:
             out[start:stop].copy_(scratch.mul_(inverse))
 
     def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._buffers:
-            self._buffers[dtype] = torch.empty(_CHUNK, dtype=dtype)
-        return self._buffers[dtype]
+        buffers: dict[torch.dtype, torch.Tensor] = self._local.__dict__
+        if dtype not in buffers:
+            buffers[dtype] = torch.empty(_CHUNK, dtype=dtype)
+        return buffers[dtype]
 
 
 class _Whole:

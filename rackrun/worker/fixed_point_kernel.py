@@ -22,44 +22,57 @@ _SOURCE = r"""
 #include <stdint.h>
 #include <string.h>
 
-enum { BLOCK = 256 };
+enum { BLOCK = 64 };
 
-/* Input and output may be the same memory, so each block goes through memory of its own.
+/* Input and output may be the same memory, so a block is read before it is written.
    The bits of a magnitude order like the number itself; those of inf and NaN are above all others. */
-float rackrun_add(const char *values, float scale, char *sums, int64_t count, int fresh) {
-    uint32_t largest = 0;
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        float in[BLOCK];
-        uint32_t bits[BLOCK];
-        int32_t out[BLOCK], before[BLOCK];
-        int64_t part = count - start < BLOCK ? count - start : BLOCK;
-        memcpy(in, values + 4 * start, 4 * part);
-        memcpy(bits, in, 4 * part);
-        for (int64_t i = 0; i < part; i++) {
-            uint32_t magnitude = bits[i] & 0x7fffffffu;
-            largest = magnitude > largest ? magnitude : largest;
-            out[i] = (int32_t)nearbyintf(in[i] * scale);
-        }
-        if (!fresh) {
-            memcpy(before, sums + 4 * start, 4 * part);
-            for (int64_t i = 0; i < part; i++) out[i] = (int32_t)((uint32_t)out[i] + (uint32_t)before[i]);
-        }
-        memcpy(sums + 4 * start, out, 4 * part);
+static inline uint32_t add_block(const char *values, float scale, char *sums, int64_t count, int fresh) {
+    float in[BLOCK];
+    uint32_t bits[BLOCK], largest = 0;
+    int32_t out[BLOCK], before[BLOCK];
+    memcpy(in, values, 4 * count);
+    memcpy(bits, values, 4 * count);
+    if (!fresh) memcpy(before, sums, 4 * count);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t magnitude = bits[i] & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+        out[i] = (int32_t)nearbyintf(in[i] * scale);
+        if (!fresh) out[i] = (int32_t)((uint32_t)out[i] + (uint32_t)before[i]);
     }
+    memcpy(sums, out, 4 * count);
+    return largest;
+}
+
+static inline uint32_t add_all(const char *values, float scale, char *sums, int64_t count, int fresh) {
+    uint32_t largest = 0, found;
+    int64_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) {
+        found = add_block(values + 4 * i, scale, sums + 4 * i, BLOCK, fresh);
+        largest = found > largest ? found : largest;
+    }
+    found = add_block(values + 4 * i, scale, sums + 4 * i, count - i, fresh);
+    return found > largest ? found : largest;
+}
+
+float rackrun_add(const char *values, float scale, char *sums, int64_t count, int fresh) {
+    uint32_t largest = fresh ? add_all(values, scale, sums, count, 1) : add_all(values, scale, sums, count, 0);
     float magnitude;
     memcpy(&magnitude, &largest, 4);
     return magnitude;
 }
 
+static inline void read_block(const char *sums, float inverse, char *out, int64_t count) {
+    int32_t in[BLOCK];
+    float values[BLOCK];
+    memcpy(in, sums, 4 * count);
+    for (int64_t i = 0; i < count; i++) values[i] = (float)in[i] * inverse;
+    memcpy(out, values, 4 * count);
+}
+
 void rackrun_read(const char *sums, float inverse, char *out, int64_t count) {
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        int32_t in[BLOCK];
-        float values[BLOCK];
-        int64_t part = count - start < BLOCK ? count - start : BLOCK;
-        memcpy(in, sums + 4 * start, 4 * part);
-        for (int64_t i = 0; i < part; i++) values[i] = (float)in[i] * inverse;
-        memcpy(out + 4 * start, values, 4 * part);
-    }
+    int64_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) read_block(sums + 4 * i, inverse, out + 4 * i, BLOCK);
+    read_block(sums + 4 * i, inverse, out + 4 * i, count - i);
 }
 """
 
