@@ -45,6 +45,7 @@ check: $(READY)
 
 bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)
+	@$(PY) benchmarks/exact.py $(ARGS)
 	@$(PY) benchmarks/rack.py
 	@$(PY) benchmarks/snapshots.py $(ARGS)
 	@$(PY) benchmarks/checkpoint.py $(ARGS)

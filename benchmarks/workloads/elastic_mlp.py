@@ -25,6 +25,7 @@ BLOCK_STEPS = int(os.environ.get("BENCH_BLOCK_STEPS", "1"))
     micro_batch_size=BATCH,
     seed=SEED,
     snapshot_every=int(SNAPSHOT_EVERY) if SNAPSHOT_EVERY else None,
+    reduction=os.environ.get("BENCH_REDUCTION", "fast"),  # type: ignore[arg-type]
 )
 def main(run: rackrun.Run) -> None:
     args = arguments()

@@ -9,9 +9,9 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from rackrun.errors import UsageError
 from rackrun.worker.data import BatchPlan
-from rackrun.worker.exact import width_of
 from rackrun.worker.run import Run
 from rackrun.worker.runtime import start
+from rackrun.worker.scales import width_of
 
 __all__ = ["elastic"]
 

@@ -11,9 +11,9 @@ before the gate: they do the step again, with a scale that fits. Gradients that 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,69 +26,12 @@ from rackrun.errors import StepError, UsageError
 from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
 from rackrun.worker.data import Shard
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
+from rackrun.worker.scales import Scales, Width, fit
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.world import Abandoned, World
 
-__all__ = ["ExactReduction", "Scales", "Width", "width_of"]
-
-_RESOLUTION_BITS_MIN = 14
-_DECAY = 0.9
-
-
-@dataclass(frozen=True)
-class Width:
-    """How a value is split into bits: ``headroom`` for growth from one step to the next, and, of what is left, a share for each shard."""
-
-    dtype: torch.dtype
-    container: torch.dtype
-    """Floats of the same size, in which FSDP carries the integers about."""
-    bits: int
-    headroom: int
-
-    def of_a_shard(self, shards: int) -> int:
-        """Bits of one shard's integers: no sum of ``shards`` of them can leave the range."""
-        return self.bits - 2 - math.ceil(math.log2(shards))
-
-
-_WIDTHS = {
-    "exact": Width(torch.int32, torch.float32, bits=32, headroom=3),
-    "exact64": Width(torch.int64, torch.float64, bits=64, headroom=16),
-}
-
-
-def width_of(reduction: str, shards: int) -> Width | None:
-    """None for ``"fast"``. Raises `UsageError` for anything else unknown, and when so many shards leave too few bits for each."""
-    if reduction == "fast":
-        return None
-    width = _WIDTHS.get(reduction)
-    if width is None:
-        raise UsageError(f"reduction={reduction!r} is not known.", remedy='choose "fast", "exact" or "exact64".')
-    if width.of_a_shard(shards) - width.headroom < _RESOLUTION_BITS_MIN:
-        raise UsageError(
-            f'reduction="{reduction}" leaves {width.of_a_shard(shards) - width.headroom} bits to each of {shards} micro-batches.',
-            remedy='use reduction="exact64", or larger micro-batches.',
-        )
-    return width
-
-
-class Scales:
-    """The largest magnitude that each parameter's gradient is expected to have, fading: tracked, so that it is restored with the rest."""
-
-    def __init__(self, count: int) -> None:
-        self.largest = torch.zeros(count)
-        """0 until a gradient other than 0 has been seen."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"largest": self.largest}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.largest.copy_(state["largest"])
-
-    def seen(self, largest: torch.Tensor) -> None:
-        """A step with these has been committed. What was 0 throughout (an unused parameter), or not finite, teaches nothing."""
-        told = largest.isfinite() & (largest > 0)
-        self.largest.copy_(torch.where(told, torch.maximum(largest, self.largest * _DECAY), self.largest))
+__all__ = ["ExactReduction"]
 
 
 class _Slot:
@@ -112,25 +55,29 @@ class ExactReduction:
         self._scales = Scales(0)
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
-        self._limits, self._measured = torch.zeros(0), torch.zeros(0)
-        self._scale: list[float] = []
-        self._inverse: list[float] = []
+        self._fit = fit(self._scales.largest, width.headroom, self._bits)
+        self._measured = torch.zeros(0)
         self._largest = torch.zeros(0)
         """Over the shards of this rank, in this attempt."""
         self._wires: dict[tuple[int, int], torch.Tensor] = {}
         self._wires_generation = -1
         self._step: Step | None = None
         self._shard: Shard | None = None
-        self._added = 0
+        self._added = self._data_ranks = 0
         self._reduced: set[Any] = set()
 
     # -- once
     def attach(self) -> None:
-        """At run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed exactly."""
+        """At run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed exactly, `UsageError` when torch
+        lacks what that takes."""
+        if missing := fsdp_reduce.missing() + norms.missing():
+            raise UsageError(
+                f'reduction="exact" does not know this torch: {"; ".join(missing)}.', remedy="install torch 2.10 to 2.13."
+            )
         reduced: set[int] = set()
         wrappers = list(self._state.wrappers())
         for wrapper in wrappers:
-            reduced |= {id(parameter) for parameter in wrapper.module.parameters()}
+            reduced |= ddp.parameters_of(wrapper)
         for module in self._state.modules.values():
             fsdp.reshard(module)
             reduced |= fsdp_reduce.parameters_of(module)
@@ -147,7 +94,7 @@ class ExactReduction:
         self._largest = torch.zeros(index, device=self._world.device)
         self._state.track("rackrun.scales", self._scales)
         for number, wrapper in enumerate(wrappers):
-            ddp.hook(wrapper, lambda bucket, number=number, wrapper=wrapper: self._reduce_bucket(number, wrapper, bucket))
+            ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper))
         if any(fsdp_reduce.parameters_of(module) for module in self._state.modules.values()):
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
             norms.divert()
@@ -166,10 +113,7 @@ class ExactReduction:
             for slot in self._slots.values():
                 slot.sums = None
         expected = self._raised[1] if self._raised is not None else self._scales.largest
-        self._limits, shift = _fit(expected, self._width.headroom, self._bits)
-        known = expected > 0
-        self._scale = torch.where(known, torch.exp2(shift), 0.0).tolist()
-        self._inverse = torch.exp2(-shift).tolist()
+        self._fit = fit(expected, self._width.headroom, self._bits)
         self._largest.zero_()
         for slot in self._slots.values():
             slot.fresh = True
@@ -177,9 +121,10 @@ class ExactReduction:
         self._reduced.clear()
         step.shard_losses = {}
 
-    def next_shard(self, step: Step, shard: Shard) -> None:
-        """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up."""
-        step.gradient_scale = step.weight
+    def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
+        """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
+        ranks share the global batch."""
+        step.gradient_scale, self._data_ranks = step.weight, data_ranks
         if self._shard is not None:
             self._harvest(counts=not self._shard.ghost)
         self._shard = shard
@@ -206,7 +151,7 @@ class ExactReduction:
         if self._world.broken or not self._world.generation:
             return 0.0  # the gate will not pass
         largest, seen = offered[: len(self._slots)].float(), offered[len(self._slots) :]
-        outgrown = largest.isfinite() & (largest > self._limits)
+        outgrown = largest.isfinite() & (largest > self._fit.limits)
         if outgrown.any():
             expected = self._raised[1] if self._raised is not None else self._scales.largest
             self._raised = self._world.generation, torch.where(outgrown, largest, expected)
@@ -235,16 +180,16 @@ class ExactReduction:
             for parameter in wrapper.module.parameters():
                 if counts and parameter.grad is not None:
                     self._add(self._slots[id(parameter)], _flat(parameter.grad, parameter))
-                parameter.grad = None
+                ddp.clear(wrapper, parameter)
 
     def _add(self, slot: _Slot, flat: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Round the gradient of one shard, and add it to the sum of its parameter; or write it ``into`` integers of its own."""
         if into is not None:
-            largest = self._arithmetic.add(flat, self._scale[slot.index], into, fresh=True)
+            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], into, fresh=True)
         else:
             if slot.sums is None:
                 slot.sums = torch.empty(flat.numel(), dtype=self._width.dtype, device=flat.device)
-            largest = self._arithmetic.add(flat, self._scale[slot.index], slot.sums, fresh=slot.fresh)
+            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], slot.sums, fresh=slot.fresh)
             slot.fresh = False
         place = self._largest[slot.index]
         if isinstance(largest, torch.Tensor):
@@ -252,8 +197,9 @@ class ExactReduction:
         elif largest > place.item():
             place.fill_(largest)
 
-    def _last_shard(self, what: Any) -> bool:
-        """Whether a gradient that is being reduced now counts (a ghost's does not). Raises `StepError` where it could not be undone."""
+    def _last_shard(self, what: Any, ranks: int) -> bool:
+        """Whether a gradient that is being reduced now, over so many ranks, counts: a ghost's does not. Raises `StepError` where it
+        could not be undone, and where the sum could leave the integers' range."""
         if self._step is None or self._shard is None or self._world.unit_passed:
             raise StepError(
                 'gradients were reduced where reduction="exact" cannot: before the first micro-batch, after optimizer.step(), or in a phase.',
@@ -264,13 +210,20 @@ class ExactReduction:
                 'gradients of one micro-batch were reduced twice, which reduction="exact" cannot add up.',
                 remedy="call backward() once for each micro-batch, on the sum of the losses.",
             )
+        if ranks > self._data_ranks:
+            raise StepError(
+                f'gradients are added over {ranks} ranks, but {self._data_ranks} share the global batch: reduction="exact" counts on one part for each micro-batch.',
+                remedy='reduce over the data axes of the mesh only, or use reduction="fast".',
+            )
         self._reduced.add(what)
         return not self._shard.ghost
 
     # -- DDP: all-reduce of buckets
-    def _reduce_bucket(self, number: int, wrapper: DistributedDataParallel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_bucket(
+        self, number: int, wrapper: DistributedDataParallel, bucket: Any
+    ) -> torch.futures.Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
-        counts = self._last_shard((number, bucket.index()))
+        counts = self._last_shard((number, bucket.index()), wrapper.process_group.size())
         if buffer.is_sparse:
             raise StepError(
                 'reduction="exact" cannot add sparse gradients.', remedy="use nn.Embedding(..., sparse=False)."
@@ -313,10 +266,12 @@ class ExactReduction:
         return wire
 
     # -- FSDP2: reduce-scatter of what it gives, in its memory
-    def _integers_of(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _integers_of(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor], ranks: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The sums of this rank's shards, in floats of the same size, and a mark for each parameter."""
         slots = [self._slots[id(parameter)] for parameter in parameters]
-        counts = self._last_shard(("fsdp", slots[0].index))
+        counts = self._last_shard(("fsdp", slots[0].index), ranks)
         found = []
         for slot, gradient in zip(slots, gradients, strict=True):
             gradient = gradient.contiguous()
@@ -357,9 +312,11 @@ class ExactReduction:
         marks = sums[sum(sizes) :]
         if out.device.type == "cpu":
             unusable = marks[: len(slots)].tolist()
-            inverse = [math.nan if bad else self._inverse[slot.index] for slot, bad in zip(slots, unusable, strict=True)]
+            inverse = [
+                math.nan if bad else self._fit.inverse[slot.index] for slot, bad in zip(slots, unusable, strict=True)
+            ]
         else:
-            scales = torch.tensor([self._inverse[slot.index] for slot in slots], device=out.device)
+            scales = torch.tensor([self._fit.inverse[slot.index] for slot in slots], device=out.device)
             inverse = torch.where(marks[: len(slots)] > 0, math.nan, scales).unbind()  # type: ignore[assignment]
         start = 0
         for factor, size in zip(inverse, sizes, strict=True):
@@ -375,13 +332,6 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
                 "where shards end depends on the number of ranks.",
                 remedy="leave out fused=True.",
             )
-
-
-def _fit(expected: torch.Tensor, headroom: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far a gradient may grow, and the exponent of the scale at which that is the largest integer of a shard."""
-    _, exponent = torch.frexp(expected)  # below 2**exponent
-    limits = torch.where(expected > 0, torch.exp2((exponent + headroom).double()), 0.0).float()
-    return limits, (bits - headroom - exponent).clamp(-126, 126).float()
 
 
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

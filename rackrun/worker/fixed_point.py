@@ -73,10 +73,11 @@ class _InChunks:
             out[start:stop].copy_(scratch.mul_(inverse))
 
     def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        buffers: dict[torch.dtype, torch.Tensor] = self._local.__dict__
-        if dtype not in buffers:
-            buffers[dtype] = torch.empty(_CHUNK, dtype=dtype)
-        return buffers[dtype]
+        found: torch.Tensor | None = getattr(self._local, str(dtype), None)
+        if found is None:
+            found = torch.empty(_CHUNK, dtype=dtype)
+            setattr(self._local, str(dtype), found)
+        return found
 
 
 class _Whole:

@@ -56,6 +56,7 @@ static inline uint32_t add_all(const char *values, float scale, char *sums, int6
 
 float rackrun_add(const char *values, float scale, char *sums, int64_t count, int fresh) {
     uint32_t largest = fresh ? add_all(values, scale, sums, count, 1) : add_all(values, scale, sums, count, 0);
+    if (largest > 0x7f800000u) largest = 0x7f800000u;
     float magnitude;
     memcpy(&magnitude, &largest, 4);
     return magnitude;
@@ -76,7 +77,16 @@ void rackrun_read(const char *sums, float inverse, char *out, int64_t count) {
 }
 """
 
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-shared", "-fPIC", "-lm")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+    "-lm",
+)
 
 
 class Kernel:
@@ -88,13 +98,19 @@ class Kernel:
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p, ctypes.c_int64]
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> float:
-        assert values.is_contiguous() and into.is_contiguous() and values.numel() == into.numel(), "flat and alike"
+        _check(values, into)
         magnitude: float = self._add(values.data_ptr(), scale, into.data_ptr(), values.numel(), fresh)
-        return magnitude if magnitude < float("inf") else float("inf")
+        return magnitude
 
     def read(self, sums: torch.Tensor, inverse: float, out: torch.Tensor) -> None:
-        assert sums.is_contiguous() and out.is_contiguous() and sums.numel() == out.numel(), "flat and alike"
+        _check(sums, out)
         self._read(sums.data_ptr(), inverse, out.data_ptr(), sums.numel())
+
+
+def _check(source: torch.Tensor, target: torch.Tensor) -> None:
+    assert source.is_contiguous(), "memory is read in one go"
+    assert target.is_contiguous(), "memory is written in one go"
+    assert source.numel() == target.numel(), "elements match"
 
 
 @functools.cache

@@ -10,14 +10,15 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rackrun.core.ids import Position
-from rackrun.errors import StepError
+from rackrun.errors import StepError, UsageError
 from rackrun.link.page import Activity
 from rackrun.worker.axes import axes_of
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
-from rackrun.worker.exact import ExactReduction, width_of
+from rackrun.worker.exact import ExactReduction
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
+from rackrun.worker.scales import width_of
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.units import UnitRunner
@@ -52,6 +53,11 @@ class Run:
         self._mesh: DeviceMesh | None = None
         self._state = TrackedState()
         width = width_of(reduction, batch.shards)
+        if width is not None and any(name == "pp" for name, _ in self._axes):
+            raise UsageError(
+                f'reduction="{reduction}" needs the same parameters on all ranks, which a mesh with an axis "pp" has not.',
+                remedy='use reduction="fast".',
+            )
         exact = ExactReduction(runtime.world, self._state, width, batch.shards) if width is not None else None
         options = DurableOptions.from_environment(batch.facts + (f", reduction={reduction!r}" if exact else ""))
         durable = DurableCheckpoints(runtime, self._state, options) if options else None

@@ -191,7 +191,7 @@ class UnitRunner:
             step.shards = (*step.shards, shard.index)
             self._delivered.append(ids)
         if self._exact is not None:
-            self._exact.next_shard(step, shard)
+            self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
         reseed(self._seed, "shard", step.at.step, shard.index)
 

@@ -1,45 +1,352 @@
-"""``reduction="exact"``: the bits do not depend on how many ranks share the global batch."""
+"""``reduction="exact"``: losses and weights have the same bits on any number of ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from harness import Ended, moments, say
-from scripts import Script, adam, ddp, fit, net
+from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from rackrun.errors import UsageError
+from rackrun.worker import fixed_point_kernel
+from rackrun.worker.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.run import Run
+from rackrun.worker.scales import Scales, width_of
+from rackrun.worker.step import Step
+
+fixed_point_kernel.load()  # compiled once, for all that is forked
 
 Train = Callable[..., Ended]
+BATCH = (16, 2)  # 8 micro-batches
 
 
-def whole(run: Run) -> None:
-    model = ddp(run)
-    fit(run, model, adam(model))
+def run_on(
+    train: Train, main: Script, ranks: int, *, spares: int = 0, reduction: str = "exact", **how: object
+) -> Ended:
+    ended = train(main, ranks=ranks, spares=spares, batch=BATCH, reduction=reduction, **how)
+    assert ended.exit_code == 0, ended
+    return ended
 
 
-def sharded(run: Run) -> None:
+def computed(ended: Ended) -> tuple[dict[int, float], set[str]]:
+    return ended.losses, {said["state"] for said in ended.said.values()}
+
+
+def show_state(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """At the end: one hash of all parameters and what the optimizer holds for them, whole."""
+
+    def digest() -> None:
+        found = hashlib.sha256()
+        for parameter in model.parameters():
+            for tensor in (
+                parameter.detach(),
+                *(optimizer.state[parameter][k] for k in sorted(optimizer.state[parameter])),
+            ):
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                found.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        say(state=found.hexdigest())
+
+    run.at_end(digest)
+
+
+def loop(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Step, torch.Tensor], torch.Tensor],
+    clip: float = 0.0,
+) -> None:
+    show_state(run, model, optimizer)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss(step, batch))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(**{f"attempt {int(step)}": step.attempt})
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def replicated(run: Run) -> None:
+    model = ddp(run, gradient_as_bucket_view=True)
+    loop(run, model, adam(model, fused=True), lambda _, batch: loss_of(model, batch), clip=0.1)
+
+
+def in_bf16(run: Run) -> None:
+    model = DDP(net().bfloat16())
+    loop(run, model, adam(model), lambda _, batch: loss_of(model, batch.bfloat16()).float())
+
+
+def sharded(run: Run, **options: object) -> None:
+    """14 and 10 rows: ranks hold unequal parts, which end inside of a block of any size."""
     model = net()
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    fully_shard(model)
-    fit(run, model, adam(model), after=lambda _: say(weights=full(model)))
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    loop(run, model, adam(model), lambda _, batch: loss_of(model, batch), clip=0.1)
 
 
-def full(model: nn.Module) -> list[list[float]]:
-    return []
+def sharded_mixed(run: Run) -> None:
+    sharded(run, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("main", [whole, sharded], ids=lambda main: main.__name__)
-def test_losses_and_weights_do_not_depend_on_the_number_of_ranks(main: Script, train: Train) -> None:
-    alone = train(main, ranks=1, spares=0, batch=(16, 2), reduction="exact")
-    assert alone.exit_code == 0, alone
-    for ranks in (2, 3, 4, 8):
-        ended = train(main, ranks=ranks, spares=0, batch=(16, 2), reduction="exact")
-        assert ended.exit_code == 0, ended
-        assert ended.losses == alone.losses
+def sharded_and_replicated(run: Run) -> None:
+    sharded(run, mesh=run.mesh)
+
+
+STORY = pytest.mark.stories
+
+
+@pytest.mark.parametrize(
+    ("main", "ranks", "reduction"),
+    [
+        (replicated, (3, 8), "exact"),
+        (sharded, (3,), "exact"),
+        pytest.param(replicated, (2, 4, 5), "exact", marks=STORY),
+        pytest.param(replicated, (3, 8), "exact64", marks=STORY),
+        pytest.param(in_bf16, (2, 3, 8), "exact", marks=STORY),
+        pytest.param(sharded, (2, 4, 8), "exact", marks=STORY),
+        pytest.param(sharded, (3, 8), "exact64", marks=STORY),
+        pytest.param(sharded_mixed, (2, 3, 8), "exact", marks=STORY),
+    ],
+)
+def test_the_bits_are_those_of_one_process(main: Script, ranks: tuple[int, ...], reduction: str, train: Train) -> None:
+    alone = computed(run_on(train, main, 1, reduction=reduction))
+    assert len(alone[0]) == STEPS
+    for count in ranks:
+        assert computed(run_on(train, main, count, reduction=reduction)) == alone, count
+
+
+@pytest.mark.stories
+def test_replicas_of_shards_are_added_exactly_too(train: Train) -> None:
+    alone = computed(run_on(train, sharded, 1))
+    assert computed(run_on(train, sharded_and_replicated, 4, mesh={"replicate": 2, "shard": 2})) == alone
+
+
+@pytest.mark.parametrize("main", [replicated, pytest.param(sharded, marks=STORY)])
+def test_a_swap_in_the_middle_changes_nothing(main: Script, train: Train) -> None:
+    alone = run_on(train, main, 1)
+    reference = run_on(train, main, 3)
+    deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 2)}
+    ended = run_on(train, main, 3, spares=1, kill=deaths)
+    assert ended.plans
+    assert computed(ended) == computed(alone), f"{deaths}\n{ended}"
+
+
+# -- scales
+
+
+def jumping(run: Run) -> None:
+    """At step 4 the gradients of one micro-batch are 1,000 times what they were."""
+    model = ddp(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def loss(step: Step, batch: torch.Tensor) -> torch.Tensor:
+        jump = int(step) == 4 and step.shards[-1] == 5
+        return loss_of(model, batch) * (1000.0 if jump else 1.0)
+
+    loop(run, model, optimizer, loss)
+
+
+def test_a_gradient_that_outgrows_its_scale_is_computed_again_on_every_rank(train: Train) -> None:
+    alone, ended = run_on(train, jumping, 1), run_on(train, jumping, 3)
+    assert computed(ended) == computed(alone)
+    for said in (*alone.said.values(), *ended.said.values()):
+        assert [said[f"attempt {step}"] for step in range(STEPS)] == [1, 0, 0, 0, 1, 0, 0, 0]  # the first measures
+
+
+class Half(nn.Module):
+    """Uses one of its layers in the first micro-batch of the global batch only, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom, self.never = (nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor, seldom: bool) -> torch.Tensor:
+        out: torch.Tensor = self.always(batch)
+        return self.seldom(out) if seldom else out
+
+
+def test_parameters_that_some_micro_batches_do_not_use_are_added_exactly(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = DDP(Half(), find_unused_parameters=True)
+        loop(run, model, adam(model), lambda step, batch: model(batch, step.shards[-1:] == (0,)).square().mean())
+
+    assert computed(run_on(train, main, 3)) == computed(run_on(train, main, 1))
+
+
+def test_what_is_not_finite_is_nan_on_every_rank_and_a_scaler_skips_the_step(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        show_state(run, model, optimizer)
+        run.track(model=model, optimizer=optimizer, scaler=scaler)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                bad = int(step) == 3 and step.shards[-1:] == (5,)
+                loss = step.scale(loss_of(model, batch))
+                scaler.scale(loss * math.inf if bad else loss).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            if int(step) == 3:
+                say(nan=all(bool(gradient.isnan().all()) for gradient in gradients if gradient is not None))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            say(**{f"scale {int(step)}": scaler.get_scale()})
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    ended, alone = run_on(train, main, 3), run_on(train, main, 1)
+    assert computed(ended) == computed(alone)
+    for said in ended.said.values():
+        assert said["nan"]
+        assert (said["scale 2"], said["scale 3"]) == (1024.0, 512.0)
+
+
+def test_a_scale_follows_the_largest_gradient_and_forgets_it_slowly() -> None:
+    scales = Scales(3)
+    scales.seen(torch.tensor([4.0, 0.0, math.inf]))
+    assert scales.largest.tolist() == [4.0, 0.0, 0.0]
+    scales.seen(torch.tensor([1.0, 2.0, 3.0]))
+    assert scales.largest.tolist() == pytest.approx([3.6, 2.0, 3.0])
+
+
+# -- arithmetic
+
+
+def plain() -> FixedPoint:
+    arithmetic = fixed_point(torch.device("cpu"))
+    arithmetic._kernel = None  # type: ignore[attr-defined]
+    return arithmetic
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 2**16 + 7])
+def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 3
+    values[: size // 2] *= 2.0**-20
+    found = []
+    for arithmetic in (plain(), fixed_point(torch.device("cpu"))):
+        sums, back = torch.full((size,), 99, dtype=torch.int32), torch.empty(size)
+        largest = [arithmetic.add(values, 2.0**22, sums, fresh=fresh) for fresh in (True, False)]
+        arithmetic.read(sums, 2.0**-22, back)
+        in_place = values.clone()
+        arithmetic.add(in_place, 2.0**22, in_place.view(torch.int32), fresh=True)
+        found.append((largest, sums.tolist(), back.tolist(), in_place.view(torch.int32).tolist()))
+    assert found[0] == found[1]
+    assert found[0][0] == [float(values.abs().max()) if size else 0.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_gradients_of_any_precision_keep_their_bits_down_to_the_scale(dtype: torch.dtype, integers: torch.dtype) -> None:
+    values = (torch.arange(-300, 300) * 2.0**-6).to(dtype)
+    sums, back = torch.empty(600, dtype=integers), torch.empty(600, dtype=dtype)
+    arithmetic = fixed_point(torch.device("cpu"))
+    assert arithmetic.add(values, 2.0**16, sums, fresh=True) == float(values.abs().max())
+    arithmetic.read(sums, 2.0**-16, back)
+    assert torch.equal(back, values)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_value_that_is_not_finite_is_seen(bad: float) -> None:
+    values = torch.ones(200)
+    values[77] = bad
+    for arithmetic in (plain(), fixed_point(torch.device("cpu"))):
+        assert arithmetic.add(values, 1.0, torch.empty(200, dtype=torch.int32), fresh=True) == math.inf
+
+
+def test_too_many_micro_batches_for_32_bits_are_refused() -> None:
+    assert width_of("fast", 10**6) is None
+    assert width_of("exact64", 10**6) is not None
+    with pytest.raises(UsageError, match="exact64"):
+        width_of("exact", 10**6)
+    with pytest.raises(UsageError, match="not known"):
+        width_of("precise", 8)
+
+
+# -- refused
+
+
+def not_wrapped(run: Run) -> None:
+    model = net()
+    fit(run, model, adam(model))
+
+
+def partly_wrapped(run: Run) -> None:
+    """As DDP is told to leave a parameter alone."""
+    model = net()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])  # type: ignore[arg-type]
+    model = DDP(model)
+    fit(run, model, adam(model))
+
+
+def hooked(run: Run) -> None:
+    model = ddp(run)
+    model.register_comm_hook(None, lambda _, bucket: torch.futures.Future())  # type: ignore[arg-type, return-value]
+    fit(run, model, adam(model))
+
+
+def fused_shards(run: Run) -> None:
+    model = fully_shard(net())
+    fit(run, model, adam(model, fused=True))
+
+
+def twice(run: Run) -> None:
+    model = ddp(run)
+
+    def loss(step: Step, batch: torch.Tensor) -> torch.Tensor:
+        step.backward(loss_of(model, batch))
+        return loss_of(model, batch)
+
+    loop(run, model, adam(model), loss)
+
+
+def over_too_many(run: Run) -> None:
+    """Ranks along "tp" have the same samples."""
+    run.mesh  # noqa: B018
+    replicated(run)
+
+
+def pipelined(run: Run) -> None:
+    raise AssertionError("never reached")
+
+
+@pytest.mark.parametrize(
+    ("main", "because", "how"),
+    [
+        (not_wrapped, "neither DDP nor FSDP2", {}),
+        (partly_wrapped, "neither DDP nor FSDP2", {}),
+        (hooked, "communication hook", {}),
+        (fused_shards, "fused=True", {}),
+        (twice, "reduced twice", {}),
+        (over_too_many, "over 2 ranks, but 1 share", {"ranks": 2, "mesh": {"dp": 1, "tp": 2}}),
+        (pipelined, "pp", {"ranks": 2, "mesh": {"dp": 1, "pp": 2}}),
+    ],
+)
+def test_what_could_not_be_exact_is_refused(main: Script, because: str, how: dict[str, Any], train: Train) -> None:
+    ended = train(main, batch=BATCH, reduction="exact", **{"ranks": 1, "spares": 0, "max_restarts": 0, **how})
+    assert ended.failure is not None, ended
+    assert because in ended.failure.message
+    assert "Remedy" in ended.failure.message

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 
-__all__ = ["begin", "hook", "install", "missing", "reset"]
+__all__ = ["begin", "clear", "hook", "install", "missing", "parameters_of", "reset"]
 
 
 def missing() -> list[str]:
@@ -64,18 +64,37 @@ def reset(module: DistributedDataParallel) -> None:
     _freeze(module)
 
 
-def hook(module: DistributedDataParallel, reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
+def hook(
+    module: DistributedDataParallel, reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
+) -> None:
     """Have ``reduce`` sum the buckets: DDP then divides nothing. Raises `StepError` where the script has a hook of its own."""
     if getattr(module, "_delay_all_reduce_params", None):
         raise StepError(
-            "DDP(delay_all_reduce_named_params=...) reduces gradients past every hook.", remedy="leave that argument out."
+            "DDP(delay_all_reduce_named_params=...) reduces gradients past every hook.",
+            remedy="leave that argument out.",
         )
-    if getattr(module, "_comm_hooks", None):
+    try:
+        module.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+    except RuntimeError as error:
         raise StepError(
             'the script has registered a communication hook of DDP, which reduction="exact" needs itself.',
             remedy='do not register one, or use reduction="fast".',
-        )
-    module.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+        ) from error
+
+
+def parameters_of(module: DistributedDataParallel) -> set[int]:
+    """The ids of the parameters whose gradients DDP reduces."""
+    ignored = getattr(module, "parameters_to_ignore", set())
+    return {id(parameter) for name, parameter in module.module.named_parameters() if name not in ignored}
+
+
+def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:
+    """Forget the gradient of a micro-batch that is not the last. DDP expects to find one where an earlier micro-batch made it, if
+    parameters may be unused in a later."""
+    if parameter.grad is not None and (module.find_unused_parameters or module.static_graph):
+        parameter.grad.zero_()
+    else:
+        parameter.grad = None
 
 
 def _freeze(module: DistributedDataParallel) -> None:

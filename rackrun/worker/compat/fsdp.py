@@ -14,7 +14,17 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = ["begin", "install", "is_gathered", "missing", "params", "promote_sharded", "reset", "reshard", "synchronise_gradients"]
+__all__ = [
+    "begin",
+    "install",
+    "is_gathered",
+    "missing",
+    "params",
+    "promote_sharded",
+    "reset",
+    "reshard",
+    "synchronise_gradients",
+]
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
 

@@ -24,7 +24,7 @@ _NEEDED = {
     "force_sum_reduction_for_comms",
 }
 
-Encode = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor]]
+Encode = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor], int], tuple[list[torch.Tensor], torch.Tensor]]
 Sum = Callable[[torch.Tensor, torch.Tensor, Any], None]
 Decode = Callable[[Sequence[nn.Parameter], Sequence[int], torch.Tensor], None]
 
@@ -58,7 +58,7 @@ def clear_local_gradients(module: nn.Module) -> None:
 
 
 def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> None:
-    """From now on, all gradients are summed as what ``encode`` makes of them, in ``container``, by ``add``; ``decode`` makes
+    """From now on, all gradients are summed, over as many ranks as ``encode`` is told, as what it makes of them, in ``container``, by ``add``; ``decode`` makes
     gradients of it, in place. Behind the last parameter lies what ``encode`` has added, summed as well."""
     original: Any = _fsdp_param_group.foreach_reduce
     reduce = getattr(original, "_rackrun_original", original)
@@ -72,7 +72,8 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
         group, replicas = given["reduce_scatter_group"], given["all_reduce_group"]
         size = 1 if group is None else group.size()
         parameters = [param.sharded_param for param in given["fsdp_params"]]
-        carried, more = encode(parameters, given["unsharded_grads"])
+        ranks = size if replicas is None else size * replicas.size()
+        carried, more = encode(parameters, given["unsharded_grads"], ranks)
         if size > 1:
             sizes = [
                 _shard_numel(gradient, param.fsdp_placement.dim, size)
@@ -88,6 +89,7 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
             decode(parameters, sizes, flat)
             parts = flat[: sum(sizes)].split(sizes)
             given["unsharded_grads"][:] = [p.view_as(g) for p, g in zip(parts, carried, strict=True)]
+        del carried, more  # FSDP frees them as soon as it has copied them
         given["reduce_dtype"], given["gradient_divide_factor"] = container, 1.0
         given["all_reduce_group"], given["force_sum_reduction_for_comms"] = None, True
         return reduce(*call.args, **call.kwargs)
@@ -102,7 +104,13 @@ class _Summed:
     def __init__(
         self, parameters: Sequence[nn.Parameter], sizes: Sequence[int], replicas: Any, add: Sum, decode: Decode
     ) -> None:
-        self._parameters, self._sizes, self._replicas, self._add, self._decode = parameters, sizes, replicas, add, decode
+        self._parameters, self._sizes, self._replicas, self._add, self._decode = (
+            parameters,
+            sizes,
+            replicas,
+            add,
+            decode,
+        )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -138,6 +146,6 @@ def _refuse(given: dict[str, Any]) -> None:
         )
     if given["partial_reduce_output"] is not None or not given["all_reduce_grads"]:
         raise StepError(
-            'gradients that are reduced over shards but not over replicas yet cannot be added exactly.',
+            "gradients that are reduced over shards but not over replicas yet cannot be added exactly.",
             remedy='leave set_requires_all_reduce alone, or use reduction="fast".',
         )

@@ -5,6 +5,7 @@ torch adds the squares of each rank's part, and then the parts' sums: floats, in
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,8 @@ _CHUNK = 2**16
 
 
 def missing() -> list[str]:
-    known = "_get_total_norm" in clip_grad.clip_grad_norm_.__wrapped__.__code__.co_names  # type: ignore[attr-defined]
-    return [] if known and hasattr(clip_grad, "_get_total_norm") else ["clip_grad_norm_ calls no _get_total_norm"]
+    known = "_get_total_norm" in inspect.unwrap(clip_grad.clip_grad_norm_).__code__.co_names
+    return [] if known and hasattr(clip_grad, "_get_total_norm") else ["clip_grad_norm_ has no _get_total_norm"]
 
 
 def divert() -> None:
@@ -31,6 +32,7 @@ def divert() -> None:
     if hasattr(original, "_rackrun_original"):
         return
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
@@ -69,7 +71,9 @@ def exact_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
         parts = [tensor.to_local().reshape(-1) for tensor in some]
         largest = over(torch.stack([_largest(part) for part in parts]), "max")
-        bits = torch.tensor([61 - math.ceil(math.log2(max(tensor.numel(), 2))) for tensor in some], device=largest.device)
+        bits = torch.tensor(
+            [61 - math.ceil(math.log2(max(tensor.numel(), 2))) for tensor in some], device=largest.device
+        )
         exponent = torch.frexp(largest)[1]
         scale = torch.exp2((bits - 2 * exponent).double())
         sums = over(torch.stack([_square_sum(part, scale[i]) for i, part in enumerate(parts)]), "sum")

@@ -1,0 +1,99 @@
+"""How gradients become integers: which bits there are, and the scale of every parameter.
+
+One scale a parameter, not one for every few elements: a finer one gains the bits by which those elements stay below the
+parameter's largest, and a row that wakes up (of an embedding, for a rare token) would then outgrow its scale, and have the
+step done again, every now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rackrun.errors import UsageError
+
+__all__ = ["Fit", "Scales", "Width", "fit", "width_of"]
+
+_RESOLUTION_BITS_MIN = 14
+_DECAY = 0.9
+
+
+@dataclass(frozen=True)
+class Width:
+    """How a value is split into bits: ``headroom`` for growth from one step to the next, and, of what is left, a share for each shard."""
+
+    dtype: torch.dtype
+    container: torch.dtype
+    """Floats of the same size, in which FSDP carries the integers about."""
+    bits: int
+    headroom: int
+
+    def of_a_shard(self, shards: int) -> int:
+        """Bits of one shard's integers: no sum of ``shards`` of them can leave the range."""
+        return self.bits - 2 - math.ceil(math.log2(shards))
+
+
+_WIDTHS = {
+    "exact": Width(torch.int32, torch.float32, bits=32, headroom=3),
+    "exact64": Width(torch.int64, torch.float64, bits=64, headroom=16),
+}
+
+
+def width_of(reduction: str, shards: int) -> Width | None:
+    """None for ``"fast"``. Raises `UsageError` for anything else unknown, and when so many shards leave too few bits for each."""
+    if reduction == "fast":
+        return None
+    width = _WIDTHS.get(reduction)
+    if width is None:
+        raise UsageError(f"reduction={reduction!r} is not known.", remedy='choose "fast", "exact" or "exact64".')
+    if width.of_a_shard(shards) - width.headroom < _RESOLUTION_BITS_MIN:
+        raise UsageError(
+            f'reduction="{reduction}" leaves {width.of_a_shard(shards) - width.headroom} bits to each of {shards} micro-batches.',
+            remedy='use reduction="exact64", or larger micro-batches.',
+        )
+    return width
+
+
+class Scales:
+    """The largest magnitude that each parameter's gradient is expected to have, fading: tracked, so that it is restored with the rest."""
+
+    def __init__(self, count: int) -> None:
+        self.largest = torch.zeros(count)
+        """0 until a gradient other than 0 has been seen."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"largest": self.largest}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.largest.copy_(state["largest"])
+
+    def seen(self, largest: torch.Tensor) -> None:
+        """A step with these has been committed. What was 0 throughout (an unused parameter), or not finite, teaches nothing."""
+        told = largest.isfinite() & (largest > 0)
+        self.largest.copy_(torch.where(told, torch.maximum(largest, self.largest * _DECAY), self.largest))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the expected magnitudes of one attempt make of every parameter."""
+
+    limits: torch.Tensor
+    """How far a gradient may grow: beyond, its integers could leave their range."""
+    scale: list[float]
+    """A power of two; 0 for what has no scale yet."""
+    inverse: list[float]
+
+
+def fit(expected: torch.Tensor, headroom: int, bits: int) -> Fit:
+    """The scales at which a gradient at its limit is an integer of ``bits`` bits."""
+    exponents = torch.frexp(expected)[1].tolist()  # expected < 2**exponent
+    known = (expected > 0).tolist()
+    shifts = [min(max(bits - headroom - exponent, -126), 126) for exponent in exponents]
+    limits = [math.ldexp(1.0, e + headroom) if known[i] else 0.0 for i, e in enumerate(exponents)]
+    return Fit(
+        torch.tensor(limits, dtype=torch.float64).float(),
+        [math.ldexp(1.0, shift) if known[i] else 0.0 for i, shift in enumerate(shifts)],
+        [math.ldexp(1.0, -shift) for shift in shifts],
+    )
