@@ -78,7 +78,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, one block of each")
     parser.add_argument("--kernels", action="store_true", help="the arithmetic alone")
     parser.add_argument("--pairs", type=int, default=24, help="blocks of each")
-    parser.add_argument("--systems", default=";".join(SYSTEMS[:3]), help=f"of {'; '.join(SYSTEMS)}, the first being the base")
+    parser.add_argument(
+        "--systems", default=";".join(SYSTEMS[:3]), help=f"of {'; '.join(SYSTEMS)}, the first being the base"
+    )
     args = parser.parse_args()
     if args.kernels:
         for name, taken_ms in kernels().items():

@@ -72,7 +72,8 @@ class ExactReduction:
         lacks what that takes."""
         if missing := fsdp_reduce.missing() + norms.missing():
             raise UsageError(
-                f'reduction="exact" does not know this torch: {"; ".join(missing)}.', remedy="install torch 2.10 to 2.13."
+                f'reduction="exact" does not know this torch: {"; ".join(missing)}.',
+                remedy="install torch 2.10 to 2.13.",
             )
         reduced: set[int] = set()
         wrappers = list(self._state.wrappers())
@@ -273,8 +274,8 @@ class ExactReduction:
         slots = [self._slots[id(parameter)] for parameter in parameters]
         counts = self._last_shard(("fsdp", slots[0].index), ranks)
         found = []
-        for slot, gradient in zip(slots, gradients, strict=True):
-            gradient = gradient.contiguous()
+        for slot, given in zip(slots, gradients, strict=True):
+            gradient = given.contiguous()
             in_place = gradient.dtype == self._width.container
             carried = gradient if in_place else torch.empty_like(gradient, dtype=self._width.container)
             integers = carried.view(-1).view(self._width.dtype)

@@ -260,7 +260,9 @@ def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-def test_gradients_of_any_precision_keep_their_bits_down_to_the_scale(dtype: torch.dtype, integers: torch.dtype) -> None:
+def test_gradients_of_any_precision_keep_their_bits_down_to_the_scale(
+    dtype: torch.dtype, integers: torch.dtype
+) -> None:
     values = (torch.arange(-300, 300) * 2.0**-6).to(dtype)
     sums, back = torch.empty(600, dtype=integers), torch.empty(600, dtype=dtype)
     arithmetic = fixed_point(torch.device("cpu"))

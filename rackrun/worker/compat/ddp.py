@@ -84,7 +84,7 @@ def hook(
 
 def parameters_of(module: DistributedDataParallel) -> set[int]:
     """The ids of the parameters whose gradients DDP reduces."""
-    ignored = getattr(module, "parameters_to_ignore", set())
+    ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     return {id(parameter) for name, parameter in module.module.named_parameters() if name not in ignored}
 
 

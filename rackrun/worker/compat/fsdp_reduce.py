@@ -36,8 +36,10 @@ def missing() -> list[str]:
 
 
 def parameters_of(module: nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients FSDP reduces."""
-    return {id(param.sharded_param) for param in fsdp.params(module)}
+    """The ids of the parameters, resharded, whose gradients FSDP reduces. The module knows them first: FSDP itself takes note of
+    those that ``to_empty`` has made in its first forward."""
+    owners = ((param._module_info.module, param._module_info.param_name) for param in fsdp.params(module))
+    return {id(getattr(owner, name)) for owner, name in owners}
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
