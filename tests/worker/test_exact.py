@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def loop(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Step, torch.Tensor], torch.Tensor],
     clip: float = 0.0,
+    steps: int = STEPS,
 ) -> None:
     show_state(run, model, optimizer)
     run.track(model=model, optimizer=optimizer)
@@ -79,7 +81,7 @@ def loop(
         optimizer.zero_grad()
         say(**{f"attempt {int(step)}": step.attempt})
 
-    for number in run.steps(STEPS):
+    for number in run.steps(steps):
         step(number)
 
 
@@ -93,14 +95,14 @@ def in_bf16(run: Run) -> None:
     loop(run, model, adam(model), lambda _, batch: loss_of(model, batch.bfloat16()).float())
 
 
-def sharded(run: Run, **options: object) -> None:
+def sharded(run: Run, steps: int = STEPS, **options: object) -> None:
     """14 and 10 rows: ranks hold unequal parts, which end inside of a block of any size."""
     model = net()
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **options)
     fully_shard(model, **options)
-    loop(run, model, adam(model), lambda _, batch: loss_of(model, batch), clip=0.1)
+    loop(run, model, adam(model), lambda _, batch: loss_of(model, batch), clip=0.1, steps=steps)
 
 
 def sharded_mixed(run: Run) -> None:
@@ -148,6 +150,19 @@ def test_a_swap_in_the_middle_changes_nothing(main: Script, train: Train) -> Non
     ended = run_on(train, main, 3, spares=1, kill=deaths)
     assert ended.plans
     assert computed(ended) == computed(alone), f"{deaths}\n{ended}"
+
+
+@pytest.mark.stories
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_as_if_nothing_had_changed(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = computed(run_on(train, sharded, 1))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    run_on(train, lambda run: sharded(run, steps=5), 4)
+    ended = run_on(train, sharded, 3)
+    assert min(ended.losses) == 5
+    assert computed(ended)[1] == alone[1]
+    assert ended.losses.items() <= alone[0].items()
 
 
 # -- scales
