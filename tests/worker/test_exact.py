@@ -90,6 +90,18 @@ def replicated(run: Run) -> None:
     loop(run, model, adam(model, fused=True), lambda _, batch: loss_of(model, batch), clip=0.1)
 
 
+def jumping(run: Run) -> None:
+    """At step 4 the gradients of one micro-batch are 1,000 times what they were."""
+    model = ddp(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def loss(step: Step, batch: torch.Tensor) -> torch.Tensor:
+        jump = int(step) == 4 and step.shards[-1] == 5
+        return loss_of(model, batch) * (1000.0 if jump else 1.0)
+
+    loop(run, model, optimizer, loss)
+
+
 def in_bf16(run: Run) -> None:
     model = DDP(net().bfloat16())
     loop(run, model, adam(model), lambda _, batch: loss_of(model, batch.bfloat16()).float())
@@ -142,7 +154,7 @@ def test_replicas_of_shards_are_added_exactly_too(train: Train) -> None:
     assert computed(run_on(train, sharded_and_replicated, 4, mesh={"replicate": 2, "shard": 2})) == alone
 
 
-@pytest.mark.parametrize("main", [replicated, pytest.param(sharded, marks=STORY)])
+@pytest.mark.parametrize("main", [replicated, pytest.param(sharded, marks=STORY), pytest.param(jumping, marks=STORY)])
 def test_a_swap_in_the_middle_changes_nothing(main: Script, train: Train) -> None:
     alone = run_on(train, main, 1)
     reference = run_on(train, main, 3)
@@ -166,18 +178,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_as_if_nothing_had_cha
 
 
 # -- scales
-
-
-def jumping(run: Run) -> None:
-    """At step 4 the gradients of one micro-batch are 1,000 times what they were."""
-    model = ddp(run)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    def loss(step: Step, batch: torch.Tensor) -> torch.Tensor:
-        jump = int(step) == 4 and step.shards[-1] == 5
-        return loss_of(model, batch) * (1000.0 if jump else 1.0)
-
-    loop(run, model, optimizer, loss)
 
 
 def test_a_gradient_that_outgrows_its_scale_is_computed_again_on_every_rank(train: Train) -> None:
