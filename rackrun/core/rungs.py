@@ -1,0 +1,216 @@
+"""What each rung of the ladder would cost now, or why it is impossible: one small pure function each.
+
+A loss is in GPU-seconds, in three kinds that `Weights` weigh:
+
+========== ==========================================================================================================
+goodput    ranks x (the time until all compute again + the time of what they compute again)
+cost       (ranks + spares) x the same time; of a stop only what comes after it has been started again
+resilience the chance that another GPU fails before one is repaired, x ranks x the repair, when no slot is left over
+========== ==========================================================================================================
+
+What has passed already (`ClusterView.waited_s`) is lost whatever is done, and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rackrun.core.situation import ClusterView, Failure, Option, Priors, Rung, Weights
+
+__all__ = ["options"]
+
+
+class _Price(NamedTuple):
+    """``seconds`` for all ranks; of these, nobody pays for ``unpaid_s``."""
+
+    seconds: dict[str, float]
+    unpaid_s: float = 0.0
+
+
+def options(
+    failure: Failure, view: ClusterView, weights: Weights | None = None, priors: Priors | None = None
+) -> tuple[Option, ...]:
+    """Every rung, in the order of `Rung`."""
+    weights, priors = weights or Weights(), priors or Priors()
+    return tuple(_option(rung, failure, view, weights, priors) for rung in Rung)
+
+
+def _option(rung: Rung, failure: Failure, view: ClusterView, weights: Weights, priors: Priors) -> Option:
+    obstacle, price = _RUNGS[rung]
+    if why_not := obstacle(failure, view):
+        return Option(rung=rung, why_not=why_not)
+    seconds, unpaid_s = price(failure, view, priors)
+    down_s = sum(seconds.values())
+    goodput = view.world_size * down_s
+    paid = (view.world_size + len(view.spares)) * (down_s - unpaid_s)
+    exposed = 0.0 if rung is Rung.STOP else _exposure(view, priors)
+    lost = {
+        "goodput_gpu_s": weights.goodput * goodput,
+        "paid_gpu_s": weights.cost * paid,
+        "exposure_gpu_s": weights.resilience * exposed,
+    }
+    figures = {name: value for name, value in (seconds | lost).items() if value}
+    return Option(rung=rung, cost_gpu_s=sum(lost.values()), figures=figures)
+
+
+def _exposure(view: ClusterView, priors: Priors) -> float:
+    if view.usable_slots > view.world_size:
+        return 0.0
+    repair_s = _known(view.costs.repair_s, priors.repair_s)
+    chance = min(1.0, view.world_size * repair_s / priors.mtbf_gpu_s)
+    return chance * view.world_size * repair_s
+
+
+# -- why not -----------------------------------------------------------------------------------------------------------
+def _may_absorb(failure: Failure, view: ClusterView) -> str:
+    if failure.ranks:
+        return f"{len(failure.ranks)} ranks are lost" if len(failure.ranks) > 1 else "a rank is lost"
+    return _state(view)
+
+
+def _may_swap(failure: Failure, view: ClusterView) -> str:
+    if view.moved:
+        return f"rank {', '.join(map(str, view.moved))} moves with its group"
+    if obstacle := _may_take_over(failure, view):
+        return obstacle
+    if view.uprooted:
+        return f"no spare in the NVLink clique: rank {', '.join(map(str, view.uprooted))} would have to move too"
+    return ""
+
+
+def _may_move(failure: Failure, view: ClusterView) -> str:
+    if not view.uprooted and not view.moved:
+        return "no group has to leave its NVLink clique"
+    return _may_take_over(failure, view)
+
+
+def _may_take_over(failure: Failure, view: ClusterView) -> str:
+    if not failure.ranks:
+        return "nobody is lost"
+    if obstacle := _state(view):
+        return obstacle
+    return "" if view.takeovers else view.why_short or "no spare is ready"
+
+
+def _may_acquire(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
+    return "not built yet"
+
+
+def _may_shrink(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
+    return "not built yet"
+
+
+def _may_wait(failure: Failure, view: ClusterView) -> str:
+    if not failure.ranks:
+        return "nobody is lost"
+    if obstacle := _state(view):
+        return obstacle
+    if view.takeovers:
+        return "there is nothing to wait for"
+    if view.coming >= view.short:
+        left_s = view.start_patience_s - view.waited_s
+        return "" if left_s > 0 else f"no worker was ready within {view.start_patience_s:.0f} s"
+    if view.repair_patience_s > view.waited_s:
+        return ""
+    if view.repair_patience_s:
+        return f"no hardware came within {view.repair_patience_s:.0f} s"
+    return f"{view.coming} of {view.short} workers that are missing can come (--wait-for-hardware is not given)"
+
+
+def _may_restart(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
+    if not view.may_begin_again:
+        return "no checkpoint is on disk, and beginning again from step 0 is not allowed (--lost-state)"
+    if not view.restarts_left:
+        return "no restart is left (--max-restarts)"
+    if view.usable_slots < view.world_size:
+        return f"{view.world_size} ranks need a slot, {view.usable_slots} can be used"
+    return ""
+
+
+def _may_stop(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
+    return ""
+
+
+def _state(view: ClusterView) -> str:
+    return "no copy of some state is left in memory" if view.rollback_steps is None else ""
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+def _absorb(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    return _Price(
+        {"regroup_s": _known(view.costs.regroup_s, priors.regroup_s), "redone_s": _redone_s(failure, view, priors)}
+    )
+
+
+def _swap(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    return _Price({"takeover_s": _takeover_s(view, priors), "redone_s": _redone_s(failure, view, priors)})
+
+
+def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    """Those that move are ended first: a worker's break and park, about a regroup, comes on top until that is done."""
+    price = _swap(failure, view, priors)
+    if view.uprooted:
+        price.seconds["regroup_s"] = _known(view.costs.regroup_s, priors.regroup_s)
+    return price
+
+
+def _wait(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    starts = view.coming >= view.short
+    usual_s = _known(view.costs.start_s, priors.start_s) if starts else _repair_and_start_s(view, priors)
+    return _Price({"wait_s": max(usual_s - view.waited_s, 0.0)} | _swap(failure, view, priors).seconds)
+
+
+def _restart(failure: Failure, view: ClusterView, priors: Priors) -> _Price:  # noqa: ARG001
+    return _Price(_again(view, priors))
+
+
+def _stop(failure: Failure, view: ClusterView, priors: Priors) -> _Price:  # noqa: ARG001
+    return _Price({"relaunch_s": priors.relaunch_s} | _again(view, priors), unpaid_s=priors.relaunch_s)
+
+
+def _again(view: ClusterView, priors: Priors) -> dict[str, float]:
+    """Never cheaper than a takeover of which as much is done again: the groups are built then too, and disks are slower."""
+    load_s = _known(view.costs.state_bytes, priors.state_bytes) / priors.load_bytes_per_s if view.checkpoint else 0.0
+    step_s = _known(view.costs.step_s, priors.step_s)
+    since_s = view.costs.checkpoint_age_s
+    return {
+        "start_s": _known(view.costs.start_s, priors.start_s),
+        "load_s": max(load_s, _takeover_s(view, priors)),
+        "redone_s": (view.step + 1) * step_s + step_s if since_s is None else since_s + step_s,
+    }
+
+
+def _takeover_s(view: ClusterView, priors: Priors) -> float:
+    if view.costs.takeover_s is not None:
+        return view.costs.takeover_s
+    state_bytes = _known(view.costs.state_bytes, priors.state_bytes)
+    copy_s = state_bytes / _known(view.costs.copy_bytes_per_s, priors.copy_bytes_per_s)
+    return _known(view.costs.regroup_s, priors.regroup_s) + copy_s
+
+
+def _redone_s(failure: Failure, view: ClusterView, priors: Priors) -> float:
+    """The step that broke, and those since a rollback."""
+    steps = (view.rollback_steps or 0) + (0 if failure.planned else 1)
+    return steps * _known(view.costs.step_s, priors.step_s)
+
+
+def _repair_and_start_s(view: ClusterView, priors: Priors) -> float:
+    return _known(view.costs.repair_s, priors.repair_s) + _known(view.costs.start_s, priors.start_s)
+
+
+def _known(measured: float | None, prior: float) -> float:
+    return prior if measured is None else measured
+
+
+_NOT_BUILT = _Price({})
+_RUNGS: dict[Rung, tuple[Callable[[Failure, ClusterView], str], Callable[[Failure, ClusterView, Priors], _Price]]] = {
+    Rung.ABSORB: (_may_absorb, _absorb),
+    Rung.SWAP: (_may_swap, _swap),
+    Rung.MOVE: (_may_move, _move),
+    Rung.ACQUIRE: (_may_acquire, lambda _failure, _view, _priors: _NOT_BUILT),
+    Rung.SHRINK: (_may_shrink, lambda _failure, _view, _priors: _NOT_BUILT),
+    Rung.WAIT: (_may_wait, _wait),
+    Rung.RESTART: (_may_restart, _restart),
+    Rung.STOP: (_may_stop, _stop),
+}

@@ -1,0 +1,233 @@
+"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`. `rackrun.policy` gives them to the user.
+
+A view holds facts and measured costs only; what each rung would cost is made of it by `rackrun.core.rungs`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+import msgspec
+
+from rackrun.core.ids import Generation, Rank, SlotId, TrayId
+
+__all__ = [
+    "ClusterView",
+    "Costs",
+    "Decision",
+    "Failure",
+    "Option",
+    "Priors",
+    "RankNow",
+    "Rung",
+    "SpareNow",
+    "TrayNow",
+    "Weights",
+    "Whose",
+]
+
+
+class Rung(Enum):
+    """The answers to a failure, from the lightest to the heaviest: of two that cost the same, the first is taken."""
+
+    ABSORB = "absorb"
+    """Nobody is lost: the step is done again in place."""
+    SWAP = "swap"
+    """Spares that are ready take the lost ranks over."""
+    MOVE = "move"
+    """So do they, and the living rest of a bound group moves with its lost member into another NVLink clique."""
+    ACQUIRE = "acquire"
+    """Get other hardware. Not built yet."""
+    SHRINK = "shrink"
+    """Go on with fewer ranks. Not built yet."""
+    WAIT = "wait"
+    """All stand still until a spare is ready or a tray has come, then swap; up to a deadline."""
+    RESTART = "restart"
+    """Every rank begins again, from the newest checkpoint on disk, or from step 0."""
+    STOP = "stop"
+    """The job ends, with the reason."""
+
+
+class Whose(Enum):
+    """Whose fault it is taken for."""
+
+    USER = "user"
+    """The script's: the same error, at the same step, on other hardware. Trying again would only fail again."""
+    HARDWARE = "hardware"
+    """What nobody can tell apart is taken for the hardware's, the first exception of a script too."""
+    NETWORK = "network"
+    STORAGE = "storage"
+    PREEMPTION = "preemption"
+    """Somebody wants the machine: SIGTERM from outside."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What has happened since the last plan, as one."""
+
+    what: str
+    """``ranks 2, 3 lost (SIGKILL)``."""
+    whose: Whose = Whose.HARDWARE
+    ranks: tuple[Rank, ...] = ()
+    """Lost; () when nobody is: a stall, or a connection that broke."""
+    slots: tuple[SlotId, ...] = ()
+    """Where they were, in the order of ``ranks``."""
+    evidence: tuple[str, ...] = ()
+    """What is known of each: ``rank 2 on tray-0/2: SIGKILL``."""
+    planned: bool = False
+    """All stood between two steps when the rank was taken out: no step is done again."""
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured in this job, each the median of the last few. None: not yet, and `Priors` stand in."""
+
+    step_s: float | None = None
+    regroup_s: float | None = None
+    """From a plan that restores nothing until every rank computes again."""
+    takeover_s: float | None = None
+    """The same of a plan in which ranks got their state from peers or snapshots, all in."""
+    copy_bytes_per_s: float | None = None
+    """Of state, from one tray to another."""
+    state_bytes: float | None = None
+    """Of one rank."""
+    start_s: float | None = None
+    """Of a worker, until it stands at its first step."""
+    repair_s: float | None = None
+    """From the loss of a tray until it has come back."""
+    checkpoint_age_s: float | None = None
+    """Training time since the newest checkpoint on disk; None: there is none."""
+    checkpoint_every_s: float | None = None
+
+
+class Priors(msgspec.Struct, frozen=True, kw_only=True):
+    """What an unknown cost is taken for."""
+
+    step_s: float = 1.0
+    regroup_s: float = 1.0
+    copy_bytes_per_s: float = 1e9
+    load_bytes_per_s: float = 2.5e8
+    """Of one rank, from disk. Never measured yet."""
+    state_bytes: float = 1e9
+    start_s: float = 30.0
+    repair_s: float = 1800.0
+    """A tray that reboots."""
+    relaunch_s: float = 3600.0
+    """Until somebody starts a stopped job again."""
+    mtbf_gpu_s: float = 1.8e8
+    """50,000 hours: 419 interruptions of 16,384 GPUs in 54 days (The Llama 3 Herd of Models, section 3.3.4)."""
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """What counts how much; each loss is in GPU-seconds."""
+
+    goodput: float = 1.0
+    """Of ranks, times the time in which they do nothing new."""
+    cost: float = 0.0
+    """Of all GPUs that are held, spares too, in that time. A job that has stopped holds none."""
+    resilience: float = 1.0
+    """What the next failure is expected to cost more, because no spare is left."""
+
+
+class TrayNow(msgspec.Struct, frozen=True, kw_only=True):
+    tray: TrayId
+    host: str
+    slots: int
+    clique: str = ""
+    """Its NVLink clique; "": nobody has told."""
+    unusable: tuple[SlotId, ...] = ()
+    """Where nobody may be started, and no rank may come: unfit, judged bad, or quarantined."""
+
+
+class RankNow(msgspec.Struct, frozen=True, kw_only=True):
+    rank: Rank
+    slot: SlotId
+    alive: bool
+
+
+class SpareNow(msgspec.Struct, frozen=True, kw_only=True):
+    slot: SlotId
+    state: Literal["ready", "starting", "unfit"]
+
+
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
+    """The job at the moment of a decision: all living ranks have parked, with their state."""
+
+    world_size: int
+    generation: Generation = Generation(0)
+    """The one that the decision begins."""
+    step: int = -1
+    """The last that is committed."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    trays: tuple[TrayNow, ...] = ()
+    ranks: tuple[RankNow, ...] = ()
+    spares: tuple[SpareNow, ...] = ()
+    usable_slots: int = 0
+    """Of living trays, those of ranks that live too."""
+
+    takeovers: dict[Rank, SlotId] = {}
+    """Who takes each lost rank over, if it is to be now; {}: nobody is lost, or nobody can."""
+    uprooted: dict[Rank, SlotId] = {}
+    """Living ranks that would have to move with them."""
+    moved: tuple[Rank, ...] = ()
+    """Those that were taken out of their seats to move, and wait now for the takeover."""
+    short: int = 0
+    """So many workers more have to be ready before all lost ranks can be taken over."""
+    coming: int = 0
+    """So many are starting, or can be started now, where that would help."""
+    why_short: str = ""
+    rollback_steps: int | None = 0
+    """Steps that all compute again if state comes from memory; None: no copy of some state is left there."""
+    may_begin_again: bool = False
+    """A restart is allowed: there is a checkpoint or the user lets it begin at step 0, or nothing would be lost by it."""
+    restarts_left: int = 0
+
+    waited_s: float = 0.0
+    """Since the break."""
+    start_patience_s: float = 600.0
+    """How long workers that come are waited for (``join_timeout``)."""
+    repair_patience_s: float = 0.0
+    """How long other hardware is waited for (``--wait-for-hardware``)."""
+    absorbs: int = 0
+    """How often this step was done again in place already."""
+    recoveries: int = 0
+    """So far in this job."""
+    costs: Costs = Costs()
+
+    @property
+    def checkpoint(self) -> bool:
+        """There is one on disk."""
+        return self.costs.checkpoint_age_s is not None
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rung would mean now."""
+
+    rung: Rung
+    why_not: str = ""
+    """Why it is impossible; "": it is possible."""
+    cost_gpu_s: float = 0.0
+    """Predicted, weighted. 0 where it is impossible."""
+    figures: dict[str, float] = {}
+    """What that was made of: seconds for all ranks (``*_s``), and weighted GPU-seconds (``*_gpu_s``)."""
+
+    @property
+    def possible(self) -> bool:
+        return not self.why_not
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done. A user's policy gives the rung, and a reason for people; all else is filled in."""
+
+    rung: Rung
+    reason: str = ""
+    targets: dict[Rank, SlotId] = {}
+    """Who takes which rank over. {}: as `ClusterView.takeovers`, which is the only other thing that is possible."""
+    deadline_s: float = 0.0
+    """Of a wait, from now; 0: as long as is allowed."""
+    cost_gpu_s: float = 0.0
+    """Predicted."""
+    figures: dict[str, float] = {}
+    options: tuple[Option, ...] = ()
+    """All rungs, as they were seen."""
+    by: str = "default"
+    """Or ``order`` (a list of rungs), or ``user`` (a function)."""

@@ -1,0 +1,195 @@
+"""What holds for every situation: the same answer to the same question, nothing impossible, no reward for a higher cost."""
+
+from __future__ import annotations
+
+import doctest
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from situations import situation
+
+import rackrun.policy
+from rackrun.core.ids import Rank, SlotId
+from rackrun.errors import UsageError
+from rackrun.policy import (
+    ClusterView,
+    Costs,
+    Decision,
+    Failure,
+    Rules,
+    Rung,
+    Weights,
+    Whose,
+    choose,
+    options,
+    parse_rules,
+    parse_weights,
+    refusal,
+)
+
+SECONDS = st.none() | st.floats(0.0, 1e4)
+COSTS = st.builds(
+    Costs,
+    step_s=SECONDS,
+    regroup_s=SECONDS,
+    takeover_s=SECONDS,
+    copy_bytes_per_s=st.none() | st.floats(1e6, 1e12),
+    state_bytes=st.none() | st.floats(0.0, 1e12),
+    start_s=SECONDS,
+    repair_s=SECONDS,
+    checkpoint_age_s=SECONDS,
+)
+WEIGHTS = st.builds(Weights, goodput=st.floats(0.0, 10), cost=st.floats(0.0, 10), resilience=st.floats(0.0, 10))
+RUNGS = st.lists(st.sampled_from(Rung), unique=True).map(tuple)
+RULES = st.builds(Rules, order=RUNGS) | st.builds(
+    Rules, never=RUNGS.map(lambda rungs: tuple(rung for rung in rungs if rung is not Rung.STOP))
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Failure, ClusterView]:
+    size = draw(st.integers(1, 64))
+    numbers = st.integers(0, 8)
+    words = [f"{size} ranks", f"{draw(st.integers(0, min(size, 6)))} lost", f"at step {draw(st.integers(-1, 10**6))}"]
+    words += [f"{draw(numbers)} {name}" for name in ("ready", "starting", "free", "moved", "moving")]
+    words += [
+        f"rollback {draw(numbers)}",
+        f"restarts {draw(st.integers(0, 2))}",
+        f"patience {draw(st.integers(0, 4000))} s",
+    ]
+    words += [f"waited {draw(st.integers(0, 1000))} s"]
+    flags = ("begin again", "state lost", "out of reach", "planned", "user bug")
+    words += draw(st.lists(st.sampled_from(flags), unique=True, max_size=2))
+    failure, view = situation(", ".join(words))
+    costs = draw(COSTS)
+    return failure, msgspec.structs.replace(view, costs=costs)
+
+
+@given(situations(), RULES, WEIGHTS)
+@settings(max_examples=150, deadline=None)
+def test_what_is_chosen_is_possible_and_allowed(
+    situated: tuple[Failure, ClusterView], rules: Rules, weights: Weights
+) -> None:
+    failure, view = situated
+    decision = choose(failure, view, rules, weights)
+    assert not refusal(decision, failure, view)
+    assert decision.reason
+    if rules.order and failure.whose is not Whose.USER:
+        assert decision.rung in (*rules.order, Rung.ABSORB, Rung.STOP)
+    assert decision.rung not in rules.never
+    assert [one.rung for one in decision.options] == list(Rung)
+
+
+@given(situations(), RULES, WEIGHTS)
+@settings(max_examples=75, deadline=None)
+def test_the_same_question_has_the_same_answer_word_for_word(
+    situated: tuple[Failure, ClusterView], rules: Rules, weights: Weights
+) -> None:
+    failure, view = situated
+    again = msgspec.convert(
+        msgspec.to_builtins((failure, view), str_keys=True), tuple[Failure, ClusterView], strict=False
+    )
+    assert choose(failure, view, rules, weights) == choose(*again, rules, weights)
+
+
+@given(
+    situations(),
+    WEIGHTS,
+    st.sampled_from(("step_s", "regroup_s", "takeover_s", "state_bytes", "start_s", "repair_s", "checkpoint_age_s")),
+    st.floats(0.0, 1e4),
+    st.floats(0.0, 1e4),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_rung_becomes_cheaper_when_something_becomes_dearer(
+    situated: tuple[Failure, ClusterView], weights: Weights, name: str, low: float, more: float
+) -> None:
+    failure, view = situated
+    cheap, dear = (
+        msgspec.structs.replace(view, costs=msgspec.structs.replace(view.costs, **{name: value}))
+        for value in (low, low + more)
+    )
+    for before, after in zip(options(failure, cheap, weights), options(failure, dear, weights), strict=True):
+        assert before.possible == after.possible
+        assert after.cost_gpu_s >= before.cost_gpu_s * (1 - 1e-9)
+
+
+@given(situations(), WEIGHTS, st.floats(1e6, 1e12), st.floats(1.0, 100.0))
+@settings(max_examples=50, deadline=None)
+def test_a_faster_copy_makes_nothing_dearer(
+    situated: tuple[Failure, ClusterView], weights: Weights, rate: float, faster: float
+) -> None:
+    failure, view = situated
+    slow, fast = (
+        msgspec.structs.replace(view, costs=msgspec.structs.replace(view.costs, copy_bytes_per_s=value))
+        for value in (rate, rate * faster)
+    )
+    for before, after in zip(options(failure, slow, weights), options(failure, fast, weights), strict=True):
+        assert after.cost_gpu_s <= before.cost_gpu_s * (1 + 1e-9)
+
+
+@given(situations(), WEIGHTS)
+@settings(max_examples=100, deadline=None)
+def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_by_itself(
+    situated: tuple[Failure, ClusterView], weights: Weights
+) -> None:
+    failure, view = situated
+    decision = choose(failure, view, Rules(), weights)
+    going_on = [one for one in decision.options if one.possible and one.rung is not Rung.STOP]
+    if decision.rung is not Rung.STOP:
+        assert decision.cost_gpu_s == min(one.cost_gpu_s for one in going_on)
+    elif failure.whose is not Whose.USER:
+        assert all(one.rung is Rung.WAIT and view.coming < view.short for one in going_on)
+
+
+def test_a_restart_is_never_taken_instead_of_a_swap_that_takes_nobody_back() -> None:
+    """Whatever was measured: what a restart does besides a takeover only comes on top."""
+    costs = Costs(start_s=0.0, step_s=0.0, checkpoint_age_s=0.0, takeover_s=50.0)
+    failure, view = situation("1 lost, 1 ready, begin again")
+    assert choose(failure, msgspec.structs.replace(view, costs=costs)).rung is Rung.SWAP
+
+
+# -- what a user gives -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["swop", "swap,swap", "swap,no-restart", "no-", "swap;stop"])
+def test_a_policy_that_says_nothing_clear_is_refused_with_the_rungs_there_are(text: str) -> None:
+    with pytest.raises(UsageError, match="absorb, swap, move, acquire, shrink, wait, restart, stop"):
+        parse_rules(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["goodput", "goodput=fast", "speed=1", "cost=-1", "cost=nan", "cost=inf", "cost=1,cost=2"]
+)
+def test_weights_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be a weight"):
+        parse_weights(text)
+
+
+def test_words_are_read_whatever_their_case_and_spaces() -> None:
+    assert parse_rules(" Swap, WAIT,stop ,") == Rules(order=(Rung.SWAP, Rung.WAIT, Rung.STOP))
+    assert parse_rules("cheapest") == parse_rules("") == Rules()
+
+
+@pytest.mark.parametrize(
+    ("decision", "because"),
+    [
+        (Decision(rung=Rung.RESTART), "restart is impossible: no checkpoint is on disk"),
+        (Decision(rung=Rung.SHRINK), "shrink is impossible: not built yet"),
+        (Decision(rung=Rung.SWAP, targets={Rank(7): SlotId("tray-3/3")}), "its targets are not those of the view"),
+        (Decision(rung=Rung.STOP, deadline_s=-1.0), "a deadline of -1.0 s"),
+        (Decision(rung=Rung.SWAP), ""),
+        (Decision(rung=Rung.SWAP, targets={Rank(7): SlotId("tray-9/0")}), ""),
+    ],
+)
+def test_what_a_user_asks_for_is_held_against_what_is_possible(decision: Decision, because: str) -> None:
+    said = refusal(decision, *situation("1 lost, 1 ready"))
+    assert said.startswith(because) if because else not said
+
+
+def test_the_example_in_the_docstring_is_what_happens() -> None:
+    assert doctest.testmod(rackrun.policy).failed == 0
+
+
+def test_a_job_can_always_stop() -> None:
+    with pytest.raises(UsageError, match="must be able to stop"):
+        parse_rules("no-stop")
