@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what forks has no thread that its child would wait for
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
