@@ -42,7 +42,7 @@ def test_what_is_no_mesh_is_refused(text: str) -> None:
         axes_of(None, 8, {MESH_VARIABLE: text})
 
 
-def test_the_launchers_mesh_is_the_runs_and_ranks_and_spares_are_ready_with_it(
+def test_the_launchers_mesh_is_the_runs_and_all_are_ready_with_it(
     train: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MESH_VARIABLE, "dp=1,tp=2")
@@ -55,4 +55,5 @@ def test_the_launchers_mesh_is_the_runs_and_ranks_and_spares_are_ready_with_it(
     ended = train(main, ranks=2, spares=1)
     assert ended.exit_code == 0, ended
     assert [said["mesh"] for said in ended.said.values()] == [{"dp": 1, "tp": 2}] * 2
-    assert ended.meshes == dict.fromkeys(range(3), (("dp", 1), ("tp", 2)))
+    assert ended.meshes.keys() >= {0, 1}, "and the spare, unless all is over before it is ready"
+    assert set(ended.meshes.values()) == {(("dp", 1), ("tp", 2))}
