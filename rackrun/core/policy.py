@@ -1,6 +1,13 @@
 """The decision: the smallest expected loss, or the user's order of rungs; and whether a user's own answer is possible.
 
-Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same words.
+Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same words. Not wired yet: the
+coordinator asks no policy, and no option of the launcher sets one.
+
+    >>> from rackrun.core.situation import ClusterView, Failure
+    >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(3,), slots=("tray-0/3",))
+    >>> view = ClusterView(world_size=4, usable_slots=5, takeovers={3: "tray-0/4"})
+    >>> choose(failure, view).reason
+    'swap: 4 x (2 s takeover + 1 s redone) = 12 GPU-s'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`. `rackrun.policy` gives them to the user.
+"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`.
 
 A view holds facts and measured costs only; what each rung would cost is made of it by `rackrun.core.rungs`.
 """

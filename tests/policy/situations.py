@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 
 from rackrun.core.ids import Rank, SlotId
-from rackrun.policy import ClusterView, Costs, Failure, SpareNow, Whose
+from rackrun.core.situation import ClusterView, Costs, Failure, SpareNow, Whose
 
 __all__ = ["situation"]
 

@@ -10,24 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from situations import situation
 
-import rackrun.policy
+import rackrun.core.policy
 from rackrun.core.ids import Rank, SlotId
+from rackrun.core.policy import Rules, choose, parse_rules, parse_weights, refusal
+from rackrun.core.rungs import options
+from rackrun.core.situation import ClusterView, Costs, Decision, Failure, Rung, Weights, Whose
 from rackrun.errors import UsageError
-from rackrun.policy import (
-    ClusterView,
-    Costs,
-    Decision,
-    Failure,
-    Rules,
-    Rung,
-    Weights,
-    Whose,
-    choose,
-    options,
-    parse_rules,
-    parse_weights,
-    refusal,
-)
 
 SECONDS = st.none() | st.floats(0.0, 1e4)
 COSTS = st.builds(
@@ -187,7 +175,7 @@ def test_what_a_user_asks_for_is_held_against_what_is_possible(decision: Decisio
 
 
 def test_the_example_in_the_docstring_is_what_happens() -> None:
-    assert doctest.testmod(rackrun.policy).failed == 0
+    assert doctest.testmod(rackrun.core.policy).failed == 0
 
 
 def test_a_job_can_always_stop() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from situations import situation
 
-from rackrun.policy import Rung, choose, parse_rules, parse_weights
+from rackrun.core.policy import choose, parse_rules, parse_weights
+from rackrun.core.situation import Rung
 
 TABLE = Path(__file__).with_name("table.txt")
 ROWS = [
