@@ -156,11 +156,11 @@ class ControlPlane:
             case WorkerStalled():
                 self._stalled(event, record)
             case SnapshotMirrored():
-                self._job.recovery.mirrored(record, event)
+                self._job.recovery.sources.mirrored(record, event)
             case SnapshotDamaged():
-                self._job.recovery.damaged(record, event)
+                self._job.recovery.sources.damaged(record, event)
             case SnapshotStriped():
-                self._job.recovery.striped(record, event)
+                self._job.recovery.sources.striped(record, event)
             case WorkerPaused():
                 self._job.swap.paused(record, event)
             case WorkerFinished():
@@ -183,12 +183,12 @@ class ControlPlane:
         self._job.triage.forget(tray)
         self._job.recovery.snapshots.forget_tray(tray)
         self._job.lost(losses, at_ms)
-        self._job.recovery.source_lost(tray, address, at_ms)
+        self._job.recovery.sources.tray_lost(tray, address, at_ms)
 
     def _exited(self, event: WorkerExited, record: WorkerRecord) -> None:
         condemned = not record.alive
         loss = self._rack.exited(record, event)
-        self._job.recovery.remember(record, event)
+        self._job.recovery.sources.remember(record, event)
         if condemned:  # it was counted as lost when it was fenced
             self._job.slot_empty(event.at_ms)
         else:

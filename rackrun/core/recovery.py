@@ -13,23 +13,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rackrun.core import verdict
-from rackrun.core.commands import BreakGeneration, Command, Plan, Restore, ResumeGeneration, SetTimer, StartWorker
+from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
-    SnapshotDamaged,
-    SnapshotMirrored,
-    SnapshotStriped,
-    WorkerExited,
     WorkerParked,
     WorkerResumed,
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.core.ids import BEGIN, Position, Rank, SlotId, TrayId, tray_of
+from rackrun.core.ids import BEGIN, Position, Rank, SlotId
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating
-from rackrun.core.snapshots import Snapshots, upto
+from rackrun.core.snapshots import Snapshots
+from rackrun.core.sources import Sources, named
 from rackrun.core.stalls import StallWindow
 from rackrun.core.verdict import StatePlan
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
@@ -66,7 +63,7 @@ class Recovery:
     emit: Callable[[Command], None]
     stalls: StallWindow = field(default_factory=StallWindow)
     classes: dict[Rank, str] = field(default_factory=dict)
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    sources: Sources = field(init=False)
     _gathering: bool = False
     _owed: bool = False
     """The snapshots of condemned workers are worth waiting for."""
@@ -79,6 +76,13 @@ class Recovery:
     """Since the last plan."""
     _stuck_at: Position | None = None
     _stuck: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sources = Sources(self.world, self.rack, self.plan_again)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        return self.sources.snapshots
 
     # -- losses ----------------------------------------------------------------------------------------------------
     def lose(self, losses: Sequence[Loss], at_ms: int) -> None:
@@ -94,47 +98,10 @@ class Recovery:
         else:
             self._break(self._told(), at_ms)
 
-    def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
-        """What a member leaves behind may be the only copy of its shard."""
-        if record.rank is None or not event.snapshots or not (record.stateful or record.resumed_in):
-            return
-        plan = self.world.plan
-        behind = plan is not None and record.resumed_in < plan.generation
-        steps = upto(event.snapshots, plan) if plan is not None and behind else event.snapshots
-        self.snapshots.left(record.rank, event, self.rack.trays[tray_of(event.slot)].snapshots, steps)
-
-    def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
-        """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
-        if record.rank is not None and event.holder in self.rack.trays:
-            self.snapshots.mirrored(record.rank, event)
-
-    def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
-        """The other trays of a member's set have the parity of its snapshot."""
-        if record.rank is not None:
-            self.snapshots.striped(record.rank, event)
-
-    def source_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
-        """A snapshot that somebody is about to restore is gone: another plan, now, not after the resume timeout."""
-        plan, members = self.world.plan, self.world.members
-        if self.world.phase is not Phase.RESUMING or plan is None:
-            return
-        waiting = [
-            restore.rank
-            for restore in plan.restores
-            if any(source.startswith(f"{address}/") for source in _sources(restore))
-            and members[restore.rank].state is WorkerState.RESUMING
-        ]
-        if waiting:
-            self._note = f"{tray} lost, with the snapshots that {named(waiting)} would have restored"
-            self._break(self._note, at_ms)
-
-    def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
-        """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
-        if event.where:
-            self.snapshots.damaged(event.where, event.step)
-        if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
-            self._note = f"the snapshot of step {event.step} for rank {record.rank} cannot be used ({event.because})"
-            self._break(self._note, event.at_ms)
+    def plan_again(self, because: str, at_ms: int) -> None:
+        """Nobody is lost, but what was planned cannot be done."""
+        self._note = because
+        self._break(because, at_ms)
 
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
@@ -473,13 +440,3 @@ def _report(record: WorkerRecord) -> verdict.Report:
     parked = record.parked
     assert parked is not None
     return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=parked.snapshots)
-
-
-def _sources(restore: Restore) -> list[str]:
-    """All that it is read from, in the memory of agents."""
-    return [restore.snapshot, *(of for one in restore.rebuild for of in (one.row, one.snapshot))]
-
-
-def named(ranks: Sequence[Rank]) -> str:
-    """``rank 2``, or ``ranks 2, 3``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rackrun.checkpoint.durable import DurableStore
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import STEPS, Trained
 
@@ -30,15 +32,21 @@ def assert_the_rest_is_the_same(trained: Trained, reference: Trained, *, at_most
     return steps[0]
 
 
+def after_the_newest(folder: Path) -> int:
+    """The step after that of the newest whole checkpoint. (While one is written, later ones are passed over: which it is
+    depends on the disk.)"""
+    return max(info.step for info in DurableStore(folder, "run").generations()) + 1
+
+
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
 def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
-    """Step 8's checkpoint is begun, and may or may not be whole; step 6's (or 5's, as they are counted) is."""
     killed = train(
         mode, [Fault(name="launcher", place="backward", rank=1, step=9, then="LAUNCHER")], checkpoints=tmp_path
     )
     assert killed.ran.exit_code == -signal.SIGKILL, killed
+    first = after_the_newest(tmp_path)
     again = train(mode, checkpoints=tmp_path)
-    assert assert_the_rest_is_the_same(again, reference(mode), at_most=8) >= 6
+    assert assert_the_rest_is_the_same(again, reference(mode), at_most=first) == first
 
 
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
@@ -61,7 +69,7 @@ def test_a_tray_and_who_keeps_its_copies_are_lost_together(
     trained = train("fsdp", faults, spares=spares, trays=trays, checkpoints=tmp_path, copies=copies)
     assert trained.ran.exit_code == 0, trained
     assert [recovery["kind"] for recovery in trained.recoveries] == ["restart"], trained
-    assert "resumed after step 7" in trained.ran.stderr or "resumed after step 5" in trained.ran.stderr, trained
+    assert re.search(r"resumed after step [1357]\b", trained.ran.stderr), trained
     assert trained.held == reference("fsdp").held, trained
     assert trained.gates == reference("fsdp").gates, trained
     assert not trained.contradictions, trained
@@ -81,12 +89,13 @@ def test_without_checkpoints_such_a_loss_ends_the_job_with_the_reason(train: Tra
 @pytest.mark.stories
 def test_ranks_are_lost_before_and_after_the_job(train: Train, reference: Reference, tmp_path: Path) -> None:
     """A newcomer has written a part of the checkpoint; and one takes over right after the resumption."""
-    first = [
+    before = [
         Fault(name="rank", place="forward", rank=2, step=4),
         Fault(name="launcher", place="between steps", rank=0, step=10, then="LAUNCHER", after="rank"),
     ]
-    train("fsdp", first, spares=2, checkpoints=tmp_path)
+    train("fsdp", before, spares=2, checkpoints=tmp_path)
+    first = after_the_newest(tmp_path)
     faults = [Fault(name="early", place="between steps", rank=1, step=12)]
     again = train("fsdp", faults, spares=2, checkpoints=tmp_path)
     assert again.struck, again
-    assert assert_the_rest_is_the_same(again, reference("fsdp"), at_most=10) >= 8
+    assert assert_the_rest_is_the_same(again, reference("fsdp"), at_most=first) == first
