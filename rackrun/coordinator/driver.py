@@ -19,10 +19,13 @@ from rackrun.coordinator.journal import Journal, JournalError
 from rackrun.coordinator.ledger import LastWords, Ledger, Progress
 from rackrun.coordinator.log import StepLog
 from rackrun.coordinator.metrics import Metrics
+from rackrun.coordinator.pace import Pace
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
 from rackrun.core.commands import (
+    AskPolicy,
     BreakGeneration,
     Command,
+    Decided,
     DrainWorkers,
     FenceWorker,
     Notice,
@@ -34,7 +37,7 @@ from rackrun.core.commands import (
     StopJob,
     WorkerCommand,
 )
-from rackrun.core.events import Event, JournalFailed, TimerFired, TrayJoined, TrayLost, WorkerElastic
+from rackrun.core.events import Event, JournalFailed, PolicyAnswered, TimerFired, TrayJoined, TrayLost, WorkerElastic
 from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
@@ -116,6 +119,9 @@ class Driver:
         self._links: dict[TrayId, Link] = {}
         self.fence: Callable[[TrayId], None] = lambda _tray: None
         """Told of a tray that is lost: where its agent is ours, it is to be gone, also if it is only stopped."""
+        self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
+        """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
+        self._pace = Pace()
         self._inbox: deque[tuple[Event, float]] = deque()
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -178,16 +184,20 @@ class Driver:
                 case UnitCommitted():
                     self._committed(message, now_ms)
                     self.watch.committed(message, now_ms)
+                    self._pace.committed(message)
                 case UnitSealed():
                     self._last_words.heard(message, self.watch.plan)
                 case StateCopied():
                     self.metrics.copies.copied(message)
+                    self._pace.copied(message, now_ms)
                 case Logged():
                     lines.append(message)
                 case _:
                     assert_never(message)
         if lines:
             self._step_log.take(lines)
+        if self.over is None and (news := self._pace.news()) is not None:
+            self.submit(news)
 
     def stop(self, command: StopJob) -> None:
         """End the job without asking the core: it is broken, or it did not end in time."""
@@ -266,6 +276,10 @@ class Driver:
                 self._send(command, (worker.slot for worker in command.workers))
             case Notice():
                 self._observer.notice(command.text)
+            case AskPolicy():
+                self.ask(command)
+            case Decided():
+                pass  # in the journal, and seen by the watch
             case StopJob():
                 data = frame(command)
                 for link in self._links.values():
@@ -284,6 +298,9 @@ class Driver:
             return False
         self.metrics.persist_s.observe((self.now_ms() - began) / 1e3)
         return True
+
+    def _nobody_to_ask(self, command: AskPolicy) -> None:
+        self.submit(PolicyAnswered(question=command.question, trouble="has nobody who could ask it"))
 
     def _send(self, command: WorkerCommand, slots: Iterable[SlotId]) -> None:
         data = frame(command)
@@ -313,6 +330,7 @@ class Driver:
         self._observer.line(text, logged)
 
     def _recovered(self, recovery: Recovery) -> None:
+        recovery.measure(self._pace.step_s)
         self.recoveries.append(recovery)
         self.metrics.recovered(recovery)
         self._journal.recovery(recovery)

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, Restore, ResumeGeneration, StartWorker
+from rackrun.core.commands import (
+    BreakGeneration,
+    Command,
+    Decided,
+    FenceWorker,
+    Plan,
+    Restore,
+    ResumeGeneration,
+    StartWorker,
+)
 from rackrun.core.events import (
     Event,
     TrayJoined,
@@ -69,6 +78,25 @@ class Recovery(msgspec.Struct, kw_only=True):
     """Nothing was lost: all stood between two steps when the rank on a failing GPU was taken out."""
     overtaken: bool = False
     """A newer generation replaced this one before its world had resumed."""
+    rungs: tuple[str, ...] = ()
+    """What was decided (`rackrun.policy.Rung`), in order: a ``swap`` may follow a ``wait``."""
+    reasons: tuple[str, ...] = ()
+    """Of each, with its figures."""
+    whose: str = ""
+    """Whose fault it was taken for (`rackrun.policy.Whose`)."""
+    decided_ms: float | None = None
+    """When the first of these was."""
+    predicted_gpu_s: float | None = None
+    """Of ranks, by that first decision: until all compute again, and what they compute again. Without weights."""
+    measured_gpu_s: float | None = None
+    """The same, as it was; None as long as nobody knows what a step takes."""
+
+    def measure(self, step_s: float | None) -> None:
+        """``step_s``: of an undisturbed step."""
+        if self.decided_ms is None or self.resumed_ms is None or self.overtaken or (self.redone and step_s is None):
+            return
+        down_s = (self.resumed_ms - self.decided_ms) / 1e3
+        self.measured_gpu_s = self.world_size * (down_s + len(self.redone) * (step_s or 0.0))
 
     @property
     def seconds(self) -> float | None:
@@ -181,6 +209,8 @@ class RecoveryWatch:
                 assert self._open is not None
                 self._open.kind = "restart"
                 self._settle_restart()
+            case Decided():
+                self._decided(command, cause_ms, now_ms)
             case ResumeGeneration():
                 self._planned(command, now_ms)
             case _:
@@ -221,6 +251,19 @@ class RecoveryWatch:
             fault_ms = self._fault_ms  # such as the first exit of several, before all start again
         planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
         self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned)
+
+    def _decided(self, command: Decided, cause_ms: float, now_ms: float) -> None:
+        if self._open is None:  # nobody was left to be broken
+            self._begin(command.generation, "regroup", command.failure.what, cause_ms)
+        recovery, decision = self._open, command.decision
+        assert recovery is not None
+        recovery.rungs += (decision.rung.value,)
+        recovery.reasons += (decision.reason,)
+        recovery.whose = command.failure.whose.value
+        if recovery.decided_ms is None:
+            recovery.decided_ms = now_ms
+            seconds = [value for name, value in decision.figures.items() if not name.endswith("_gpu_s")]
+            recovery.predicted_gpu_s = sum(seconds) * (self._plan.world_size if self._plan else 0)
 
     def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
         plan, before = command.plan, self._plan

@@ -29,9 +29,11 @@ from aiohttp import WSMsgType, web
 from rackrun.coordinator.driver import Driver
 from rackrun.core.events import (
     BreakerClosed,
+    CostsMeasured,
     DeviceChecked,
     DeviceJudged,
     JournalFailed,
+    PolicyAnswered,
     StopRequested,
     TimerFired,
     TrayDescribed,
@@ -46,7 +48,7 @@ from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
-_OUR_OWN = (TrayLost, TimerFired, JournalFailed, BreakerClosed)
+_OUR_OWN = (TrayLost, TimerFired, JournalFailed, BreakerClosed, CostsMeasured, PolicyAnswered)
 """Events that only the coordinator may say."""
 
 

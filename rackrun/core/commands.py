@@ -11,12 +11,15 @@ from typing import TypeAlias
 
 import msgspec
 
+from rackrun.core import situation
 from rackrun.core.events import Failure
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 __all__ = [
+    "AskPolicy",
     "BreakGeneration",
     "Command",
+    "Decided",
     "DrainWorkers",
     "FenceWorker",
     "Keeper",
@@ -199,6 +202,23 @@ class Notice(_Command, frozen=True, kw_only=True):
     text: str
 
 
+class Decided(_Command, frozen=True, kw_only=True):
+    """What is done about a failure, why, and at what cost. For the report: nothing else follows from it here."""
+
+    generation: Generation
+    """The one that is to come."""
+    failure: situation.Failure
+    decision: situation.Decision
+
+
+class AskPolicy(_Command, frozen=True, kw_only=True):
+    """Call the user's function. `PolicyAnswered` comes back, also when it raises or takes too long."""
+
+    question: int
+    failure: situation.Failure
+    view: situation.ClusterView
+
+
 class StopJob(_Command, frozen=True, kw_only=True):
     """The end. Agents end every worker; the launcher exits with ``exit_code`` (0 done, 1 the script's, 3 ours)."""
 
@@ -219,4 +239,4 @@ WorkerCommand: TypeAlias = (
     | ReleaseWorkers
     | StopJob
 )
-Command: TypeAlias = WorkerCommand | SetTimer | Notice
+Command: TypeAlias = WorkerCommand | SetTimer | Notice | Decided | AskPolicy

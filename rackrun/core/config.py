@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rackrun.core.situation import Rules, Weights
+
 __all__ = ["JobConfig"]
 
 
@@ -43,3 +45,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A member that has not resumed after this long is fenced."""
     no_progress_max: int = 8
     """Recoveries in a row without one committed step before the job stops."""
+    rules: Rules = Rules()
+    """Which rungs may be taken (``--policy``)."""
+    weights: Weights = Weights()
+    policy_function: str = ""
+    """``module:function`` that is asked first (`AskPolicy`); "": nobody is."""
+    repair_patience_ms: int = 0
+    """How long all stand still for hardware to come back or to be added, where no spare and no free slot is left."""

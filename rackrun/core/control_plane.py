@@ -14,10 +14,12 @@ from rackrun.core.commands import Command, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     BreakerClosed,
+    CostsMeasured,
     DeviceChecked,
     DeviceJudged,
     Event,
     JournalFailed,
+    PolicyAnswered,
     SnapshotDamaged,
     SnapshotMirrored,
     SnapshotStriped,
@@ -104,9 +106,11 @@ class ControlPlane:
         if not self._began:
             self._began = True
             self._out.append(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
+        self._job.meter.heard(event)
         if self._job.world.phase is not Phase.STOPPED:
             self._dispatch(event)
         commands = tuple(self._out)
+        self._job.meter.told(commands, event.at_ms)
         self._out.clear()
         return commands
 
@@ -128,6 +132,10 @@ class ControlPlane:
                 self._job.triage.close_breaker(event.at_ms)
             case TrayDescribed():
                 self._job.described(event)
+            case PolicyAnswered():
+                self._job.recovery.answered(event)
+            case CostsMeasured():
+                pass  # the meter has heard it
             case JournalFailed():
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")

@@ -13,14 +13,17 @@ import msgspec
 
 from rackrun.core.health import Verdict
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, TrayId
+from rackrun.core.situation import Decision
 
 __all__ = [
     "BreakerClosed",
+    "CostsMeasured",
     "DeviceChecked",
     "DeviceJudged",
     "Event",
     "Failure",
     "JournalFailed",
+    "PolicyAnswered",
     "SnapshotMirrored",
     "SnapshotStriped",
     "StopRequested",
@@ -227,6 +230,28 @@ class BreakerClosed(_Event, frozen=True, kw_only=True):
     """A person has looked at what the circuit breaker holds back, and wants it to be acted on (``rackctl close-breaker``)."""
 
 
+class CostsMeasured(_Event, frozen=True, kw_only=True):
+    """What the coordinator has measured that the core sees nothing of; told when it has changed enough to matter."""
+
+    step_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    state_bytes: float | None = None
+    """Of one rank."""
+    checkpoint: Step | None = None
+    """The newest step that is on disk."""
+    checkpoint_every_s: float | None = None
+
+
+class PolicyAnswered(_Event, frozen=True, kw_only=True):
+    """Answer to AskPolicy. Whether it is possible is for the core to say."""
+
+    question: int
+    decision: Decision | None = None
+    """None: the user's function leaves it to the default, or see ``trouble``."""
+    trouble: str = ""
+    """It raised, returned something else, or took too long."""
+
+
 class StopRequested(_Event, frozen=True, kw_only=True):
     """A person or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
 
@@ -263,6 +288,8 @@ Event: TypeAlias = (
     | DeviceChecked
     | BreakerClosed
     | TimerFired
+    | CostsMeasured
+    | PolicyAnswered
     | StopRequested
     | JournalFailed
 )

@@ -23,10 +23,14 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
+from rackrun.core.costs import Meter
+from rackrun.core.council import Council
 from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
+from rackrun.core.endings import Endings
 from rackrun.core.events import Failure, StopRequested, TrayDescribed, TrayJoined, WorkerExited, WorkerReady
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
+from rackrun.core.outlook import Outlook
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
@@ -50,6 +54,7 @@ class JobMachine:
     config: JobConfig
     rack: RackMachine
     emit: Callable[[Command], None]
+    meter: Meter = field(default_factory=Meter)
     world: World = field(default_factory=World)
     seating: Seating = field(init=False)
     recovery: Recovery = field(init=False)
@@ -63,7 +68,12 @@ class JobMachine:
 
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
-        self.recovery = Recovery(self.config, self.world, self.rack, self.seating, self, self.emit)
+        outlook = Outlook(self.config, self.world, self.rack, self.seating, self.meter)
+        council = Council(self.config, self.emit)
+        endings = Endings(self.config, self.world, self.rack, self.stop)
+        self.recovery = Recovery(
+            self.config, self.world, self.rack, self.seating, self, self.emit, outlook, council, endings
+        )
         self.swap = PlannedSwap(
             self.config, self.world, self.rack, self.seating, self.emit, self.replace, self.recovery.absorb
         )
@@ -105,6 +115,8 @@ class JobMachine:
             self.triage.overdue(number, at_ms)
         elif kind == "pause":
             self.swap.timer(number, at_ms)
+        elif kind == "policy":
+            self.recovery.overdue(number, at_ms)
         elif kind == "exits" and number == str(self.world.generation):
             self._exits_overdue()
         else:
@@ -343,6 +355,7 @@ class JobMachine:
 
     def replace(self, leaving: Mapping[Rank, str], at_ms: int) -> None:
         """All stand between two steps: these ranks go, and spares take over."""
+        self.recovery.between_steps = self.swap.all_paused
         self._condemn({self.world.seats[rank]: because for rank, because in leaving.items()}, at_ms)
 
     def _condemn(self, because: Mapping[SlotId, str], at_ms: int) -> None:

@@ -1,13 +1,6 @@
 """The decision: the smallest expected loss, or the user's order of rungs; and whether a user's own answer is possible.
 
-Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same words. Not wired yet: the
-coordinator asks no policy, and no option of the launcher sets one.
-
-    >>> from rackrun.core.situation import ClusterView, Failure
-    >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(3,), slots=("tray-0/3",))
-    >>> view = ClusterView(world_size=4, usable_slots=5, takeovers={3: "tray-0/4"})
-    >>> choose(failure, view).reason
-    'swap: 4 x (2 s takeover + 1 s redone) = 12 GPU-s'
+Pure and deterministic: the same failure, view, rules and weights give the same decision, with the same words.
 """
 
 from __future__ import annotations
@@ -17,21 +10,14 @@ from collections.abc import Sequence
 import msgspec
 
 from rackrun.core.rungs import options
-from rackrun.core.situation import ClusterView, Decision, Failure, Option, Priors, Rung, Weights, Whose
+from rackrun.core.situation import ClusterView, Decision, Failure, Option, Priors, Rules, Rung, Weights, Whose
 from rackrun.errors import UsageError
 
-__all__ = ["Rules", "choose", "parse_rules", "parse_weights", "refusal", "settled"]
+__all__ = ["choose", "parse_rules", "parse_weights", "refusal", "settled"]
 
+REASON_MAX = 300
+"""Characters of a user's own reason."""
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
-
-
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user has said of the rungs. Both empty: the cheapest of all."""
-
-    order: tuple[Rung, ...] = ()
-    """The first of these that is possible is taken. `Rung.ABSORB` comes before and `Rung.STOP` after them unless they are named."""
-    never: tuple[Rung, ...] = ()
-    """The cheapest of the others."""
 
 
 def parse_rules(text: str) -> Rules:
@@ -91,7 +77,7 @@ def choose(
         return _first(rules, view, found)
     allowed = [one for one in found if one.possible and one.rung not in rules.never]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
-    only_hardware = all(one.rung is Rung.WAIT and view.coming < view.short for one in going_on)
+    only_hardware = all(one.rung is Rung.WAIT and not view.comes_by_itself for one in going_on)
     best = _cheapest(allowed if only_hardware else going_on)
     others = [one for one in allowed if one is not best]
     return _decision(best, _because(best, others, view, found, rules), view, found, "default")
@@ -119,7 +105,7 @@ def settled(
     """A user's decision, with what it leaves open filled in."""
     found = options(failure, view, weights, priors)
     option = _of(found, decision.rung)
-    reason = decision.reason.strip() or "the user's policy says so"
+    reason = " ".join(decision.reason.split())[:REASON_MAX] or "the user's policy says so"
     full = _decision(option, f"{option.rung.value}: {reason} ({_sum(option, view)})", view, found, "user")
     deadline_s = min(decision.deadline_s or full.deadline_s, full.deadline_s)
     return msgspec.structs.replace(full, deadline_s=deadline_s)
@@ -168,8 +154,8 @@ def _decision(option: Option, reason: str, view: ClusterView, found: tuple[Optio
         targets = targets | view.uprooted
     deadline_s = 0.0
     if option.rung is Rung.WAIT:
-        patience_s = view.start_patience_s if view.coming >= view.short else view.repair_patience_s
-        deadline_s = patience_s - view.waited_s
+        patience_s = view.start_patience_s if view.comes_by_itself else 0.0
+        deadline_s = max(patience_s, view.repair_patience_s) - view.waited_s
     return Decision(
         rung=option.rung,
         reason=reason,

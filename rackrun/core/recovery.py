@@ -2,8 +2,8 @@
 
 Survivors are broken at once; the gather window only delays the decision, so that faults that belong together (a tray is
 many workers) are one. The decision is taken when the window has closed, every survivor has parked, and every lost rank
-has a spare that is ready. It is taken from fresh reports alone, so a loss in the middle of a recovery is nothing
-special: it breaks once more, and the next plan starts from what everyone reports then.
+has a spare that is ready, or the policy (`rackrun.core.council`) wants something else. It is taken from fresh reports alone, so a
+loss in the middle of a recovery is nothing special: it breaks once more, and the next plan starts from what everyone reports then.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from typing import Protocol
 from rackrun.core import verdict
 from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
+from rackrun.core.council import Council
+from rackrun.core.endings import Endings
 from rackrun.core.events import (
+    PolicyAnswered,
     WorkerParked,
     WorkerResumed,
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.core.ids import BEGIN, Position, Rank, SlotId
+from rackrun.core.ids import Position, Rank, SlotId
+from rackrun.core.outlook import Outlook, Prospect, failure_of
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
-from rackrun.core.seating import Seating
+from rackrun.core.seating import Seating, Staff
+from rackrun.core.situation import ClusterView, Decision, Rung
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources, named
 from rackrun.core.stalls import StallWindow
@@ -61,6 +66,9 @@ class Recovery:
     seating: Seating
     ladder: Ladder
     emit: Callable[[Command], None]
+    outlook: Outlook
+    council: Council
+    endings: Endings
     stalls: StallWindow = field(default_factory=StallWindow)
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
@@ -74,6 +82,11 @@ class Recovery:
     _absorbed_at: Position | None = None
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     """Since the last plan."""
+    _moved: dict[Rank, None] = field(default_factory=dict)
+    """Those among them that lived, and were taken out because their group moves."""
+    between_steps: bool = False
+    """All stood between two steps when the first of them was taken out."""
+    _broken_ms: int = 0
     _stuck_at: Position | None = None
     _stuck: list[str] = field(default_factory=list)
 
@@ -106,8 +119,13 @@ class Recovery:
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
         self.snapshots.clear()
-        self._losses.clear()
+        self._settle()
         self.stalls = StallWindow()
+
+    def _settle(self) -> None:
+        self._losses.clear()
+        self._moved.clear()
+        self.between_steps = False
         self._absorbing = False
 
     def _told(self) -> str:
@@ -125,6 +143,7 @@ class Recovery:
         world.reason = because
         self.stalls = StallWindow()
         self._gathering = self._owed = True
+        self._broken_ms = at_ms
         for record in world.members.values():
             record.move(Trigger.BREAK, f"generation {generation}")
             record.parked = None
@@ -133,6 +152,8 @@ class Recovery:
         self.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
         self.emit(SetTimer(name=f"park:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
         self.emit(SetTimer(name=f"recover:{generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        if self.config.repair_patience_ms:
+            self.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
 
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
         if event.generation != self.world.generation or record.state is not WorkerState.BREAKING:
@@ -164,7 +185,10 @@ class Recovery:
         elif kind == "resume" and resuming:
             self._fence_late(WorkerState.RESUMING, "resume", self.config.resume_timeout_ms, at_ms)
         elif kind == "recover" and parking:
-            self._give_up()
+            self._give_up(at_ms)
+        elif kind == "repair" and parking:
+            self.council.forget()
+            self.decide(at_ms)
         elif kind in ("stalled", "judge"):
             self._window_closed(kind, at_ms)
 
@@ -181,17 +205,12 @@ class Recovery:
             self.emit(self.rack.fence(record, because, fault=fault))
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
-    def _give_up(self) -> None:
-        lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
-        told = f"{len(lost)} ranks to replace, {ready} spares are ready"
-        self.ladder.stop(
-            3,
-            f"generation {self.world.generation} was not recovered within {self.config.join_timeout_ms} ms: "
-            f"{self._told()}; {told}{f'; not fit: {unfit}' if unfit else ''}",
-            remedy="repair the GPUs that are not fit, or start more trays."
-            if unfit
-            else "look at the output of the spares; raise join_timeout_ms if a start takes longer.",
-        )
+    def _give_up(self, at_ms: int) -> None:
+        """Nobody has become ready in this time. For hardware to come there may be more (`JobConfig.repair_patience_ms`)."""
+        self.decide(at_ms)
+        patient = self.council.asks or at_ms - self._broken_ms < self.config.repair_patience_ms
+        if self.world.phase is Phase.PARKING and not patient:
+            self.endings.not_in_time(self._told())
 
     # -- decide ----------------------------------------------------------------------------------------------------
     def decide(self, at_ms: int) -> None:
@@ -214,12 +233,57 @@ class Recovery:
         )
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
-        if state is None:
-            self._start_over(committed, at_ms)
+        ready = {record.worker.slot: record for record in self.rack.ready_spares()}
+        lost = world.lost()
+        prospect = Prospect(
+            committed=committed,
+            gate=gate,
+            state=state,
+            staff=None if state is None else self.seating.staff(world.seats, lost, ready),
+            enough=len(ready) >= len(lost),
+            may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
+        )
+        self._decide(prospect, ready, at_ms)
+
+    def answered(self, event: PolicyAnswered) -> None:
+        if self.council.answered(event):
+            self.decide(event.at_ms)
+
+    def overdue(self, question: str, at_ms: int) -> None:
+        if self.council.overdue(question):
+            self.decide(at_ms)
+
+    def _decide(self, prospect: Prospect, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        failure = failure_of(
+            self._told() or "a rollback was broken off",
+            self._losses,
+            self.world.lost(),
+            again=self._absorbed_out(prospect.committed),
+            planned=self.between_steps,
+        )
+        view = self.outlook.view(
+            prospect,
+            moved=tuple(sorted(self._moved)),
+            waited_ms=at_ms - self._broken_ms,
+            absorbs=self._absorbs if prospect.committed == self._absorbed_at else 0,
+        )
+        decision = self.council.decide(failure, view, at_ms)
+        if decision is None:
             return
-        chosen = self._staff(at_ms)
-        if chosen is not None and self._may_go_on(committed):
-            self._resume(committed, gate, state, chosen, at_ms)
+        match decision.rung:
+            case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
+                assert prospect.staff is not None, "only what is possible is decided"
+                self._go_on(prospect, prospect.staff, ready, at_ms)
+            case Rung.WAIT:
+                self._start_spares(prospect, view)
+            case Rung.RESTART:
+                self._start_over(prospect, decision, failure.what, at_ms)
+            case Rung.STOP if prospect.state is None and prospect.may_begin_again and decision.is_last:
+                self._start_over(prospect, decision, failure.what, at_ms)  # which says what is in its way
+            case Rung.STOP:
+                self.endings.decided(prospect, decision, failure, view)
+            case Rung.ACQUIRE | Rung.SHRINK:
+                raise AssertionError("not built yet, so never possible")
 
     def _snapshots_owed(self) -> bool:
         """Somebody is condemned whose exit, with what it leaves, has not come yet."""
@@ -227,20 +291,12 @@ class Recovery:
             record.rank is not None and record.stateful and not record.alive for record in self.rack.occupants.values()
         )
 
-    def _start_over(self, committed: Position, at_ms: int) -> None:
+    def _start_over(self, prospect: Prospect, decision: Decision, what: str, at_ms: int) -> None:
         first = next((loss for _, loss in sorted(self._losses.items())), None)
-        told = self._told() or "a rollback was broken off"
-        if self.world.stateful():
-            told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
-        because = f"{told}, and no copy of its state is left"
-        if self.config.start_over or self._has_just_begun(committed):
-            self.ladder.restart(because, first, at_ms)
-        else:
-            self.ladder.stop(
-                3,
-                because,
-                remedy="keep checkpoints on disk (--checkpoint-dir), or let it begin again from step 0 (--lost-state restart).",
-            )
+        because = f"{what}; {decision.reason}"
+        if prospect.state is None:
+            because = self.endings.no_copy_left(what, prospect.committed)
+        self.ladder.restart(because, first, at_ms)
 
     def _has_just_begun(self, committed: Position) -> bool:
         """As far as anybody tells who lives, or has been seen to end."""
@@ -249,49 +305,28 @@ class Recovery:
         ends = [loss.exit for loss in self._losses.values()]
         return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
 
-    def _staff(self, at_ms: int) -> dict[Rank, WorkerRecord] | None:
-        """A ready spare for each lost rank; None if they are still to be waited for (or if there is no hope)."""
-        lost = self.world.lost()
-        ready = {record.worker.slot: record for record in self.rack.ready_spares()}
-        staff = self.seating.staff(self.world.seats, lost, ready)
-        if staff is None:
-            self._wait_for_spares(lost, enough=len(ready) >= len(lost))
-            return None
+    def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         if staff.uprooted:
+            self._moved.update(dict.fromkeys(staff.uprooted))
             moving = [self.world.members[rank] for rank in staff.uprooted]
             self._condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
-            return None
-        return {rank: ready[slot] for rank, slot in staff.seats.items()}
+        elif self._may_go_on(prospect.committed):
+            self._resume(prospect, {rank: ready[slot] for rank, slot in staff.seats.items()}, at_ms)
 
-    def _wait_for_spares(self, lost: Mapping[Rank, SlotId], *, enough: bool) -> None:
-        """Start what can be started; without any hope the job ends. ``enough``: NVLink does not reach those that are ready."""
-        free = self.rack.free_slots()
+    def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
+        """What can be started is, in the lost ranks' own slots first."""
+        lost, free = self.world.lost(), self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
         elsewhere = [slot for slot in free if slot not in in_place]
-        short = len(free) if enough else len(lost) - len(self.rack.fit_spares())
+        short = len(free) if prospect.enough else len(lost) - len(self.rack.fit_spares())
         for slot in (in_place + elsewhere)[: max(short, 0)]:
             self.emit(self.ladder.start_spare(slot))
-        coming = len(self.rack.fit_spares()) + len(self.rack.clearing_slots())
-        hopes = [slot for slot in self.rack.slots() if slot not in self.world.seated() and self.rack.may_come(slot)]
-        none_comes = coming == len(self.rack.ready_spares()) if enough else coming < len(lost)
-        if none_comes and hopes and (enough or coming + len(hopes) >= len(lost)):
+        if view.coming < view.short and view.comes_by_itself:
             self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
-            return
-        if enough:
-            if none_comes:
-                self.ladder.stop(
-                    3,
-                    f"{self._told()}: {len(lost)} ranks to replace, and no spare inside their NVLink clique",
-                    remedy="hold back spares in every NVLink domain (--spares), or let their group go on over the network "
-                    "(--cross-clique).",
-                )
-        elif none_comes:
-            last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
-            self.ladder.stop(
-                3,
-                f"{self._told()}: {len(lost)} ranks to replace, {coming} spares, no free slot left{last}",
-                remedy="hold back more spares (--spares), or start with more trays.",
-            )
+
+    def _absorbed_out(self, committed: Position) -> bool:
+        """The same step was done again in place as often as that makes sense."""
+        return self._absorbing and committed == self._absorbed_at and self._absorbs >= ABSORBS_MAX
 
     def _may_go_on(self, committed: Position) -> bool:
         """Recoveries without progress are counted; too many end the job."""
@@ -300,36 +335,17 @@ class Recovery:
             self._stuck_at, self._stuck = committed, []
         self._stuck.append(told)
         if len(self._stuck) > self.config.no_progress_max:
-            reasons = "; ".join(dict.fromkeys(self._stuck))
-            self.ladder.stop(
-                3,
-                f"{self.config.no_progress_max} recoveries without one committed step: {reasons}",
-                remedy="look at these ranks' output and at the health of their devices.",
-            )
+            self.endings.no_progress(self._stuck)
             return False
-        if not self._absorbing:
-            return True
-        self._absorbs = self._absorbs + 1 if committed == self._absorbed_at else 1
-        self._absorbed_at = committed
-        if self._absorbs > ABSORBS_MAX:
-            self.ladder.stop(
-                3,
-                f"the same step was done again {ABSORBS_MAX} times and failed again: {self._note}",
-                remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
-            )
-            return False
+        if self._absorbing:
+            self._absorbs = self._absorbs + 1 if committed == self._absorbed_at else 1
+            self._absorbed_at = committed
         return True
 
     # -- resume ----------------------------------------------------------------------------------------------------
-    def _resume(
-        self,
-        committed: Position,
-        gate: tuple[float, ...],
-        state: StatePlan,
-        chosen: dict[Rank, WorkerRecord],
-        at_ms: int,
-    ) -> None:
-        world = self.world
+    def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
+        world, committed, state = self.world, prospect.committed, prospect.state
+        assert state is not None, "checked by the decision"
         because = self._explain(committed, state, chosen)
         for rank, spare in chosen.items():
             world.seat(rank, spare)
@@ -346,7 +362,7 @@ class Recovery:
             members=world.as_members(state.fresh),
             store=self.rack.store(world.plan.store if world.plan else ""),
             committed=committed,
-            gate=gate,
+            gate=prospect.gate,
             restores=state.restores,
             mirrors=dict(protection.mirrors),
             sets=protection.sets,
@@ -356,8 +372,7 @@ class Recovery:
         self.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING
         world.reason = because
-        self._losses.clear()
-        self._absorbing = False
+        self._settle()
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.config.resume_timeout_ms))
 

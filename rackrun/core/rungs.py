@@ -108,11 +108,10 @@ def _may_wait(failure: Failure, view: ClusterView) -> str:
         return obstacle
     if view.takeovers:
         return "there is nothing to wait for"
-    if view.coming >= view.short:
-        left_s = view.start_patience_s - view.waited_s
-        return "" if left_s > 0 else f"no worker was ready within {view.start_patience_s:.0f} s"
-    if view.repair_patience_s > view.waited_s:
+    if max(view.start_patience_s if view.comes_by_itself else 0.0, view.repair_patience_s) > view.waited_s:
         return ""
+    if view.comes_by_itself:
+        return f"no worker was ready within {view.start_patience_s:.0f} s"
     if view.repair_patience_s:
         return f"no hardware came within {view.repair_patience_s:.0f} s"
     return f"{view.coming} of {view.short} workers that are missing can come (--wait-for-hardware is not given)"
@@ -125,7 +124,7 @@ def _may_restart(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
         return "no restart is left (--max-restarts)"
     if view.usable_slots < view.world_size:
         return f"{view.world_size} ranks need a slot, {view.usable_slots} can be used"
-    return ""
+    return "" if view.placeable else "the ranks' groups find no room inside NVLink cliques"
 
 
 def _may_stop(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
@@ -156,8 +155,10 @@ def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
 
 
 def _wait(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    starts = view.coming >= view.short
-    usual_s = _known(view.costs.start_s, priors.start_s) if starts else _repair_and_start_s(view, priors)
+    usual_s = _known(view.costs.start_s, priors.start_s)
+    if view.coming < view.short:
+        repair_s = _known(view.costs.repair_s, priors.repair_s)
+        usual_s += min(repair_s, view.start_patience_s) if view.comes_by_itself else repair_s
     return _Price({"wait_s": max(usual_s - view.waited_s, 0.0)} | _swap(failure, view, priors).seconds)
 
 
@@ -193,10 +194,6 @@ def _redone_s(failure: Failure, view: ClusterView, priors: Priors) -> float:
     """The step that broke, and those since a rollback."""
     steps = (view.rollback_steps or 0) + (0 if failure.planned else 1)
     return steps * _known(view.costs.step_s, priors.step_s)
-
-
-def _repair_and_start_s(view: ClusterView, priors: Priors) -> float:
-    return _known(view.costs.repair_s, priors.repair_s) + _known(view.costs.start_s, priors.start_s)
 
 
 def _known(measured: float | None, prior: float) -> float:

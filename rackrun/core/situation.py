@@ -1,4 +1,4 @@
-"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`.
+"""What a policy is shown, and what it answers: `Failure`, `ClusterView`, `Decision`. `rackrun.policy` gives them to the user.
 
 A view holds facts and measured costs only; what each rung would cost is made of it by `rackrun.core.rungs`.
 """
@@ -20,6 +20,7 @@ __all__ = [
     "Option",
     "Priors",
     "RankNow",
+    "Rules",
     "Rung",
     "SpareNow",
     "TrayNow",
@@ -128,6 +129,15 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """What the next failure is expected to cost more, because no spare is left."""
 
 
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user has said of the rungs. Both empty: the cheapest of all."""
+
+    order: tuple[Rung, ...] = ()
+    """The first of these that is possible is taken. `Rung.ABSORB` comes before and `Rung.STOP` after them unless they are named."""
+    never: tuple[Rung, ...] = ()
+    """The cheapest of the others."""
+
+
 class TrayNow(msgspec.Struct, frozen=True, kw_only=True):
     tray: TrayId
     host: str
@@ -173,18 +183,22 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     short: int = 0
     """So many workers more have to be ready before all lost ranks can be taken over."""
     coming: int = 0
-    """So many are starting, or can be started now, where that would help."""
+    """So many are starting, or can be started now."""
+    hoped: int = 0
+    """Slots whose GPU is not fit now, which may pass by itself."""
     why_short: str = ""
     rollback_steps: int | None = 0
     """Steps that all compute again if state comes from memory; None: no copy of some state is left there."""
     may_begin_again: bool = False
     """A restart is allowed: there is a checkpoint or the user lets it begin at step 0, or nothing would be lost by it."""
+    placeable: bool = True
+    """All ranks find slots for a restart, with their bound groups inside NVLink cliques."""
     restarts_left: int = 0
 
     waited_s: float = 0.0
     """Since the break."""
     start_patience_s: float = 600.0
-    """How long workers that come are waited for (``join_timeout``)."""
+    """How long workers that come are waited for, and GPUs that may become fit (``join_timeout``)."""
     repair_patience_s: float = 0.0
     """How long other hardware is waited for (``--wait-for-hardware``)."""
     absorbs: int = 0
@@ -192,6 +206,11 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: int = 0
     """So far in this job."""
     costs: Costs = Costs()
+
+    @property
+    def comes_by_itself(self) -> bool:
+        """No hardware has to come or to come back before all lost ranks can be taken over."""
+        return self.coming + self.hoped >= self.short
 
     @property
     def checkpoint(self) -> bool:
@@ -231,3 +250,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """All rungs, as they were seen."""
     by: str = "default"
     """Or ``order`` (a list of rungs), or ``user`` (a function)."""
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing but a stop is possible."""
+        return not any(option.possible for option in self.options if option.rung is not Rung.STOP)

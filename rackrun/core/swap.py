@@ -53,11 +53,15 @@ class PlannedSwap:
         self.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
         self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
 
+    @property
+    def all_paused(self) -> bool:
+        return len(self._paused) == self.world.size
+
     def paused(self, record: WorkerRecord, event: WorkerPaused) -> None:
         if not self._is_on(event.generation) or record.rank is None:
             return
         self._paused[record.rank] = None
-        if len(self._paused) == self.world.size:
+        if self.all_paused:
             self._swap(event.at_ms)
 
     def timer(self, generation: str, at_ms: int) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.report import LedgerCheck, RecoveryReport, Report
 from rackrun.launch.place import Result
 
@@ -86,8 +87,17 @@ def _waterfall(console: Console, one: RecoveryReport) -> None:
         bar = Text(" " * min(start, _BAR - 1)) + Text("█" * min(length, _BAR - min(start, _BAR - 1)), style=colour)
         table.add_row(f"  {stage.name}", f"{stage.ms:8.1f} ms", bar)
     console.print(table)
+    _decisions(console, one.recovery)
     for restore in one.recovery.restores:
         console.print(f"  state of {restore}", highlight=False, markup=False)
+
+
+def _decisions(console: Console, recovery: Recovery) -> None:
+    for reason in recovery.reasons:
+        console.print(f"  decided: {reason}", highlight=False, markup=False)
+    if recovery.predicted_gpu_s is not None:
+        took = "unknown" if recovery.measured_gpu_s is None else f"{recovery.measured_gpu_s:.3g} GPU-s"
+        console.print(f"  cost: predicted {recovery.predicted_gpu_s:.3g} GPU-s, measured {took}", highlight=False)
 
 
 def _goodput(console: Console, report: Report) -> None:

@@ -41,6 +41,8 @@ class LocalAgents:
         self._replacing: set[asyncio.Task[None]] = set()
         self._pidfds: dict[TrayId, int] = {}
         self._ending = False
+        self.beside: Callable[[], Sequence[int]] = lambda: ()
+        """Processes of ours that are none of an agent's."""
         self._changed = asyncio.Event()
         self.exit_codes: dict[TrayId, int] = {}
 
@@ -131,7 +133,7 @@ class LocalAgents:
         """Once nobody of the old agent lives, which takes a tear-down of its workers' memory."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LEFTOVERS_S
-        while leftovers := _children(self._pids.values()):
+        while leftovers := _children([*self._pids.values(), *self.beside()]):
             for pid in leftovers:
                 if loop.time() > deadline:
                     with contextlib.suppress(ProcessLookupError):

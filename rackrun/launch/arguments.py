@@ -25,6 +25,7 @@ from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.errors import UsageError
 from rackrun.launch.own_options import add_own_options
+from rackrun.launch.policy import Policy, policy
 from rackrun.launch.rack import Axes, RackHere, mesh_text
 from rackrun.launch.redundancy import redundancy
 from rackrun.launch.size import size_of
@@ -81,6 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What workers are told through their environment: the mesh; where to keep checkpoints, and how often."""
     start_over: bool
     """Begin again when the last copy of some state is lost."""
+    policy: Policy
     quiet: bool
     role: str
     local_addr: str | None
@@ -172,6 +174,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
         worker_env={**_checkpoints(args), **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {})},
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
+        policy=policy(args.policy, args.policy_weights, args.wait_for_hardware),
         quiet=args.quiet,
         role=args.role,
         local_addr=args.local_addr,

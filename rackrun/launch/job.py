@@ -14,6 +14,7 @@ import msgspec
 
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.policy_host import PolicyHost
 from rackrun.coordinator.server import Server
 from rackrun.core.commands import StopJob
 from rackrun.core.config import JobConfig
@@ -61,6 +62,10 @@ async def host(
         start_over=options.start_over,
         join_timeout_ms=options.join_timeout_ms,
         last_call_ms=options.last_call_ms,
+        rules=options.policy.rules,
+        weights=options.policy.weights,
+        policy_function=options.policy.function,
+        repair_patience_ms=options.policy.repair_patience_ms,
     )
     journal.fact("config", msgspec.json.encode(config).decode())
     driver = Driver(ControlPlane(config), journal, run_id=endpoint.run_id, observer=screen)
@@ -68,6 +73,11 @@ async def host(
     await server.start(listening)
     place.announce(endpoint)
     driver.fence = agents.fence
+    asked = PolicyHost(config.policy_function, driver.submit) if config.policy_function else None
+    if asked is not None:
+        driver.ask = asked.ask
+        agents.beside = asked.pids
+        asked.start()
     driver.begin()
 
     def tray_lost(tray: TrayId, because: str) -> None:
@@ -104,6 +114,8 @@ async def host(
             await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)
         await server.close()
     finally:
+        if asked is not None:
+            asked.close()
         agents.kill()
         driver.close()
         for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", driver.now_ms())):

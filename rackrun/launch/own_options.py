@@ -47,6 +47,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
             "8 trays, which takes a seventh of that memory (xor:N: over N trays); rs:N+M, parity over sets of N+M trays, of which "
             "any M may be lost at once (needs rackrun[rs]); local, nothing. Default: mirror."),
+        add("--policy", action=env, type=str, default="", metavar="WHAT", help="What to do on a failure: RUNG,.. in the order of "
+            "preference (absorb, swap, move, acquire, shrink, wait, restart, stop), no-RUNG,.. to forbid some, or MODULE:FUNCTION, "
+            "which is asked (docs/policies.md). Default: what is expected to lose the fewest GPU-seconds."),
+        add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="WHAT=N,..", help="What counts how "
+            "much in that: goodput (default 1), cost (0), resilience (1)."),
+        add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "
+            "all ranks stand still for a tray to come back or to be added, where no spare and no free slot is left. Default: not."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),

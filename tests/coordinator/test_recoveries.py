@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
-from rackrun.core.commands import BreakGeneration, FenceWorker, ResumeGeneration, StartWorker
+from rackrun.core.commands import BreakGeneration, Decided, FenceWorker, ResumeGeneration, StartWorker
 from rackrun.core.events import (
     TrayLost,
     WorkerElastic,
@@ -16,6 +16,7 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.core.situation import Decision, Failure, Rung
 from tests.coordinator.fakes import member, plan, unit, worker
 
 FIRST = plan(1, member(0, "tray-00/0", 1), member(1, "tray-00/1", 2), member(2, "tray-00/2", 3))
@@ -197,3 +198,34 @@ def test_a_spare_that_ended_long_before_is_no_part_of_a_recovery() -> None:
     story.does(breaking(2))
     story.finish()
     assert story.told_of[0].fault_ms == began
+
+
+def decided(rung: Rung, reason: str, **figures: float) -> Decided:
+    return Decided(
+        generation=Generation(2),
+        failure=Failure(what="rank 1 lost (SIGKILL)", ranks=(Rank(1),)),
+        decision=Decision(rung=rung, reason=reason, figures=figures),
+    )
+
+
+def test_what_was_predicted_is_held_against_what_it_took(story: Story) -> None:
+    story.hears(exited("tray-00/1", 2))
+    story.does(
+        BreakGeneration(generation=Generation(2), workers=(worker("tray-00/0", 1),), because="rank 1 lost (SIGKILL)")
+    )
+    story.does(decided(Rung.WAIT, "wait: ...", wait_s=0.02, takeover_s=0.03, redone_s=0.1, goodput_gpu_s=9.0))
+    at = story.now
+    story.does(decided(Rung.SWAP, "swap: ...", takeover_s=0.03, redone_s=0.1))
+    second = plan(2, member(0, "tray-00/0", 1), member(1, "tray-00/3", 4, fresh=True), member(2, "tray-00/2", 3))
+    story.does(ResumeGeneration(plan=second, because="swap"))
+    for slot, incarnation in (("tray-00/0", 1), ("tray-00/3", 4), ("tray-00/2", 3)):
+        story.hears(resumed(slot, incarnation, 2))
+    resumed_at = story.now
+    story.commits(0, 1, 2, step=0, generation=2, attempt=1)
+    (recovery,) = story.told_of
+    assert (recovery.rungs, recovery.whose) == (("wait", "swap"), "hardware")
+    assert recovery.predicted_gpu_s == pytest.approx(3 * 0.15)
+    recovery.measure(None)
+    assert recovery.measured_gpu_s is None, "a step was done again, and nobody knows what one takes"
+    recovery.measure(0.1)
+    assert recovery.measured_gpu_s == pytest.approx(3 * ((resumed_at - at) / 1e3 + 0.1))

@@ -34,6 +34,11 @@ RECOVERY = Recovery(
     lost=(LostRank(rank=Rank(1), slot=SlotId("tray-00/1"), how="SIGKILL", to=SlotId("tray-00/2")),),
     world_size=2,
     redone=(4,),
+    rungs=("wait", "swap"),
+    reasons=("wait: 2 x (0.2 s wait + 0.1 s takeover) = 0.6 GPU-s", "swap: 2 x (0.1 s takeover) = 0.2 GPU-s"),
+    decided_ms=1014.0,
+    predicted_gpu_s=0.6,
+    measured_gpu_s=0.8,
 )
 
 
@@ -138,6 +143,9 @@ def test_the_report_is_json_and_text(journal: Journal) -> None:
     render_report(console, report)
     text = console.export_text()
     assert "rank 1 lost on tray-00/1 (SIGKILL) -> tray-00/2 in 0.31 s, step 4 done again" in text
+    assert "decided: wait: 2 x (0.2 s wait + 0.1 s takeover) = 0.6 GPU-s" in text
+    assert "decided: swap: 2 x (0.1 s takeover) = 0.2 GPU-s" in text
+    assert "cost: predicted 0.6 GPU-s, measured 0.8 GPU-s" in text
     assert "goodput (ETTR) 40.0%" in text
     assert "32 samples in 8 units" in text
 

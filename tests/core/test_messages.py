@@ -12,6 +12,7 @@ from rackrun.core.commands import Member, Plan, Restore, Worker
 from rackrun.core.events import Failure
 from rackrun.core.health import Evidence, Health, Response, Verdict
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
+from rackrun.core.situation import Decision, Option, Rung
 from rackrun.core.wire import decode_command, decode_upward, encode
 
 SAMPLES: dict[object, object] = {
@@ -41,6 +42,13 @@ SAMPLES: dict[object, object] = {
         gate=(0.5, 2.0),
         restores=(Restore(rank=Rank(0), sources=(Rank(1),), snapshot="a:2/a/0/1"),),
         rollback=Step(3),
+    ),
+    Decision: Decision(
+        rung=Rung.SWAP,
+        reason="words",
+        targets={Rank(2): SlotId("a/0")},
+        figures={"takeover_s": 0.5},
+        options=(Option(rung=Rung.STOP, why_not="words"),),
     ),
     Worker: Worker(SlotId("a/0"), Incarnation(3)),
 }

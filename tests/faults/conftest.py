@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ Train = Callable[..., Trained]
 @pytest.fixture
 def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
     """``train(mode, faults, spares=1, trays=1, checkpoints=None, copies="") -> Trained``: a whole job; whatever happens, none
-    of it is left. ``rack``: on its trays, with its driver. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
+    of it is left. ``policy``, where its module is in the folder ``path``. ``rack``: on its trays, with its driver. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
     runs = 0
 
     def run(
@@ -34,6 +35,8 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         checkpoints: Path | None = None,
         copies: str = "",
         rack: FakeRack | None = None,
+        policy: str = "",
+        path: Path | None = None,
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
@@ -53,6 +56,10 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             options += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 2]
         if copies:
             options += ["--snapshot-copies", copies]
+        if policy:
+            options += ["--policy", policy]
+        if path is not None:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))
         env |= {
             "RACKRUN_TEST_FAULTS": faults_to_json(list(faults)),
             "RACKRUN_TEST_MARKS": str(folder / "marks"),

@@ -11,8 +11,10 @@ from torch.distributed.run import get_args_parser
 
 from rackrun.checkpoint import isal
 from rackrun.checkpoint.placement import Redundancy
+from rackrun.core.situation import Rules, Rung, Weights
 from rackrun.errors import UsageError
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
+from rackrun.launch.policy import Policy
 
 OURS = {
     "--spares",
@@ -34,6 +36,11 @@ OURS = {
     "--checkpoint_keep",
     "--lost-state",
     "--lost_state",
+    "--policy",
+    "--policy-weights",
+    "--policy_weights",
+    "--wait-for-hardware",
+    "--wait_for_hardware",
     "--preload",
     "--quiet",
     "--snapshot-copies",
@@ -138,6 +145,34 @@ def test_pet_variables_work_for_ours_as_for_theirs(script: str, monkeypatch: pyt
     options = parse([script])
     assert (options.spares, options.slots, options.trays, options.quiet, options.ledger) == (1, 4, 2, True, "digest")
     assert parse(["--spares", "2", script]).spares == 2
+
+
+def test_a_policy_is_an_order_of_rungs_or_a_function_that_can_be_loaded(script: str, tmp_path: Path) -> None:
+    assert parse([script]).policy == Policy()
+    given = parse(["--policy", "swap,wait", "--policy-weights", "cost=2", "--wait-for-hardware", "1.5", script]).policy
+    assert given == Policy(
+        rules=Rules(order=(Rung.SWAP, Rung.WAIT)), weights=Weights(cost=2.0), repair_patience_ms=1500
+    )
+    (tmp_path / "mine.py").write_text("def choose(failure, view):\n    return None\n")
+    assert parse(["--policy", "mine:choose", script]).policy == Policy(function="mine:choose")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        (["--policy", "swap,repair"], "there is no rung 'repair'"),
+        (["--policy", "mine:"], "names no function"),
+        (["--policy", "nowhere_at_all:choose"], "cannot be loaded: ModuleNotFoundError"),
+        (["--policy-weights", "speed=1"], "cannot be a weight"),
+        (["--wait-for-hardware", "-1"], "is no time to wait"),
+        (["--wait-for-hardware", "nan"], "is no time to wait"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused_before_anything_starts(
+    arguments: list[str], because: str, script: str
+) -> None:
+    with pytest.raises(UsageError, match=because):
+        parse([*arguments, script])
 
 
 def endpoint_of(*arguments: str, script: str, tmp_path: Path) -> Options:

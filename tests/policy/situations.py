@@ -6,6 +6,7 @@
 ``N ready``                spares; they take over when they are as many as are lost, unless ``out of reach``
 ``N starting``, ``N free`` workers on their way; slots where one can be started. Both count as coming
 ``N moved``                living ranks that would have to move too; ``N moving``: that have been taken out already
+``N unfit``                slots whose GPU may become fit
 ``N usable``               slots; by default those of living ranks and of all named before
 ``rollback N``             steps; ``state lost``: nothing is left in memory
 ``checkpoint X s ago``     is on disk; ``begin again``: from step 0. Either allows a restart; ``at step N``; ``restarts N`` are left (3)
@@ -20,12 +21,12 @@ from __future__ import annotations
 import re
 
 from rackrun.core.ids import Rank, SlotId
-from rackrun.core.situation import ClusterView, Costs, Failure, SpareNow, Whose
+from rackrun.policy import ClusterView, Costs, Failure, SpareNow, Whose
 
 __all__ = ["situation"]
 
 _PATTERNS = (
-    r"(?P<value>\d+) (?P<name>ranks|lost|ready|starting|free|moved|moving|usable)",
+    r"(?P<value>\d+) (?P<name>ranks|lost|ready|starting|free|moved|moving|usable|unfit)",
     r"(?P<name>checkpoint) (?P<value>\S+) s ago",
     r"(?P<name>state|copy) (?P<value>[\d.]+) GB(/s)?",
     r"(?P<name>start patience|waited|patience|step|regroup|takeover|start|repair) (?P<value>\S+) s",
@@ -81,6 +82,7 @@ def _view(said: dict[str, float]) -> ClusterView:
         moved=tuple(Rank(rank) for rank in range(_count(said, "moving"))),
         short=short,
         coming=starting + free,
+        hoped=_count(said, "unfit"),
         why_short="no spare inside their NVLink clique" if "out of reach" in said else "",
         rollback_steps=None if "state lost" in said else _count(said, "rollback"),
         may_begin_again="begin again" in said or "checkpoint" in said,

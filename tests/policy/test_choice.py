@@ -10,12 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from situations import situation
 
-import rackrun.core.policy
+import rackrun.policy
 from rackrun.core.ids import Rank, SlotId
-from rackrun.core.policy import Rules, choose, parse_rules, parse_weights, refusal
-from rackrun.core.rungs import options
-from rackrun.core.situation import ClusterView, Costs, Decision, Failure, Rung, Weights, Whose
 from rackrun.errors import UsageError
+from rackrun.policy import (
+    ClusterView,
+    Costs,
+    Decision,
+    Failure,
+    Rules,
+    Rung,
+    Weights,
+    Whose,
+    choose,
+    options,
+    parse_rules,
+    parse_weights,
+    refusal,
+)
 
 SECONDS = st.none() | st.floats(0.0, 1e4)
 COSTS = st.builds(
@@ -41,7 +53,7 @@ def situations(draw: st.DrawFn) -> tuple[Failure, ClusterView]:
     size = draw(st.integers(1, 64))
     numbers = st.integers(0, 8)
     words = [f"{size} ranks", f"{draw(st.integers(0, min(size, 6)))} lost", f"at step {draw(st.integers(-1, 10**6))}"]
-    words += [f"{draw(numbers)} {name}" for name in ("ready", "starting", "free", "moved", "moving")]
+    words += [f"{draw(numbers)} {name}" for name in ("ready", "starting", "free", "unfit", "moved", "moving")]
     words += [
         f"rollback {draw(numbers)}",
         f"restarts {draw(st.integers(0, 2))}",
@@ -56,7 +68,7 @@ def situations(draw: st.DrawFn) -> tuple[Failure, ClusterView]:
 
 
 @given(situations(), RULES, WEIGHTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_is_chosen_is_possible_and_allowed(
     situated: tuple[Failure, ClusterView], rules: Rules, weights: Weights
 ) -> None:
@@ -71,7 +83,7 @@ def test_what_is_chosen_is_possible_and_allowed(
 
 
 @given(situations(), RULES, WEIGHTS)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_same_question_has_the_same_answer_word_for_word(
     situated: tuple[Failure, ClusterView], rules: Rules, weights: Weights
 ) -> None:
@@ -89,7 +101,7 @@ def test_the_same_question_has_the_same_answer_word_for_word(
     st.floats(0.0, 1e4),
     st.floats(0.0, 1e4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_rung_becomes_cheaper_when_something_becomes_dearer(
     situated: tuple[Failure, ClusterView], weights: Weights, name: str, low: float, more: float
 ) -> None:
@@ -104,7 +116,7 @@ def test_no_rung_becomes_cheaper_when_something_becomes_dearer(
 
 
 @given(situations(), WEIGHTS, st.floats(1e6, 1e12), st.floats(1.0, 100.0))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_faster_copy_makes_nothing_dearer(
     situated: tuple[Failure, ClusterView], weights: Weights, rate: float, faster: float
 ) -> None:
@@ -118,7 +130,7 @@ def test_a_faster_copy_makes_nothing_dearer(
 
 
 @given(situations(), WEIGHTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_by_itself(
     situated: tuple[Failure, ClusterView], weights: Weights
 ) -> None:
@@ -128,7 +140,7 @@ def test_the_default_is_the_cheapest_and_stops_only_where_nothing_else_goes_on_b
     if decision.rung is not Rung.STOP:
         assert decision.cost_gpu_s == min(one.cost_gpu_s for one in going_on)
     elif failure.whose is not Whose.USER:
-        assert all(one.rung is Rung.WAIT and view.coming < view.short for one in going_on)
+        assert all(one.rung is Rung.WAIT and not view.comes_by_itself for one in going_on)
 
 
 def test_a_restart_is_never_taken_instead_of_a_swap_that_takes_nobody_back() -> None:
@@ -175,7 +187,7 @@ def test_what_a_user_asks_for_is_held_against_what_is_possible(decision: Decisio
 
 
 def test_the_example_in_the_docstring_is_what_happens() -> None:
-    assert doctest.testmod(rackrun.core.policy).failed == 0
+    assert doctest.testmod(rackrun.policy).failed == 0
 
 
 def test_a_job_can_always_stop() -> None:

@@ -1,0 +1,105 @@
+"""What things have cost in this job so far: measured from events and commands, and told by the coordinator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker
+from rackrun.core.events import CostsMeasured, Event, TrayJoined, TrayLost, WorkerReady, WorkerResumed
+from rackrun.core.ids import Incarnation, Rank, SlotId, TrayId
+from rackrun.core.situation import Costs, Priors
+
+__all__ = ["Meter"]
+
+SAMPLES = 5
+"""The median of so many, the newest, is what something costs."""
+
+
+def _few() -> deque[float]:
+    return deque(maxlen=SAMPLES)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Tell it every event and every command. It decides nothing."""
+
+    recoveries: int = 0
+    """Plans since the first generation."""
+    _told: CostsMeasured = field(default_factory=CostsMeasured)
+    _start_s: deque[float] = field(default_factory=_few)
+    _regroup_s: deque[float] = field(default_factory=_few)
+    _takeover_s: deque[float] = field(default_factory=_few)
+    _repair_s: deque[float] = field(default_factory=_few)
+    _starting: dict[SlotId, tuple[Incarnation, int]] = field(default_factory=dict)
+    _lost_ms: dict[TrayId, int] = field(default_factory=dict)
+    _plan: Plan | None = None
+    _planned_ms: int = 0
+    _waiting: dict[Rank, None] = field(default_factory=dict)
+    """Members of the plan that have not resumed."""
+
+    def heard(self, event: Event) -> None:
+        match event:
+            case CostsMeasured():
+                self._told = event
+            case WorkerReady():
+                incarnation, since_ms = self._starting.get(event.slot, (None, 0))
+                if incarnation == event.incarnation:
+                    del self._starting[event.slot]
+                    self._start_s.append((event.at_ms - since_ms) / 1e3)
+            case WorkerResumed():
+                self._resumed(event)
+            case TrayLost():
+                self._lost_ms[event.tray] = event.at_ms
+            case TrayJoined() if event.tray in self._lost_ms:
+                self._repair_s.append((event.at_ms - self._lost_ms.pop(event.tray)) / 1e3)
+            case _:
+                pass
+
+    def told(self, commands: Sequence[Command], at_ms: int) -> None:
+        for command in commands:
+            match command:
+                case StartWorker():
+                    self._starting[command.slot] = (command.incarnation, at_ms)
+                case ResumeGeneration():
+                    self.recoveries += self._plan is not None
+                    self._plan, self._planned_ms = command.plan, at_ms
+                    self._waiting = dict.fromkeys(member.rank for member in command.plan.members)
+                case _:
+                    pass
+
+    def costs(self, step: int) -> Costs:
+        """``step``: the last that is committed."""
+        told = self._told
+        age_s = None
+        if told.checkpoint is not None:
+            usual_s = Priors().step_s if told.step_s is None else told.step_s
+            age_s = max(step - told.checkpoint, 0) * usual_s
+        return Costs(
+            step_s=told.step_s,
+            regroup_s=_usual(self._regroup_s),
+            takeover_s=_usual(self._takeover_s),
+            copy_bytes_per_s=told.copy_bytes_per_s,
+            state_bytes=told.state_bytes,
+            start_s=_usual(self._start_s),
+            repair_s=_usual(self._repair_s),
+            checkpoint_age_s=age_s,
+            checkpoint_every_s=told.checkpoint_every_s,
+        )
+
+    def _resumed(self, event: WorkerResumed) -> None:
+        plan = self._plan
+        if plan is None or event.generation != plan.generation or not self._waiting:
+            return
+        for member in plan.members:
+            if (member.slot, member.incarnation) == (event.slot, event.incarnation):
+                self._waiting.pop(member.rank, None)
+        if not self._waiting:
+            restored = bool(plan.restores) or plan.rollback is not None
+            (self._takeover_s if restored else self._regroup_s).append((event.at_ms - self._planned_ms) / 1e3)
+
+
+def _usual(samples: Sequence[float]) -> float | None:
+    return median(samples) if samples else None

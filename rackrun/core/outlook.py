@@ -1,0 +1,182 @@
+"""What a policy is shown, made of what the core knows: whose fault it may be, and how the job stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rackrun.core.config import JobConfig
+from rackrun.core.costs import Meter
+from rackrun.core.culprit import fingerprint
+from rackrun.core.ids import Position, Rank, SlotId, TrayId, slot_id
+from rackrun.core.layout import natural
+from rackrun.core.rack import RackMachine
+from rackrun.core.seating import Seating, Staff
+from rackrun.core.situation import ClusterView, Failure, RankNow, SpareNow, TrayNow, Whose
+from rackrun.core.verdict import StatePlan
+from rackrun.core.workers import Loss, WorkerRecord, WorkerState, why_exited
+from rackrun.core.world import World
+
+__all__ = ["Outlook", "Prospect", "failure_of", "whose"]
+
+_NETWORK = (
+    "rackrun.errors.CollectiveBroken",
+    "torch.distributed.DistBackendError",
+    "torch.distributed.DistNetworkError",
+    "builtins.ConnectionError",
+    "builtins.ConnectionResetError",
+    "builtins.BrokenPipeError",
+)
+_STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.PermissionError", "rackrun.errors.StateLost")
+"""Of an OSError: a disk that is full, a file system that is gone. A script's first; the same again is the script's."""
+
+
+def whose(loss: Loss) -> Whose:
+    """What a first fault is taken for. The script's own is told by `rackrun.core.culprit`, when it comes again."""
+    if loss.exit is None:
+        return Whose.HARDWARE
+    if loss.failure is not None:
+        kind = loss.failure.type
+        return Whose.NETWORK if kind in _NETWORK else Whose.STORAGE if kind in _STORAGE else Whose.HARDWARE
+    if why_exited(loss.exit) == "SIGTERM" and not fingerprint(loss.exit):
+        return Whose.PREEMPTION
+    return Whose.HARDWARE
+
+
+def failure_of(
+    what: str, losses: Mapping[Rank, Loss], lost: Mapping[Rank, SlotId], *, again: bool, planned: bool
+) -> Failure:
+    """``lost``: all ranks that nobody holds, also since an older plan. ``again``: the same step has failed in place again and
+    again, so it is not the hardware."""
+    found = [whose(loss) for _, loss in sorted(losses.items())]
+    if again:
+        taken_for = Whose.USER
+    elif not lost:
+        taken_for = Whose.NETWORK
+    else:
+        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else Whose.HARDWARE
+    return Failure(
+        what=what,
+        whose=taken_for,
+        ranks=tuple(sorted(lost)),
+        slots=tuple(slot for _, slot in sorted(lost.items())),
+        evidence=tuple(
+            f"rank {rank} on {loss.record.worker.slot}: {loss.because}" for rank, loss in sorted(losses.items())
+        ),
+        planned=planned,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a decision is about, from fresh reports."""
+
+    committed: Position
+    gate: tuple[float, ...]
+    state: StatePlan | None
+    """None: no copy of some state is left in memory."""
+    staff: Staff | None
+    """None: nobody can take over now what is lost."""
+    enough: bool
+    """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
+    may_begin_again: bool
+
+
+@dataclass(slots=True)
+class Outlook:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    meter: Meter
+
+    def view(self, prospect: Prospect, *, moved: tuple[Rank, ...], waited_ms: int, absorbs: int) -> ClusterView:
+        """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
+        world, rack, config = self.world, self.rack, self.config
+        lost, state, staff = world.lost(), prospect.state, prospect.staff
+        short = 1 if prospect.enough else len(lost) - len(rack.ready_spares())
+        coming = self._coming()
+        back = None
+        if state is not None:
+            back = 0 if state.rollback is None else max(prospect.committed.step - state.rollback, 0)
+        return ClusterView(
+            world_size=world.size,
+            generation=world.generation,
+            step=prospect.committed.step,
+            mesh=self.seating.mesh.axes if self.seating.mesh else (),
+            trays=self._trays(),
+            ranks=tuple(RankNow(rank=rank, slot=world.seats[rank], alive=rank not in lost) for rank in world.ranks()),
+            spares=self._spares(),
+            usable_slots=len([slot for slot in rack.slots() if state is None or rack.usable(slot)]),
+            takeovers={rank: staff.seats[rank] for rank in lost} if staff else {},
+            uprooted={rank: staff.seats[rank] for rank in staff.uprooted} if staff else {},
+            moved=moved,
+            short=short if staff is None else 0,
+            coming=coming,
+            hoped=self._hoped(),
+            why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
+            rollback_steps=back,
+            may_begin_again=prospect.may_begin_again,
+            placeable=self._placeable(prospect),
+            restarts_left=max(config.max_restarts - world.restarts, 0),
+            waited_s=waited_ms / 1e3,
+            start_patience_s=config.join_timeout_ms / 1e3,
+            repair_patience_s=config.repair_patience_ms / 1e3,
+            absorbs=absorbs,
+            recoveries=self.meter.recoveries,
+            costs=self.meter.costs(prospect.committed.step),
+        )
+
+    def _coming(self) -> int:
+        """Workers that are not ready, and those that could be started."""
+        rack = self.rack
+        fit, ready = len(rack.fit_spares()), len(rack.ready_spares())
+        return fit - ready + len(rack.clearing_slots()) + len(rack.free_slots())
+
+    def _hoped(self) -> int:
+        seated = self.world.seated()
+        return len([slot for slot in self.rack.slots() if slot not in seated and self.rack.may_come(slot)])
+
+    def _why_short(self, prospect: Prospect, coming: int) -> str:
+        lost = self.world.lost()
+        if prospect.enough:
+            return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
+        spares = coming + len(self.rack.ready_spares())
+        last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
+        return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}"
+
+    def _placeable(self, prospect: Prospect) -> bool:
+        """Looked at where a restart may be taken although state is left: it must not end what could have gone on."""
+        config = self.config
+        takeable = prospect.staff is None or config.rules.order or config.rules.never or config.policy_function
+        if prospect.state is None or not config.start_over or not takeable:
+            return True
+        return self.seating.again(self.world.seats) is not None
+
+    def _trays(self) -> tuple[TrayNow, ...]:
+        rack, cliques = self.rack, self.seating.cliques()
+        return tuple(
+            TrayNow(
+                tray=tray,
+                host=rack.trays[tray].host,
+                slots=rack.trays[tray].slots,
+                clique=str(cliques.get(tray, "")),
+                unusable=tuple(slot for slot in _slots(rack, tray) if not rack.usable(slot)),
+            )
+            for tray in sorted(rack.trays, key=natural)
+        )
+
+    def _spares(self) -> tuple[SpareNow, ...]:
+        ready = self.rack.ready_spares()
+        return tuple(SpareNow(slot=one.worker.slot, state=_state(one, ready)) for one in self.rack.spares())
+
+
+def _state(spare: WorkerRecord, ready: Sequence[WorkerRecord]) -> Literal["ready", "starting", "unfit"]:
+    if spare.state is WorkerState.STARTING:
+        return "starting"
+    return "ready" if spare in ready else "unfit"
+
+
+def _slots(rack: RackMachine, tray: TrayId) -> list[SlotId]:
+    return [slot_id(tray, index) for index in range(rack.trays[tray].slots)]

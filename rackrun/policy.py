@@ -1,0 +1,53 @@
+"""Policies: what to do when something fails. Importable without torch; `docs/policies.md` explains it.
+
+``rackrun --policy module:function`` calls ``function(failure, view)`` with a `Failure` and a `ClusterView`, in a process of its own.
+It returns a `Decision`, or None to leave it to the default; it has a second. One that raises, returns anything else or asks for the
+impossible is passed over for that failure, and a notice says so.
+
+    >>> from rackrun.policy import ClusterView, Decision, Failure, Rung, choose
+    >>> failure = Failure(what="rank 3 lost (SIGKILL)", ranks=(3,), slots=("tray-0/3",))
+    >>> view = ClusterView(world_size=4, usable_slots=5, takeovers={3: "tray-0/4"})
+    >>> choose(failure, view).reason
+    'swap: 4 x (2 s takeover + 1 s redone) = 12 GPU-s'
+"""
+
+from __future__ import annotations
+
+from rackrun.core.policy import choose, parse_rules, parse_weights, refusal
+from rackrun.core.rungs import options
+from rackrun.core.situation import (
+    ClusterView,
+    Costs,
+    Decision,
+    Failure,
+    Option,
+    Priors,
+    RankNow,
+    Rules,
+    Rung,
+    SpareNow,
+    TrayNow,
+    Weights,
+    Whose,
+)
+
+__all__ = [
+    "ClusterView",
+    "Costs",
+    "Decision",
+    "Failure",
+    "Option",
+    "Priors",
+    "RankNow",
+    "Rules",
+    "Rung",
+    "SpareNow",
+    "TrayNow",
+    "Weights",
+    "Whose",
+    "choose",
+    "options",
+    "parse_rules",
+    "parse_weights",
+    "refusal",
+]

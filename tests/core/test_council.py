@@ -1,0 +1,394 @@
+"""Who decides, and what becomes of an answer: the rules, the user's function, and the default behind both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from core_model import Cluster, Process
+from core_told import Told, every, only, plan_in, stop_in
+from test_storms import KINDS, play
+
+from rackrun.core.commands import (
+    AskPolicy,
+    BreakGeneration,
+    Command,
+    Decided,
+    FenceWorker,
+    Notice,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.control_plane import ControlPlane
+from rackrun.core.costs import Meter
+from rackrun.core.council import ANSWER_MS
+from rackrun.core.events import CostsMeasured, Event, PolicyAnswered, TimerFired, TrayJoined, TrayLost
+from rackrun.core.ids import Step, TrayId
+from rackrun.core.policy import parse_rules
+from rackrun.core.situation import Decision, Rung, Whose
+
+
+def job(policy: str = "", **options: object) -> Told:
+    """As the fixture ``training``; ``policy`` is a list of rungs, or the name of a function."""
+    given: dict[str, object] = {"policy_function": policy} if ":" in policy else {"rules": parse_rules(policy)}
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, **given, **options))  # type: ignore[arg-type]
+    told.join("a", 3)
+    told.join("b", 3)
+    told.train()
+    return told
+
+
+def question_in(commands: Sequence[Command]) -> AskPolicy:
+    return only(AskPolicy, commands)
+
+
+def answer(
+    told: Told, rung: Rung | None, *, question: int = 0, trouble: str = "", **fields: object
+) -> Sequence[Command]:
+    """To what was asked last, unless it is said."""
+    asked = every(AskPolicy, told.answers)[-1].question
+    decision = None if rung is None else Decision(rung=rung, **fields)  # type: ignore[arg-type]
+    return told.tell(PolicyAnswered(question=question or asked, decision=decision, trouble=trouble))
+
+
+# -- by default --------------------------------------------------------------------------------------------------------
+def test_a_swap_is_told_of_with_its_figures_before_it_is_made(training: Told) -> None:
+    training.exits("b/1")
+    answers = training.park_all()
+    decided = only(Decided, answers)
+    assert decided.decision.rung is Rung.SWAP
+    assert decided.decision.targets == {3: "b/2"}
+    assert decided.decision.reason.startswith("swap: 4 x (")
+    assert decided.failure.what == "rank 3 lost (SIGKILL)"
+    assert decided.failure.evidence == ("rank 3 on b/1: SIGKILL",)
+    assert answers.index(decided) < answers.index(only(ResumeGeneration, answers))
+    assert not every(AskPolicy, answers)
+
+
+def test_a_stall_that_nobody_is_to_blame_for_is_absorbed(training: Told) -> None:
+    training.is_severed("a/0")
+    decided = only(Decided, training.park_all())
+    assert (decided.decision.rung, decided.failure.whose) == (Rung.ABSORB, Whose.NETWORK)
+
+
+def test_a_wait_for_a_spare_is_decided_once_and_then_the_swap(rack: Told) -> None:
+    for slot in rack.members:
+        rack.ready(slot, "all")
+    rack.exits("a/0")
+    waits = only(Decided, rack.park_all()).decision
+    assert (waits.rung, waits.deadline_s) == (Rung.WAIT, 600.0)
+    assert not every(Decided, rack.exits("b/2"))
+    assert only(Decided, rack.ready("a/2")).decision.rung is Rung.SWAP
+
+
+@pytest.mark.parametrize(
+    ("how", "whose"),
+    [
+        ({"signal": 9}, Whose.HARDWARE),
+        ({"signal": 15}, Whose.PREEMPTION),
+        ({"signal": 11}, Whose.HARDWARE),
+        ({"bug": "train.py:7"}, Whose.HARDWARE),
+    ],
+)
+def test_a_first_fault_is_classed_by_how_the_process_ended(
+    training: Told, how: dict[str, object], whose: Whose
+) -> None:
+    training.exits("b/1", **how)  # type: ignore[arg-type]
+    assert only(Decided, training.park_all()).failure.whose is whose
+
+
+def test_a_step_that_failed_in_place_too_often_is_the_scripts_and_nobody_is_asked() -> None:
+    told = job("mine:choose")
+    for _ in range(3):
+        told.is_severed("a/0")
+        told.park_all()
+        answer(told, Rung.ABSORB)
+        told.resume_all()
+    told.is_severed("a/0")
+    answers = told.park_all()
+    assert not every(AskPolicy, answers)
+    assert only(Decided, answers).failure.whose is Whose.USER
+    assert "done again 3 times" in stop_in(answers).because
+
+
+# -- rungs in an order -------------------------------------------------------------------------------------------------
+def test_a_rung_that_is_not_in_the_order_is_not_taken() -> None:
+    told = job("restart")
+    told.exits("b/1")
+    stop = stop_in(told.park_all())
+    assert stop.exit_code == 3
+    assert "stop, by the order given" in stop.because
+    assert "no checkpoint is on disk" in stop.because
+    assert "swap" in stop.remedy
+
+
+def test_a_restart_may_be_wanted_although_a_spare_is_ready() -> None:
+    told = job("restart,swap", start_over=True)
+    told.exits("b/1")
+    answers = told.park_all()
+    assert only(Decided, answers).decision.rung is Rung.RESTART
+    assert all(fence.swept_along for fence in every(FenceWorker, answers))
+    assert len(every(FenceWorker, answers)) == 5
+    assert told.view.phase == "restarting"
+
+
+def test_what_is_forbidden_is_not_taken_though_it_is_the_cheapest() -> None:
+    told = job("no-absorb")
+    told.is_severed("a/0")
+    assert "nothing else is possible and allowed" in stop_in(told.park_all()).because
+
+
+# -- waiting for hardware ----------------------------------------------------------------------------------------------
+def test_all_stand_still_until_a_tray_has_come_back_if_the_user_gives_it_time() -> None:
+    told = job(repair_patience_ms=3_600_000)
+    told.tray_lost("b")
+    decided = only(Decided, told.park_all())
+    assert (decided.decision.rung, decided.decision.deadline_s) == (Rung.WAIT, 3600.0)
+    assert told.view.phase == "parking"
+    told.now = 61_000
+    assert every(StartWorker, told.join("b", 3))
+    for spare in told.view.spares:
+        last = told.ready(spare.slot)
+    assert plan_in(last).world_size == 4
+
+
+def test_hardware_that_does_not_come_in_time_ends_the_wait() -> None:
+    told = job(repair_patience_ms=3_600_000)
+    told.tray_lost("b")
+    told.park_all()
+    told.now = 600_000
+    assert not every(StopJob, told.timer("recover"))
+    told.now = 3_600_000
+    assert "2 ranks to replace, 1 spares" in stop_in(told.timer("repair")).because
+
+
+# -- a function of the user's ------------------------------------------------------------------------------------------
+def asked() -> Told:
+    """Rank 3 is lost, and the function is asked what to do."""
+    told = job("mine:choose", start_over=True)
+    told.exits("b/1")
+    question = question_in(told.park_all())
+    assert question.failure.ranks == (3,)
+    assert question.view.takeovers == {3: "b/2"}
+    assert told.view.phase == "parking"
+    return told
+
+
+def test_the_job_goes_on_when_the_function_has_answered() -> None:
+    answers = answer(asked(), Rung.SWAP, reason="spares are\nfor this")
+    decision = only(Decided, answers).decision
+    assert (decision.by, decision.rung) == ("user", Rung.SWAP)
+    assert decision.reason.startswith("swap: spares are for this (4 x (")
+    assert plan_in(answers).generation == 2
+
+
+def test_its_answer_counts_against_what_is_cheapest() -> None:
+    told = asked()
+    assert only(Decided, answer(told, Rung.RESTART)).decision.by == "user"
+    assert told.view.phase == "restarting"
+
+
+def test_it_may_leave_the_decision_to_the_default() -> None:
+    answers = answer(asked(), None)
+    assert only(Decided, answers).decision.by == "default"
+    assert not every(Notice, answers)
+    assert plan_in(answers)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rung": None, "trouble": "failed with ValueError: no"}, "failed with ValueError: no"),
+        ({"rung": Rung.SHRINK}, "asks for what cannot be: shrink is impossible: not built yet"),
+        ({"rung": Rung.ABSORB}, "asks for what cannot be: absorb is impossible: a rank is lost"),
+        ({"rung": Rung.SWAP, "targets": {3: "a/0"}}, "its targets are not those of the view"),
+        ({"rung": Rung.SWAP, "deadline_s": float("nan")}, "a deadline of nan s"),
+    ],
+)
+def test_a_bad_answer_is_said_and_the_default_decides(given: dict[str, object], said: str) -> None:
+    answers = answer(asked(), **given)  # type: ignore[arg-type]
+    text = only(Notice, answers).text
+    assert text.startswith("the policy mine:choose")
+    assert said in text
+    assert text.endswith("the default decides")
+    assert plan_in(answers)
+
+
+def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:
+    told = asked()
+    timer = [timer for timer in every(SetTimer, told.answers) if timer.name.startswith("policy:")][-1]
+    assert timer.at_ms == told.now + ANSWER_MS
+    answers = told.tell(TimerFired(name=timer.name))
+    assert "gave no answer" in only(Notice, answers).text
+    assert plan_in(answers)
+    assert not answer(told, Rung.RESTART), "it comes too late"
+
+
+def test_an_answer_about_a_situation_that_is_no_more_is_ignored() -> None:
+    told = asked()
+    old = every(AskPolicy, told.answers)[-1].question
+    told.exits("a/1")
+    assert not answer(told, Rung.RESTART, question=old)
+    assert every(AskPolicy, told.answers)[-1].failure.ranks == (1, 3)
+    assert plan_in(answer(told, Rung.SWAP))
+
+
+def test_it_is_asked_again_when_a_wait_has_had_its_time() -> None:
+    told = job("mine:choose", repair_patience_ms=3_600_000)
+    told.tray_lost("b")
+    told.park_all()
+    timers = every(SetTimer, answer(told, Rung.WAIT, deadline_s=30.0))
+    assert [(timer.name, timer.at_ms) for timer in timers] == [("repair:2", 30_000)]
+    told.now = 30_000
+    assert question_in(told.timer("repair")).view.waited_s == 30.0
+    assert stop_in(answer(told, Rung.STOP, reason="enough")).because.count("enough") == 1
+
+
+def test_the_same_events_lead_to_the_same_commands_though_a_function_was_asked() -> None:
+    """The answer is an event: a journal told once more needs no user code."""
+    told, events = Recorded("mine:choose"), 0
+    for rung in (Rung.SWAP, Rung.SHRINK, None):
+        slot = told.members[0]
+        told.exits(slot)
+        told.park_all()
+        answer(told, rung)
+        told.resume_all()
+        for spare in told.view.spares:
+            if spare.state == "starting":
+                told.ready(spare.slot)
+    again = ControlPlane(told.config)
+    for event, commands in told.history:
+        assert tuple(again.handle(event)) == tuple(commands)
+        events += isinstance(event, PolicyAnswered)
+    assert events == 3
+
+
+class Recorded(Told):
+    def __init__(self, policy: str) -> None:
+        self.config = JobConfig(trays_min=2, trays_max=2, spares=2, policy_function=policy)
+        super().__init__(self.config)
+        self.history: list[tuple[Event, Sequence[Command]]] = []
+        handle = self.core.handle
+
+        def remembered(event: Event) -> Sequence[Command]:
+            commands = handle(event)
+            self.history.append((event, commands))
+            return commands
+
+        self.core.handle = remembered  # type: ignore[method-assign]
+        self.join("a", 3)
+        self.join("b", 3)
+        self.train()
+
+
+# -- what it is made from ----------------------------------------------------------------------------------------------
+def test_costs_are_measured_from_what_the_core_sees_and_what_it_is_told() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, policy_function="mine:choose"))
+    told.join("a", 3)
+    told.join("b", 3)
+    told.now = 4_000
+    told.train()
+    told.tell(CostsMeasured(step_s=0.5, state_bytes=2e9, copy_bytes_per_s=1e9, checkpoint=Step(1)))
+    told.exits("b/1")
+    assert question_in(told.park_all(passed=5)).view.costs.takeover_s is None
+    answer(told, None)
+    told.now = 4_300
+    told.resume_all()
+    told.exits("a/1")
+    view = question_in(told.park_all(passed=5)).view
+    assert (view.recoveries, view.costs.start_s, view.costs.takeover_s, view.costs.regroup_s) == (1, 4.0, 0.3, None)
+    assert (view.costs.step_s, view.costs.checkpoint_age_s) == (0.5, 2.0)
+
+
+def test_a_repair_is_from_the_loss_of_a_tray_until_it_is_back() -> None:
+    meter = Meter()
+    joined = TrayJoined(tray=TrayId("a"), host="a", slots=3, store="a:1", snapshots="a:2")
+    for event in (
+        msgspec.structs.replace(joined, at_ms=5),
+        TrayLost(tray=TrayId("a"), because="lease lapsed", at_ms=1_000),
+        msgspec.structs.replace(joined, at_ms=61_000),
+    ):
+        meter.heard(event)
+    assert meter.costs(0).repair_s == 60.0
+
+
+# -- storms ------------------------------------------------------------------------------------------------------------
+class Asked(Cluster):
+    """Somebody answers what the core asks: at some time, perhaps not at all, and anything."""
+
+    def __init__(self, config: JobConfig, slots: int, units: int, shards: str, rng: random.Random) -> None:
+        super().__init__(config, slots, units, shards)
+        self.rng = rng
+        self.questions: list[int] = []
+        self.decided: dict[str, int] = {}
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, AskPolicy):
+            self.questions.append(command.question)
+        elif isinstance(command, Decided):
+            name = f"{command.decision.by} {command.decision.rung.value}"
+            self.decided[name] = self.decided.get(name, 0) + 1
+        else:
+            super()._carry_out(command)
+
+    def actions(self) -> list[tuple[str, Process]]:
+        somebody = next(iter(self.processes.values()), None)
+        return super().actions() + [("answer", somebody) for _ in self.questions if somebody is not None]
+
+    def do(self, name: str, process: Process) -> None:
+        if name != "answer":
+            super().do(name, process)
+            return
+        question = self.questions.pop(self.rng.randrange(len(self.questions)))
+        if self.rng.random() < 0.1:
+            return  # never
+        rung = self.rng.choice([None, *Rung, Rung.SWAP, Rung.SWAP, Rung.WAIT])
+        deadline_s = self.rng.choice([0.0, 50.0])
+        decision = None if rung is None else Decision(rung=rung, deadline_s=deadline_s)
+        trouble = "failed" if self.rng.random() < 0.1 else ""
+        self.tell(PolicyAnswered(question=question, decision=decision, trouble=trouble))
+
+
+def test_whatever_a_function_answers_every_storm_ends_with_one_history_or_with_a_reason() -> None:
+    seen: dict[str, int] = {}
+    for seed in range(80):
+        rng = random.Random(seed)
+        trays, slots = rng.randint(1, 4), rng.randint(1, 3)
+        config = JobConfig(
+            trays_min=trays,
+            trays_max=trays,
+            spares=rng.randint(0, min(4, trays * slots - 1)),
+            start_over=rng.random() < 0.7,
+            no_progress_max=20,
+            policy_function="mine:choose",
+            repair_patience_ms=rng.choice([0, 0, 60_000]),
+        )
+        cluster = Asked(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), rng)
+        try:
+            play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02]))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        for name, count in cluster.decided.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in (
+        "user swap",
+        "user wait",
+        "user restart",
+        "user stop",
+        "user absorb",
+        "default swap",
+        "default absorb",
+    ):
+        assert seen.get(name), f"no {name} in {seen}"
+
+
+def test_a_break_names_no_decision_that_is_not_taken_yet(training: Told) -> None:
+    broken = training.exits("b/1")
+    assert only(BreakGeneration, broken)
+    assert not every(Decided, broken)

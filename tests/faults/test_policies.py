@@ -1,0 +1,55 @@
+"""What is done about a lost rank is the user's to say; what is trained stays the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rackrun.coordinator.report import read_report
+from tests.faults.stories import IN_A_UNIT, Chapter
+from tests.faults.trained import Trained
+
+pytestmark = [pytest.mark.slow, pytest.mark.stories]
+
+Train, Reference = Callable[..., Trained], Callable[[str], Trained]
+
+LOST = IN_A_UNIT["ddp"]["in forward"]
+TWO_LOSSES = [*LOST(Chapter(1, 3, 1)), *LOST(Chapter(2, 8, 2))]
+
+MINE = """
+from rackrun.policy import Decision, Rung
+asked = 0
+
+def choose(failure, view):
+    global asked
+    asked += 1
+    if asked > 1:
+        raise ValueError("that was enough")
+    return Decision(rung=Rung.SWAP, reason=f"{len(view.spares)} spares are there")
+"""
+
+
+def test_a_function_is_asked_and_the_default_decides_when_it_fails(
+    train: Train, reference: Reference, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    trained = train("ddp", TWO_LOSSES, spares=2, policy="mine:choose", path=tmp_path)
+    trained.assert_same_training(reference("ddp"), TWO_LOSSES)
+    first, second = trained.recoveries
+    assert first["reasons"][0].startswith("swap: 2 spares are there (4 x (")
+    assert second["reasons"][0].startswith("swap: 4 x (")
+    assert all(one["predicted_gpu_s"] > 0 for one in trained.recoveries)
+    assert all(one["measured_gpu_s"] > 0 for one in trained.recoveries)
+    notices = [notice.text for notice in read_report(trained.ran.out_dir / "journal.sqlite").notices]
+    assert "the policy mine:choose failed with ValueError: that was enough; the default decides" in notices
+
+
+def test_a_restart_from_the_newest_checkpoint_may_be_wanted_instead_of_a_swap(
+    train: Train, reference: Reference, tmp_path: Path
+) -> None:
+    trained = train("ddp", TWO_LOSSES, policy="restart,stop", checkpoints=tmp_path / "checkpoints")
+    trained.assert_same_training(reference("ddp"), TWO_LOSSES)
+    assert [one["kind"] for one in trained.recoveries] == ["restart", "restart"], trained
+    assert [one["rungs"] for one in trained.recoveries] == [["restart"], ["restart"]], trained
