@@ -1,17 +1,19 @@
 """The process in which a user's policy runs: ``python -m rackrun.coordinator.policy_child module:function``.
 
 One line in, one line out, each a message as JSON: `AskPolicy` on standard input, `PolicyAnswered` on standard output; the first line
-out says whether the function could be loaded. Whatever the user's code prints goes to standard error. It ends with its parent, or when
-its input does.
+out says whether the function could be loaded. Whatever the user's code prints goes to standard error, with the traceback of what it
+raises. It ends with its parent, or when its input does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -24,6 +26,8 @@ from rackrun.core.situation import Decision
 __all__ = ["answer", "load", "main"]
 
 _PR_SET_PDEATHSIG = 1
+_TOLD_MAX = 500
+"""Characters of an error that are passed on."""
 
 
 def main() -> int:
@@ -31,14 +35,23 @@ def main() -> int:
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it may be killed at any time
+    pid = os.getpid()
     try:
         function = load(sys.argv[1])
     except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported
-        _say(answers, PolicyAnswered(question=0, trouble=f"cannot be loaded: {type(error).__name__}: {error}"))
+        _only(pid)
+        with contextlib.suppress(Exception):  # of an error that cannot be printed
+            traceback.print_exc()
+        _say(answers, PolicyAnswered(question=0, trouble=f"cannot be loaded: {_told(error)}"))
         return 1
+    _only(pid)
     _say(answers, PolicyAnswered(question=0))
     for line in questions:
-        _say(answers, answer(function, msgspec.json.decode(line, type=AskPolicy)))
+        answered = answer(function, msgspec.json.decode(line, type=AskPolicy))
+        _only(pid)
+        _say(answers, answered)
     return 0
 
 
@@ -64,7 +77,23 @@ def answer(function: Callable[..., object], question: AskPolicy) -> PolicyAnswer
             msgspec.json.encode(answered), type=PolicyAnswered
         )  # its fields are what they should be
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-        return PolicyAnswered(question=question.question, trouble=f"failed with {type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # of an error that cannot be printed
+            traceback.print_exc()
+        return PolicyAnswered(question=question.question, trouble=f"failed with {_told(error)}")
+
+
+def _only(pid: int) -> None:
+    """A copy that user code has made of this process, and that came back here, asks and answers nothing."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - its __str__ is user code too
+        text = "which cannot be told"
+    return f"{type(error).__name__}: {text}"[:_TOLD_MAX].encode("utf-8", "replace").decode()
 
 
 def _say(answers: BinaryIO, answered: PolicyAnswered) -> None:
