@@ -32,6 +32,7 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, TrayId, tray_of
+from rackrun.core.situation import Rung
 from rackrun.core.wire import UnitCommitted
 
 __all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
@@ -87,16 +88,23 @@ class Recovery(msgspec.Struct, kw_only=True):
     decided_ms: float | None = None
     """When the first of these was."""
     predicted_gpu_s: float | None = None
-    """Of ranks, by that first decision: until all compute again, and what they compute again. Without weights."""
+    """Of ranks, by that first decision: until all compute again, and what they compute again. Without weights. None: nothing is
+    known of it (a plain script does not tell what it computes again)."""
     measured_gpu_s: float | None = None
-    """The same, as it was; None as long as nobody knows what a step takes."""
+    """The same, as it was: with the first step that was done again, and an undisturbed step for each other. None: it was overtaken, or
+    never completed."""
 
     def measure(self, step_s: float | None) -> None:
         """``step_s``: of an undisturbed step."""
-        if self.decided_ms is None or self.resumed_ms is None or self.overtaken or (self.redone and step_s is None):
+        if self.decided_ms is None or self.resumed_ms is None or self.overtaken:
             return
-        down_s = (self.resumed_ms - self.decided_ms) / 1e3
-        self.measured_gpu_s = self.world_size * (down_s + len(self.redone) * (step_s or 0.0))
+        until_ms, more = self.resumed_ms, len(self.redone)
+        if more and self.committed_ms is not None:  # the first of them is known as it was
+            step_s = step_s or (self.committed_ms - self.resumed_ms) / 1e3 or None
+            until_ms, more = self.committed_ms, more - 1
+        if more and step_s is None:
+            return
+        self.measured_gpu_s = self.world_size * ((until_ms - self.decided_ms) / 1e3 + more * (step_s or 0.0))
 
     @property
     def seconds(self) -> float | None:
@@ -253,9 +261,11 @@ class RecoveryWatch:
         self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned)
 
     def _decided(self, command: Decided, cause_ms: float, now_ms: float) -> None:
-        if self._open is None:  # nobody was left to be broken
-            self._begin(command.generation, "regroup", command.failure.what, cause_ms)
-        recovery, decision = self._open, command.decision
+        decision = command.decision
+        if self._open is None or self._open.plan_ms is not None:  # nobody was there to be broken
+            kind = "restart" if decision.rung is Rung.RESTART else "regroup"
+            self._begin(command.generation, kind, command.failure.what, cause_ms)
+        recovery = self._open
         assert recovery is not None
         recovery.rungs += (decision.rung.value,)
         recovery.reasons += (decision.reason,)
@@ -263,7 +273,7 @@ class RecoveryWatch:
         if recovery.decided_ms is None:
             recovery.decided_ms = now_ms
             seconds = [value for name, value in decision.figures.items() if not name.endswith("_gpu_s")]
-            recovery.predicted_gpu_s = sum(seconds) * (self._plan.world_size if self._plan else 0)
+            recovery.predicted_gpu_s = sum(seconds) * (self._plan.world_size if self._plan else 0) if seconds else None
 
     def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
         plan, before = command.plan, self._plan

@@ -214,7 +214,7 @@ class ControlPlane:
                 self._out.append(self._rack.fence(record, because, fault=True))
                 self._job.lost([Loss(record=record, because=because)], event.at_ms)
         else:
-            self._job.recovery.stalled(record, event)
+            self._job.recovery.standstill.stalled(record, event)
 
     # -- looking on ------------------------------------------------------------------------------------------------
     def view(self) -> View:

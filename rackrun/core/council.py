@@ -7,6 +7,7 @@ ignored. No answer, a bad one, or one that is impossible: the default decides, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,14 +15,14 @@ from typing import TypeAlias
 from rackrun.core.commands import AskPolicy, Command, Decided, Notice, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import PolicyAnswered
-from rackrun.core.policy import choose, refusal, settled
+from rackrun.core.policy import choose, one_line, refusal, settled
 from rackrun.core.rungs import options
 from rackrun.core.situation import ClusterView, Decision, Failure, Rung, Whose
 
 __all__ = ["ANSWER_MS", "Council"]
 
-ANSWER_MS = 2_000
-"""The coordinator ends a function after a second; this is for when nobody answers at all."""
+ANSWER_MS = 5_000
+"""The coordinator ends a function after a second (two, if it was still at an older question); this is for when nobody answers at all."""
 
 _Situation: TypeAlias = tuple[object, ...]
 
@@ -90,16 +91,17 @@ class Council:
         return settled(self._answer, failure, view, self.config.weights)
 
     def _complain(self, what: str) -> None:
-        self.emit(Notice(text=f"the policy {self.config.policy_function} {what}; the default decides"))
+        self.emit(Notice(text=f"the policy {self.config.policy_function} {one_line(what)}; the default decides"))
 
     def _tell(self, failure: Failure, view: ClusterView, decision: Decision, at_ms: int) -> None:
         """When it changes, not each time that it is looked at. A wait that a user has limited ends with another question."""
-        decided = (view.generation, failure.ranks, decision.rung, *sorted(decision.targets.items()))
+        answer = self._question if decision.by == "user" else 0
+        decided = (view.generation, failure.ranks, decision.rung, answer, *sorted(decision.targets.items()))
         if decided != self._decided:
             self._decided = decided
             self.emit(Decided(generation=view.generation, failure=failure, decision=decision))
             if decision.by == "user" and decision.rung is Rung.WAIT:
-                due_ms = at_ms + int(decision.deadline_s * 1e3)
+                due_ms = at_ms + math.ceil(decision.deadline_s * 1e3)
                 self.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
 
 

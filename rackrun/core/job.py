@@ -1,6 +1,7 @@
-"""The job: it starts the world, restarts it when it must, finishes it, and always ends with a reason.
+"""The job: it starts the world, and says what an event is: a loss to recover from, a reason to begin again, or the end.
 
-How a world is formed is `rackrun.core.forming`, recovery in place (a swap) `rackrun.core.recovery`; this is what stands around them.
+How a world is formed is `rackrun.core.forming`, recovery in place (a swap) `rackrun.core.recovery`, a new start of all
+`rackrun.core.restart`, the end `rackrun.core.finale`; this is what stands around them.
 """
 
 from __future__ import annotations
@@ -13,27 +14,26 @@ import msgspec
 
 from rackrun.core.commands import (
     Command,
-    DrainWorkers,
     Notice,
     Plan,
-    ReleaseWorkers,
     ResumeGeneration,
-    SetTimer,
     StartWorker,
     StopJob,
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
-from rackrun.core.culprit import MISUSES, Culprit, is_crash, is_scripts
+from rackrun.core.culprit import MISUSES, Culprit
 from rackrun.core.endings import Endings
-from rackrun.core.events import Failure, StopRequested, TrayDescribed, TrayJoined, WorkerExited, WorkerReady
+from rackrun.core.events import Failure, StopRequested, TrayDescribed, TrayJoined, WorkerReady
+from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.outlook import Outlook
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
+from rackrun.core.restart import Restart
 from rackrun.core.seating import Seating
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
@@ -41,10 +41,8 @@ from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 from rackrun.topology.mesh import Mesh
 
-__all__ = ["DRAIN_MS", "JobMachine"]
+__all__ = ["JobMachine"]
 
-DRAIN_MS = 60_000
-"""From a request to stop until the job is ended without waiting any longer."""
 IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
 """Where a loss is a swap."""
 
@@ -62,15 +60,15 @@ class JobMachine:
     triage: Triage = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
-    stopping: StopRequested | None = None
-    _gone: dict[Rank, None] = field(default_factory=dict)
-    """Ranks that have ended well: of a plain script, or after the release."""
+    finale: Finale = field(init=False)
+    _restart: Restart = field(init=False)
 
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
         outlook = Outlook(self.config, self.world, self.rack, self.seating, self.meter)
         council = Council(self.config, self.emit)
         endings = Endings(self.config, self.world, self.rack, self.stop)
+        self.finale = Finale(self.config, self.world, self.rack, self.emit, self.stop)
         self.recovery = Recovery(
             self.config, self.world, self.rack, self.seating, self, self.emit, outlook, council, endings
         )
@@ -80,6 +78,17 @@ class JobMachine:
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.forming = Forming(
             self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
+        )
+        self._restart = Restart(
+            self.config,
+            self.world,
+            self.rack,
+            self.seating,
+            outlook,
+            self.emit,
+            self._launch,
+            self.triage.awaits,
+            self.stop,
         )
         self.culprit = Culprit(self.config.gather_ms)
 
@@ -107,8 +116,8 @@ class JobMachine:
         kind, _, number = name.partition(":")
         if kind in ("join", "last-call", "fit"):
             self.forming.timer(kind, at_ms)
-        elif kind == "drain" and self.stopping is not None:
-            self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+        elif kind == "drain":
+            self.finale.overdue()
         elif kind == "breaker":
             self.triage.tick(at_ms)
         elif kind == "failed":
@@ -131,7 +140,7 @@ class JobMachine:
         world.reason = because
         world.elastic = False
         world.members.clear()
-        self._gone.clear()
+        self.finale.gone.clear()
         self.recovery.forget_all()
         store = self.rack.store(world.plan.store if world.plan else "")
         starts = [
@@ -166,8 +175,9 @@ class JobMachine:
     def elastic(self, at_ms: int) -> None:
         """The first of these tells that the script is not a plain one."""
         self.world.elastic = True
-        if self.world.phase is Phase.SETUP and self._gone:
-            self.restart(f"{named(list(self._gone))} exited with code 0 before the first step", None, at_ms)
+        if self.world.phase is Phase.SETUP and self.finale.gone:
+            told = named(list(self.finale.gone))
+            self._restart.early(f"{told} exited with code 0 before the first step", (), at_ms)
 
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
         """``event`` is None for a rank that returned before its first step."""
@@ -215,71 +225,23 @@ class JobMachine:
         self.trained(at_ms)
 
     def restart(self, because: str, loss: Loss | None, at_ms: int) -> None:
-        """The whole world begins again, as soon as all that runs has ended."""
-        world = self.world
-        if world.restarts >= self.config.max_restarts:
-            scripts = loss is not None and loss.exit is not None and is_scripts(loss.exit)
-            self.stop(
-                1 if scripts else 3,
-                f"{because}; restarted {world.restarts} of {self.config.max_restarts} times already",
-                remedy="see the traceback."
-                if scripts
-                else "raise --max-restarts, or look at the health of the hardware.",
-                failure=loss.failure if loss else None,
-                rank=loss.record.rank if loss else None,
-            )
-            return
-        world.restarts += 1
-        world.phase = Phase.RESTARTING
-        world.reason = because
-        world.members.clear()
-        for record in [record for record in self.rack.occupants.values() if record.alive]:
-            self.emit(self.rack.fence(record, "the world starts again", swept_along=True))
-        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
-        self._relaunch()
-
-    def _relaunch(self) -> None:
-        if self.rack.occupants:
-            return
-        world = self.world
-        seats = self.seating.again(world.seats)
-        if seats is None and self.seating.again(world.seats, hoping=True) is not None:
-            self.await_fit(f"{world.size} ranks need a slot")
-            return
-        if seats is None:
-            self._no_slots()
-            return
-        world.seats = seats
-        self._launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
+        self._restart.begin(because, loss, at_ms)
 
     def await_fit(self, what: str) -> None:
         self.triage.awaits(what)
-
-    def _no_slots(self) -> None:
-        world = self.world
-        against = "; ".join(f"{slot}: {why}" for slot, why in self.rack.devices.against().items())
-        left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
-        self.stop(
-            3,
-            f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}",
-            remedy="hold back more spares (--spares), or start with more trays.",
-        )
 
     def _exits_overdue(self) -> None:
         if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
             return
         if not self.rack.occupants and self.world.phase is Phase.RESTARTING:
-            self._no_slots()
+            self._restart.no_slots()
             return
-        left = sorted(self.rack.occupants) if self.world.phase is Phase.RESTARTING else self._not_gone()
+        left = sorted(self.rack.occupants) if self.world.phase is Phase.RESTARTING else self.finale.not_gone()
         self.stop(
             3,
             f"{', '.join(left)} did not exit within {self.config.join_timeout_ms} ms ({self.world.reason})",
             remedy="look for processes that cannot be killed (state D): a device or a file system hangs.",
         )
-
-    def _not_gone(self) -> list[str]:
-        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in self._gone]
 
     # -- losses ----------------------------------------------------------------------------------------------------
     def lost(self, losses: Sequence[Loss], at_ms: int) -> None:
@@ -299,25 +261,25 @@ class JobMachine:
             case Phase.PARKING:
                 self.recovery.decide(at_ms)
             case Phase.RESTARTING:
-                self._relaunch()
+                self._restart.look()
             case _:
                 pass
 
     def _members_lost(self, losses: Sequence[Loss], at_ms: int) -> None:
         phase = self.world.phase
-        if phase is Phase.SETUP and not self.world.elastic and all(_ended_well(loss) for loss in losses):
-            self._plain_ended(losses)
+        if phase is Phase.SETUP and not self.world.elastic and all(ended_well(loss) for loss in losses):
+            self.finale.plain_ended(losses)
         elif phase is Phase.SETUP and not any(self._convicted(loss) for loss in losses if self._may_convict(loss)):
             told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
-            self.restart(
+            self._restart.early(
                 f"{told} lost ({_because(losses[0])}) before the first step"
                 if self.world.elastic
                 else f"{told} lost ({losses[0].because})",
-                losses[0],
+                losses,
                 at_ms,
             )
         elif phase is Phase.ENDING:
-            self._ended(losses)
+            self.finale.ended(losses)
         elif phase in IN_PLACE and not any(self._convicted(loss) for loss in losses):
             self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
 
@@ -334,18 +296,10 @@ class JobMachine:
         because = self.culprit.convict(loss.exit, rank)
         if not because:
             return False
-        if _ended_well(loss):
+        if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
         self.stop(1, because, remedy="see the traceback of that rank.", failure=loss.failure, rank=rank)
         return True
-
-    def _plain_ended(self, losses: Sequence[Loss]) -> None:
-        for loss in losses:
-            assert loss.record.rank is not None
-            del self.world.members[loss.record.rank]
-            self._gone[loss.record.rank] = None
-        if len(self._gone) == self.world.size:
-            self.stop(0, f"all {self.world.size} ranks exited with code 0")
 
     # -- hardware --------------------------------------------------------------------------------------------------
     def fence(self, slots: Sequence[SlotId], because: str, at_ms: int) -> None:
@@ -374,13 +328,12 @@ class JobMachine:
     def trained(self, at_ms: int) -> None:
         """Everybody computes: time for what had to wait."""
         self._top_up()
-        if self.stopping is not None:
-            self._drain(self.stopping)
-        self._finish(at_ms)
+        self.finale.drain()
+        self.finale.look(at_ms)
         self._look_at_swaps(at_ms)
 
     def _look_at_swaps(self, at_ms: int) -> None:
-        if self.stopping is None:
+        if self.finale.stopping is None:
             self.swap.look(at_ms)
 
     def _top_up(self) -> None:
@@ -412,55 +365,10 @@ class JobMachine:
         record.finished = True
         if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
             self.ready(record, None, at_ms)
-        self._finish(at_ms)
-
-    def _finish(self, at_ms: int) -> None:
-        world = self.world
-        if world.phase is not Phase.TRAINING or not world.all_finished():
-            return
-        world.phase = Phase.ENDING
-        world.reason = f"all {world.size} ranks have finished"
-        going = [*world.members.values(), *self.rack.spares()]
-        for record in going:
-            record.move(Trigger.RELEASE)
-        self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
-        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
-
-    def _ended(self, losses: Sequence[Loss]) -> None:
-        for loss in losses:
-            rank = loss.record.rank
-            assert rank is not None
-            del self.world.members[rank]
-            if not _ended_well(loss):
-                scripts = loss.exit is not None and (is_scripts(loss.exit) or is_crash(loss.exit))
-                self.stop(
-                    1 if scripts else 3,
-                    f"rank {rank} had finished training but did not exit well: {loss.because}",
-                    remedy="look at what the script does after training.",
-                    failure=loss.failure,
-                    rank=rank,
-                )
-                return
-            self._gone[rank] = None
-        if len(self._gone) == self.world.size:
-            because = self.stopping.because if self.stopping else self.world.reason
-            self.stop(self.stopping.exit_code if self.stopping else 0, because)
+        self.finale.look(at_ms)
 
     def stop_requested(self, event: StopRequested) -> None:
-        world = self.world
-        if self.stopping is not None or world.phase not in (*IN_PLACE, Phase.ENDING):
-            self.stop(event.exit_code, event.because)
-            return
-        if world.phase is Phase.ENDING:  # it ends anyway; a second request does not wait for it
-            self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
-            return
-        self.stopping = event
-        self.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
-        if world.phase is Phase.TRAINING:
-            self._drain(event)
-
-    def _drain(self, event: StopRequested) -> None:
-        self.emit(DrainWorkers(workers=self.world.workers(), because=event.because))
+        self.finale.requested(event, may_drain=self.world.phase in IN_PLACE)
 
     def stop(
         self,
@@ -478,13 +386,8 @@ class JobMachine:
         self.emit(StopJob(exit_code=exit_code, because=because, remedy=remedy, failure=failure, rank=rank))
 
 
-def _ended_well(loss: Loss) -> bool:
-    event: WorkerExited | None = loss.exit
-    return event is not None and event.exit_code == 0 and not event.signal and event.failure is None
-
-
 def _because(loss: Loss) -> str:
-    return "exited with code 0 before training was finished" if _ended_well(loss) else loss.because
+    return "exited with code 0 before training was finished" if ended_well(loss) else loss.because
 
 
 def _told_better(loss: Loss) -> Loss:

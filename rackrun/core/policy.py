@@ -13,10 +13,12 @@ from rackrun.core.rungs import options
 from rackrun.core.situation import ClusterView, Decision, Failure, Option, Priors, Rules, Rung, Weights, Whose
 from rackrun.errors import UsageError
 
-__all__ = ["choose", "parse_rules", "parse_weights", "refusal", "settled"]
+__all__ = ["allows", "choose", "one_line", "only_answer", "parse_rules", "parse_weights", "refusal", "settled"]
 
 REASON_MAX = 300
-"""Characters of a user's own reason."""
+"""Characters of a user's own reason, or of what went wrong there."""
+WAIT_S_MIN = 1.0
+"""A user's wait: the function is asked again after it."""
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
 
 
@@ -83,6 +85,21 @@ def choose(
     return _decision(best, _because(best, others, view, found, rules), view, found, "default")
 
 
+def allows(rules: Rules, rung: Rung) -> bool:
+    """Whether it may be taken at all."""
+    return rung not in rules.never and (not rules.order or rung in (*rules.order, Rung.ABSORB, Rung.STOP))
+
+
+def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None) -> Decision:
+    """What is done without a choice, with its figures. None: nothing is known of what it costs."""
+    if view is None:
+        return Decision(rung=rung, reason=f"{rung.value}: {why}", by="rule")
+    found = options(failure, view)
+    option = _of(found, rung)
+    told = f" ({_sum(option, view)})" if option.possible else ""
+    return _decision(option, f"{rung.value}: {why}{told}", view, found, "rule")
+
+
 def refusal(decision: Decision, failure: Failure, view: ClusterView) -> str:
     """Why what a user's policy wants is impossible; "": it is possible."""
     wanted = _of(options(failure, view), decision.rung)
@@ -105,10 +122,15 @@ def settled(
     """A user's decision, with what it leaves open filled in."""
     found = options(failure, view, weights, priors)
     option = _of(found, decision.rung)
-    reason = " ".join(decision.reason.split())[:REASON_MAX] or "the user's policy says so"
+    reason = one_line(decision.reason) or "the user's policy says so"
     full = _decision(option, f"{option.rung.value}: {reason} ({_sum(option, view)})", view, found, "user")
-    deadline_s = min(decision.deadline_s or full.deadline_s, full.deadline_s)
+    deadline_s = min(max(decision.deadline_s, WAIT_S_MIN) if decision.deadline_s else full.deadline_s, full.deadline_s)
     return msgspec.structs.replace(full, deadline_s=deadline_s)
+
+
+def one_line(text: str) -> str:
+    """What user code has said, fit for a line on somebody's terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:REASON_MAX]
 
 
 def _first(rules: Rules, view: ClusterView, found: tuple[Option, ...]) -> Decision:

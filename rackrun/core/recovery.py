@@ -22,30 +22,28 @@ from rackrun.core.events import (
     WorkerParked,
     WorkerResumed,
     WorkerSevered,
-    WorkerStalled,
 )
 from rackrun.core.ids import Position, Rank, SlotId
 from rackrun.core.outlook import Outlook, Prospect, failure_of
+from rackrun.core.policy import allows
+from rackrun.core.progress import Progress
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Decision, Rung
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources, named
-from rackrun.core.stalls import StallWindow
+from rackrun.core.stalls import Standstill
 from rackrun.core.verdict import StatePlan
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 
-__all__ = ["ABSORBS_MAX", "STALL_PATIENCE_MS", "Ladder", "Recovery", "named"]
+__all__ = ["ABSORBS_MAX", "Ladder", "Recovery", "named"]
 
 ABSORBS_MAX = 3
 """Steps done again in place, in a row, without one that is committed."""
 FEW_STEPS = 10
 """Done again without asking: at the beginning, copies are not everywhere yet."""
-STALL_GATHER_MS = 50
-STALL_PATIENCE_MS = 500
-"""How long those that have not reported a stall are waited for, after the first window."""
 
 
 class Ladder(Protocol):
@@ -69,7 +67,7 @@ class Recovery:
     outlook: Outlook
     council: Council
     endings: Endings
-    stalls: StallWindow = field(default_factory=StallWindow)
+    standstill: Standstill = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
     _gathering: bool = False
@@ -78,8 +76,6 @@ class Recovery:
     _absorbing: bool = False
     _note: str = ""
     """Why the generation was broken, if nobody is lost."""
-    _absorbs: int = 0
-    _absorbed_at: Position | None = None
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     """Since the last plan."""
     _moved: dict[Rank, None] = field(default_factory=dict)
@@ -87,11 +83,12 @@ class Recovery:
     between_steps: bool = False
     """All stood between two steps when the first of them was taken out."""
     _broken_ms: int = 0
-    _stuck_at: Position | None = None
-    _stuck: list[str] = field(default_factory=list)
+    _progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
         self.sources = Sources(self.world, self.rack, self.plan_again)
+        self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
+        self._progress = Progress(self.config.no_progress_max)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -120,7 +117,7 @@ class Recovery:
         """The world begins again: nothing of the old one counts."""
         self.snapshots.clear()
         self._settle()
-        self.stalls = StallWindow()
+        self.standstill.forget()
 
     def _settle(self) -> None:
         self._losses.clear()
@@ -141,7 +138,7 @@ class Recovery:
         generation = world.next_generation()
         world.phase = Phase.PARKING
         world.reason = because
-        self.stalls = StallWindow()
+        self.standstill.forget()
         self._gathering = self._owed = True
         self._broken_ms = at_ms
         for record in world.members.values():
@@ -190,7 +187,7 @@ class Recovery:
             self.council.forget()
             self.decide(at_ms)
         elif kind in ("stalled", "judge"):
-            self._window_closed(kind, at_ms)
+            self.standstill.window_closed(kind, at_ms)
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
         late = [record for _, record in sorted(self.world.members.items()) if record.state is state]
@@ -258,14 +255,14 @@ class Recovery:
             self._told() or "a rollback was broken off",
             self._losses,
             self.world.lost(),
-            again=self._absorbed_out(prospect.committed),
+            again=self._absorbing and self._progress.absorbs(prospect.committed) >= ABSORBS_MAX,
             planned=self.between_steps,
         )
         view = self.outlook.view(
             prospect,
             moved=tuple(sorted(self._moved)),
             waited_ms=at_ms - self._broken_ms,
-            absorbs=self._absorbs if prospect.committed == self._absorbed_at else 0,
+            absorbs=self._progress.absorbs(prospect.committed),
         )
         decision = self.council.decide(failure, view, at_ms)
         if decision is None:
@@ -278,12 +275,17 @@ class Recovery:
                 self._start_spares(prospect, view)
             case Rung.RESTART:
                 self._start_over(prospect, decision, failure.what, at_ms)
-            case Rung.STOP if prospect.state is None and prospect.may_begin_again and decision.is_last:
+            case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):
                 self._start_over(prospect, decision, failure.what, at_ms)  # which says what is in its way
             case Rung.STOP:
                 self.endings.decided(prospect, decision, failure, view)
             case Rung.ACQUIRE | Rung.SHRINK:
                 raise AssertionError("not built yet, so never possible")
+
+    def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
+        """Nothing else is left, and nobody is against it."""
+        wanted = decision.by != "user" and allows(self.config.rules, Rung.RESTART)
+        return wanted and prospect.may_begin_again and decision.is_last
 
     def _snapshots_owed(self) -> bool:
         """Somebody is condemned whose exit, with what it leaves, has not come yet."""
@@ -324,23 +326,11 @@ class Recovery:
         if view.coming < view.short and view.comes_by_itself:
             self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
 
-    def _absorbed_out(self, committed: Position) -> bool:
-        """The same step was done again in place as often as that makes sense."""
-        return self._absorbing and committed == self._absorbed_at and self._absorbs >= ABSORBS_MAX
-
     def _may_go_on(self, committed: Position) -> bool:
-        """Recoveries without progress are counted; too many end the job."""
-        told = self._told()
-        if committed != self._stuck_at:
-            self._stuck_at, self._stuck = committed, []
-        self._stuck.append(told)
-        if len(self._stuck) > self.config.no_progress_max:
-            self.endings.no_progress(self._stuck)
-            return False
-        if self._absorbing:
-            self._absorbs = self._absorbs + 1 if committed == self._absorbed_at else 1
-            self._absorbed_at = committed
-        return True
+        stuck = self._progress.goes_on(committed, self._told(), absorbing=self._absorbing)
+        if stuck:
+            self.endings.no_progress(stuck)
+        return not stuck
 
     # -- resume ----------------------------------------------------------------------------------------------------
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
@@ -397,20 +387,9 @@ class Recovery:
         if self.world.all_members(WorkerState.TRAINING):
             self.world.phase = Phase.TRAINING
             self.ladder.trained(event.at_ms)
-            self._judge(event.at_ms)
+            self.standstill.judge(event.at_ms)
 
     # -- nobody is lost --------------------------------------------------------------------------------------------
-    def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
-        """A member does not move. While others resume, the resume timeout is the judge."""
-        assert record.rank is not None
-        if event.silent:
-            self._condemn([record], f"silent for {event.for_ms} ms at step {event.step}", event.at_ms)
-        elif self.world.phase in (Phase.TRAINING, Phase.RESUMING):
-            if self.stalls.add(record.rank, event):
-                window = max(self.config.gather_ms, STALL_GATHER_MS)
-                self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window))
-            self._judge(event.at_ms)
-
     def severed(self, record: WorkerRecord, event: WorkerSevered) -> None:
         """Nobody is known to be lost, but this generation cannot go on. Whoever does not park is found that way."""
         running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
@@ -423,32 +402,6 @@ class Recovery:
         self._absorbing = True
         self._note = because
         self._break(because, at_ms)
-
-    def _window_closed(self, kind: str, at_ms: int) -> None:
-        if not self.stalls.reports:
-            return
-        self.stalls.closed = 1 if kind == "stalled" else 2
-        if kind == "stalled":
-            self.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
-        self._judge(at_ms)
-
-    def _judge(self, at_ms: int) -> None:
-        if self.world.phase is not Phase.TRAINING or not self.stalls.may_judge(self.world.members):
-            return
-        finished = sorted(rank for rank, record in self.world.members.items() if record.finished)
-        if finished:
-            waiting = sorted(rank for rank, record in self.world.members.items() if not record.finished)
-            self.ladder.stop(
-                1,
-                f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
-                remedy="let all ranks leave the loop after the same step.",
-            )
-            return
-        blame = self.stalls.judge(self.world.size)
-        if blame.ranks:
-            self._condemn([self.world.members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
-            return
-        self.absorb(f"stalled: {blame.because}", at_ms)
 
 
 def _report(record: WorkerRecord) -> verdict.Report:

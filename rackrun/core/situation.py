@@ -249,7 +249,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     options: tuple[Option, ...] = ()
     """All rungs, as they were seen."""
     by: str = "default"
-    """Or ``order`` (a list of rungs), or ``user`` (a function)."""
+    """Or ``order`` (a list of rungs), ``user`` (a function), ``rule`` (there was no choice)."""
 
     @property
     def is_last(self) -> bool:

@@ -8,13 +8,23 @@ machine is slow rather than the ranks. Nobody is killed then, and the step is do
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from rackrun.core.commands import Command, SetTimer
+from rackrun.core.config import JobConfig
 from rackrun.core.events import WorkerStalled
 from rackrun.core.ids import Rank
+from rackrun.core.sources import named
+from rackrun.core.workers import WorkerRecord
+from rackrun.core.world import Phase, World
 
-__all__ = ["Blame", "StallWindow"]
+__all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
+
+STALL_GATHER_MS = 50
+STALL_PATIENCE_MS = 500
+"""How long those that have not reported a stall are waited for, after the first window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +68,62 @@ class StallWindow:
                 (), f"most ranks stand at collective {low}, some at {high} ({heard}): the step is done again in place"
             )
         return Blame(behind, f"at collective {low}, others wait at {high} ({heard})")
+
+
+class _Stop(Protocol):
+    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
+
+
+@dataclass(slots=True)
+class Standstill:
+    """Hears of stalls, and sees to it that they end: by fencing those to blame, or by doing the step again."""
+
+    config: JobConfig
+    world: World
+    emit: Callable[[Command], None]
+    stop: _Stop
+    condemn: Callable[[Sequence[WorkerRecord], str, int], None]
+    absorb: Callable[[str, int], None]
+    window: StallWindow = field(default_factory=StallWindow)
+
+    def forget(self) -> None:
+        """The generation is broken, or there is a new world."""
+        self.window = StallWindow()
+
+    def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
+        """A member does not move. While others resume, the resume timeout is the judge."""
+        assert record.rank is not None
+        if event.silent:
+            self.condemn([record], f"silent for {event.for_ms} ms at step {event.step}", event.at_ms)
+        elif self.world.phase in (Phase.TRAINING, Phase.RESUMING):
+            if self.window.add(record.rank, event):
+                window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
+                self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
+            self.judge(event.at_ms)
+
+    def window_closed(self, kind: str, at_ms: int) -> None:
+        if not self.window.reports:
+            return
+        self.window.closed = 1 if kind == "stalled" else 2
+        if kind == "stalled":
+            self.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
+        self.judge(at_ms)
+
+    def judge(self, at_ms: int) -> None:
+        members = self.world.members
+        if self.world.phase is not Phase.TRAINING or not self.window.may_judge(members):
+            return
+        finished = sorted(rank for rank, record in members.items() if record.finished)
+        if finished:
+            waiting = sorted(rank for rank, record in members.items() if not record.finished)
+            self.stop(
+                1,
+                f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
+                remedy="let all ranks leave the loop after the same step.",
+            )
+            return
+        blame = self.window.judge(self.world.size)
+        if blame.ranks:
+            self.condemn([members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
+            return
+        self.absorb(f"stalled: {blame.because}", at_ms)

@@ -13,8 +13,10 @@ from rackrun.core.commands import Command, Notice, PauseWorkers, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import WorkerPaused
 from rackrun.core.ids import Generation, Rank
+from rackrun.core.policy import allows
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating
+from rackrun.core.situation import Rung
 from rackrun.core.workers import WorkerRecord
 from rackrun.core.world import Phase, World
 
@@ -41,6 +43,8 @@ class PlannedSwap:
         world = self.world
         if world.phase is not Phase.TRAINING or self._pausing == world.generation:
             return
+        if not allows(self.config.rules, Rung.SWAP):
+            return  # to take a rank out would only end in something else
         if self._ends():
             return
         leaving = self._leaving()

@@ -95,9 +95,16 @@ def _waterfall(console: Console, one: RecoveryReport) -> None:
 def _decisions(console: Console, recovery: Recovery) -> None:
     for reason in recovery.reasons:
         console.print(f"  decided: {reason}", highlight=False, markup=False)
-    if recovery.predicted_gpu_s is not None:
-        took = "unknown" if recovery.measured_gpu_s is None else f"{recovery.measured_gpu_s:.3g} GPU-s"
-        console.print(f"  cost: predicted {recovery.predicted_gpu_s:.3g} GPU-s, measured {took}", highlight=False)
+    if recovery.rungs:
+        predicted, measured = _gpu_s(recovery.predicted_gpu_s), _gpu_s(recovery.measured_gpu_s)
+        overtaken = " (overtaken)" if recovery.overtaken else ""
+        console.print(f"  cost: predicted {predicted}, measured {measured}{overtaken}", highlight=False)
+
+
+def _gpu_s(cost: float | None) -> str:
+    if cost is None:
+        return "unknown"
+    return f"{cost:.0f} GPU-s" if cost >= 100 else f"{cost:.3g} GPU-s"
 
 
 def _goodput(console: Console, report: Report) -> None:

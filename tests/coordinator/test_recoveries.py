@@ -225,7 +225,56 @@ def test_what_was_predicted_is_held_against_what_it_took(story: Story) -> None:
     (recovery,) = story.told_of
     assert (recovery.rungs, recovery.whose) == (("wait", "swap"), "hardware")
     assert recovery.predicted_gpu_s == pytest.approx(3 * 0.15)
+    assert resumed_at < story.now
     recovery.measure(None)
-    assert recovery.measured_gpu_s is None, "a step was done again, and nobody knows what one takes"
-    recovery.measure(0.1)
-    assert recovery.measured_gpu_s == pytest.approx(3 * ((resumed_at - at) / 1e3 + 0.1))
+    assert recovery.measured_gpu_s == pytest.approx(3 * (story.now - at) / 1e3), "the step that was done again is in it"
+
+
+def test_after_a_rollback_the_steps_nobody_has_done_yet_count_as_undisturbed_ones() -> None:
+    back = Recovery(
+        generation=2,
+        kind="swap",
+        because="",
+        fault_ms=0.0,
+        decided_ms=1e3,
+        resumed_ms=3e3,
+        world_size=4,
+        redone=(5, 6, 7),
+    )
+    back.measure(None)
+    assert back.measured_gpu_s is None, "nobody knows what a step takes"
+    back.committed_ms = 3.5e3
+    back.measure(0.25)
+    assert back.measured_gpu_s == pytest.approx(4 * (2.5 + 2 * 0.25))
+    back.overtaken, back.measured_gpu_s = True, None
+    back.measure(0.25)
+    assert back.measured_gpu_s is None
+
+
+def test_a_restart_that_was_decided_before_anybody_was_broken_is_one_of_its_own(story: Story) -> None:
+    """A recovery before it may wait for commits still."""
+    story.does(breaking(2))
+    story.does(decided(Rung.SWAP, "swap: ...", takeover_s=1.0))
+    second = plan(2, member(0, "tray-00/0", 1), member(1, "tray-00/1", 2), member(2, "tray-00/3", 4, fresh=True))
+    story.does(ResumeGeneration(plan=second, because="swap"))
+    story.does(decided(Rung.RESTART, "restart: ...", start_s=1.0))
+    third = plan(3, member(0, "tray-00/0", 5), member(1, "tray-00/1", 6), member(2, "tray-00/3", 7))
+    story.does(ResumeGeneration(plan=third, because="restart 1 of 3"))
+    start = StartWorker(
+        slot=SlotId("tray-00/0"),
+        incarnation=Incarnation(5),
+        rank=Rank(0),
+        spare=False,
+        world_size=3,
+        generation=Generation(3),
+        store="",
+        restarts=1,
+    )
+    story.does(start)
+    story.commits(0, 1, 2, step=0, generation=3)
+    swap, restart = story.told_of
+    assert (swap.rungs, swap.kind, swap.overtaken) == (("swap",), "swap", True)
+    assert (restart.rungs, restart.kind, restart.generation) == (("restart",), "restart", 3)
+    restart.measure(None)
+    assert restart.predicted_gpu_s == 3.0
+    assert restart.measured_gpu_s is not None

@@ -18,6 +18,7 @@ from rackrun.core.commands import (
     Decided,
     FenceWorker,
     Notice,
+    PauseWorkers,
     ResumeGeneration,
     SetTimer,
     StartWorker,
@@ -28,6 +29,7 @@ from rackrun.core.control_plane import ControlPlane
 from rackrun.core.costs import Meter
 from rackrun.core.council import ANSWER_MS
 from rackrun.core.events import CostsMeasured, Event, PolicyAnswered, TimerFired, TrayJoined, TrayLost
+from rackrun.core.health import Health
 from rackrun.core.ids import Step, TrayId
 from rackrun.core.policy import parse_rules
 from rackrun.core.situation import Decision, Rung, Whose
@@ -143,6 +145,48 @@ def test_what_is_forbidden_is_not_taken_though_it_is_the_cheapest() -> None:
     assert "nothing else is possible and allowed" in stop_in(told.park_all()).because
 
 
+def test_an_order_without_a_restart_does_not_end_in_one_when_no_state_is_left() -> None:
+    """Though a restart that is impossible now would be begun by default, to say what is in its way."""
+    told = job("swap", start_over=True)
+    told.tray_lost("b")
+    told.exits("a/0")
+    told.exits("a/1")
+    assert "and no copy of its state is left" in stop_in(told.park_all()).because
+
+
+@pytest.mark.parametrize("policy", ["no-swap", "stop", "absorb,restart"])
+def test_no_rank_is_taken_out_of_a_failing_gpu_where_a_swap_is_not_allowed(policy: str) -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, rules=parse_rules(policy)))
+    told.join("a", 3, clique="x")
+    told.join("b", 3, clique="x")
+    told.train()
+    assert not every(PauseWorkers, told.judges("a/0", Health.DEGRADED))
+
+
+# -- where there is no choice ------------------------------------------------------------------------------------------
+def test_a_world_that_lost_somebody_before_the_first_step_begins_again_and_says_so(rack: Told) -> None:
+    rack.elastic("a/0")
+    answers = rack.exits("b/1")
+    decided = only(Decided, answers)
+    assert (decided.decision.rung, decided.decision.by, decided.failure.ranks) == (Rung.RESTART, "rule", (3,))
+    assert decided.decision.reason.startswith("restart: nothing would be lost by it (4 x (30 s start + ")
+    assert answers.index(decided) < answers.index(every(FenceWorker, answers)[0])
+
+
+def test_of_a_plain_script_nobody_knows_what_it_computes_again(rack: Told) -> None:
+    decision = only(Decided, rack.exits("b/1")).decision
+    assert (decision.reason, decision.figures) == ("restart: a script without steps begins again", {})
+
+
+def test_nothing_is_decided_where_no_restart_is_left() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2, max_restarts=0))
+    told.join("a", 3)
+    told.join("b", 3)
+    answers = told.exits("b/1")
+    assert stop_in(answers)
+    assert not every(Decided, answers)
+
+
 # -- waiting for hardware ----------------------------------------------------------------------------------------------
 def test_all_stand_still_until_a_tray_has_come_back_if_the_user_gives_it_time() -> None:
     told = job(repair_patience_ms=3_600_000)
@@ -217,6 +261,56 @@ def test_a_bad_answer_is_said_and_the_default_decides(given: dict[str, object], 
     assert said in text
     assert text.endswith("the default decides")
     assert plan_in(answers)
+
+
+def test_a_stop_that_it_wants_is_one_though_the_job_could_begin_again() -> None:
+    told = job("mine:choose", start_over=True, max_restarts=1)
+    told.tray_lost("b")
+    told.exits("a/0")
+    told.exits("a/1")
+    question = question_in(told.park_all())
+    assert question.view.rollback_steps is None
+    stop = stop_in(answer(told, Rung.STOP, reason="enough"))
+    assert "no copy of its state is left" in stop.because
+    assert told.view.restarts == 0
+
+
+def test_what_it_says_comes_as_one_short_line_without_control_characters() -> None:
+    told = asked()
+    notice = only(Notice, answer(told, None, trouble="failed with X: \x1b[2J\r\nrm -rf\u202e " + "long" * 500))
+    assert "\x1b" not in notice.text
+    assert "failed with X: [2J rm -rf long" in notice.text
+    assert len(notice.text) < 400
+    told = asked()
+    assert only(Decided, answer(told, Rung.SWAP, reason="\x1b[2J" + "x" * 9_999)).decision.reason.startswith(
+        "swap: [2Jxxx"
+    )
+
+
+def test_a_wait_of_no_time_is_one_of_a_second_so_that_it_cannot_be_asked_without_end() -> None:
+    told = job("mine:choose", repair_patience_ms=3_600_000)
+    told.tray_lost("b")
+    told.park_all()
+    for number in range(3):
+        answers = answer(told, Rung.WAIT, deadline_s=1e-9, reason=f"once more {number}")
+        assert f"once more {number}" in only(Decided, answers).decision.reason, "each answer is told"
+        assert only(SetTimer, answers).at_ms == told.now + 1_000
+        told.now += 1_000
+        assert question_in(told.timer("repair")).question == number + 2
+
+
+@pytest.mark.parametrize("waited_ms", [599_999, 599_998, 570, 1, 0])
+def test_the_last_moment_of_a_wait_is_a_moment_later(waited_ms: int) -> None:
+    """Not now, for ever, because a tenth of it was lost in floats."""
+    told = job("mine:choose", repair_patience_ms=600_000)
+    told.tray_lost("b")
+    told.park_all()
+    answer(told, Rung.WAIT)
+    told.now = waited_ms
+    question_in(told.timer("repair"))
+    assert only(SetTimer, answer(told, Rung.WAIT)).at_ms == 600_000
+    told.now = 600_000
+    assert stop_in(told.timer("repair") + answer(told, None))
 
 
 def test_no_answer_at_all_is_given_up_by_the_cores_own_clock() -> None:

@@ -69,11 +69,22 @@ class Trained:
         found = [] if self.ran.exit_code == 0 else [f"exit code {self.ran.exit_code}"]
         found += [f"the fault {fault.name!r} never struck" for fault in faults if fault.name not in self.struck]
         found += [f"left behind: {process}" for process in self.ran.left_behind]
+        found += self.unexplained()
         assert not found, f"{'; '.join(found)}\n{self}"
         found = self.differences(reference)
         assert not found, "another training than without faults:\n  " + "\n  ".join(found) + f"\n{self}"
         twice = [step for step, by_rank in self.samples.items() if len(_all(by_rank)) != len(set(_all(by_rank)))]
         assert not twice, f"samples delivered twice in steps {twice}"
+
+    def unexplained(self) -> list[str]:
+        """Recoveries of which the report does not say what was decided, why, and at what cost."""
+        found = []
+        for one in self.recoveries:
+            if not one["rungs"] or len(one["reasons"]) != len(one["rungs"]) or not one["predicted_gpu_s"]:
+                found.append(f"generation {one['generation']}: nobody says what was decided")
+            elif one["measured_gpu_s"] is None and not one["overtaken"]:
+                found.append(f"generation {one['generation']}: nobody says what it cost")
+        return found
 
     def __str__(self) -> str:
         story = [f"  {r['generation']}: {r['kind']}: {r['because']}, rollback {r['rollback']}" for r in self.recoveries]

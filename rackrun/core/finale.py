@@ -1,0 +1,109 @@
+"""The end of a job that nothing has ended: all ranks return, or somebody wants it to stop at the next step boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.commands import Command, DrainWorkers, ReleaseWorkers, SetTimer
+from rackrun.core.config import JobConfig
+from rackrun.core.culprit import is_crash, is_scripts
+from rackrun.core.events import StopRequested
+from rackrun.core.ids import Rank, SlotId
+from rackrun.core.rack import RackMachine
+from rackrun.core.restart import Stop
+from rackrun.core.workers import Loss, Trigger
+from rackrun.core.world import Phase, World
+
+__all__ = ["DRAIN_MS", "Finale", "ended_well"]
+
+DRAIN_MS = 60_000
+"""From a request to stop until the job is ended without waiting any longer."""
+
+
+@dataclass(slots=True)
+class Finale:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    stop: Stop
+    stopping: StopRequested | None = None
+    gone: dict[Rank, None] = field(default_factory=dict)
+    """Ranks that have ended well: of a plain script, or after the release."""
+
+    def look(self, at_ms: int) -> None:
+        """Once every rank has finished, all are released."""
+        world = self.world
+        if world.phase is not Phase.TRAINING or not world.all_finished():
+            return
+        world.phase = Phase.ENDING
+        world.reason = f"all {world.size} ranks have finished"
+        going = [*world.members.values(), *self.rack.spares()]
+        for record in going:
+            record.move(Trigger.RELEASE)
+        self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+
+    def plain_ended(self, losses: Sequence[Loss]) -> None:
+        """Ranks of a script without steps have exited with code 0."""
+        self._go(losses)
+        if len(self.gone) == self.world.size:
+            self.stop(0, f"all {self.world.size} ranks exited with code 0")
+
+    def ended(self, losses: Sequence[Loss]) -> None:
+        """Ranks that were released have exited."""
+        for loss in losses:
+            self._go([loss])
+            if not ended_well(loss):
+                scripts = loss.exit is not None and (is_scripts(loss.exit) or is_crash(loss.exit))
+                self.stop(
+                    1 if scripts else 3,
+                    f"rank {loss.record.rank} had finished training but did not exit well: {loss.because}",
+                    remedy="look at what the script does after training.",
+                    failure=loss.failure,
+                    rank=loss.record.rank,
+                )
+                return
+        if len(self.gone) == self.world.size:
+            because = self.stopping.because if self.stopping else self.world.reason
+            self.stop(self.stopping.exit_code if self.stopping else 0, because)
+
+    def not_gone(self) -> list[SlotId]:
+        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in self.gone]
+
+    # -- somebody wants it to stop ---------------------------------------------------------------------------------
+    def requested(self, event: StopRequested, *, may_drain: bool) -> None:
+        """At the next step boundary if ``may_drain``; a second request does not wait for it."""
+        world = self.world
+        if self.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
+            self.stop(event.exit_code, event.because)
+            return
+        if world.phase is Phase.ENDING:  # it ends anyway
+            self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
+            return
+        self.stopping = event
+        self.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
+        if world.phase is Phase.TRAINING:
+            self.drain()
+
+    def drain(self) -> None:
+        """All train: if somebody wants the job to stop, now is the time to tell them."""
+        if self.stopping is not None:
+            self.emit(DrainWorkers(workers=self.world.workers(), because=self.stopping.because))
+
+    def overdue(self) -> None:
+        if self.stopping is not None:
+            self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+
+    def _go(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            del self.world.members[rank]
+            self.gone[rank] = None
+
+
+def ended_well(loss: Loss) -> bool:
+    event = loss.exit
+    return event is not None and event.exit_code == 0 and not event.signal and event.failure is None
