@@ -135,6 +135,7 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
             topology=rack.partial(name) if rack else b"",
             simulated=options.trays > 1,
             slot_env=rack.slot_env(name) if rack else (),
+            filler=options.filler,
             nnodes=options.nodes_max * options.trays,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,

@@ -6,7 +6,7 @@ import msgspec
 
 from rackrun.core.ids import TrayId
 
-__all__ = ["AgentConfig", "LogConfig", "ScriptConfig"]
+__all__ = ["AgentConfig", "FillerConfig", "FillerPauses", "LogConfig", "ScriptConfig"]
 
 
 class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +30,30 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks_filter: str = ""
 
 
+class FillerPauses(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a filler that ends by itself."""
+
+    first_s: float = 0.5
+    """Before it is started again; it doubles each time."""
+    most_s: float = 60.0
+    forgotten_after_s: float = 60.0
+    """A run as long as this makes the next pause the first."""
+    at_once_s: float = 1.0
+    """A run shorter than this is no run: ten of them in a row, and the slot gets no more."""
+
+
+class FillerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs beside spares while they wait."""
+
+    command: tuple[str, ...] = ()
+    """A program and its arguments; (): nothing does."""
+    grace_s: float | None = None
+    """From SIGTERM to SIGKILL, when the spare is needed. None: 0.2 s, and 0 where workers have GPUs."""
+    pauses: FillerPauses = FillerPauses()
+    sample_s: float = 10.0
+    """Between two reports of what one that runs has used."""
+
+
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     tray: TrayId
@@ -49,6 +73,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The tray shares this host with others of the job. Then NVML speaks of it only where it lists GPUs that ``topology`` names."""
     slot_env: tuple[dict[str, str], ...] = ()
     """By slot, what follows from the whole rack (NCCL's variables). What the user has set stays as it is."""
+    filler: FillerConfig = FillerConfig()
     nnodes: int = 1
     max_restarts: int = 3
     grace_s: float = 10.0

@@ -62,6 +62,18 @@ class Logs:
         stderr = self._stream(index, rank, Std.ERR, directory, "stderr.log", 2)
         return Outputs(stdout, stderr, error_file)
 
+    def open_filler(self, index: int) -> int:
+        """One descriptor for both streams of the filler beside slot ``index``; a later one appends."""
+        path = self.filler_path(index)
+        if not path:
+            return os.open(os.devnull, os.O_WRONLY)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def filler_path(self, index: int) -> str:
+        """ "" when nothing is kept."""
+        return os.path.join(self._directory, "filler", f"{index}.log") if self._directory else ""
+
     def close(self) -> None:
         """Print what is left to be teed."""
         if self._follower is not None:

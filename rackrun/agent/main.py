@@ -21,17 +21,19 @@ from rackrun.agent import proc
 from rackrun.agent.child import open_standard_streams
 from rackrun.agent.config import AgentConfig
 from rackrun.agent.devices import Devices
+from rackrun.agent.fillers import Fillers
 from rackrun.agent.fork_server import ForkServer, preload, unsound_because
 from rackrun.agent.logs import Logs
 from rackrun.agent.mirror import Mirror
 from rackrun.agent.snapshots import SnapshotService
 from rackrun.agent.stores import Stores
 from rackrun.agent.tray import Tray
-from rackrun.agent.uplink import End, Uplink
+from rackrun.agent.uplink import End, Uplink, Urgency
 from rackrun.agent.watch import Watch
 from rackrun.checkpoint import isal
 from rackrun.core.commands import StopJob, WorkerCommand
 from rackrun.core.events import StopRequested, TrayJoined
+from rackrun.core.wire import encode
 from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
@@ -90,7 +92,8 @@ class _Agent:
         presets = {TCPSTORE_KEY: f"{config.advertise}:{nccl_store.port}"} if nccl_store else {}
         exchange = ExchangeServer(config.advertise, config.token, presets)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
-        self._tray = tray = Tray(config, server, stores, logs, devices)
+        fillers = Fillers(config.filler, config.slots, logs, devices.binding, has_gpu=torch.cuda.is_available())
+        self._tray = tray = Tray(config, server, stores, logs, devices, fillers)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray)
         joined = TrayJoined(
             tray=config.tray,
@@ -104,6 +107,7 @@ class _Agent:
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
         devices.tell(uplink.event)
+        fillers.tell = lambda told: uplink.forward(Urgency.SOON, encode(told))
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon

@@ -16,6 +16,7 @@ from rackrun.agent import proc
 from rackrun.agent.config import AgentConfig
 from rackrun.agent.devices import Devices
 from rackrun.agent.environment import worker_environment
+from rackrun.agent.fillers import Fillers
 from rackrun.agent.fork_server import Forked, ForkServer, Reaped
 from rackrun.agent.logs import Logs, Outputs
 from rackrun.agent.mirror import Holder
@@ -24,7 +25,7 @@ from rackrun.agent.stores import Stores, StoreUnreachable
 from rackrun.agent.uplink import Uplink, Urgency
 from rackrun.agent.worker import Worker
 from rackrun.core import commands as c
-from rackrun.core.events import Failure, WorkerEvent, WorkerExited
+from rackrun.core.events import Failure, WorkerEvent, WorkerExited, WorkerReady
 from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward, decode_upward, encode
 from rackrun.link.boot import Boot
@@ -40,8 +41,17 @@ _KILL_S = 10.0
 
 
 class Tray:
-    def __init__(self, config: AgentConfig, server: ForkServer, stores: Stores, logs: Logs, devices: Devices) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        server: ForkServer,
+        stores: Stores,
+        logs: Logs,
+        devices: Devices,
+        fillers: Fillers,
+    ) -> None:
         self._config = config
+        self._fillers = fillers
         self._devices = devices
         self._server = server
         self._stores = stores
@@ -91,6 +101,7 @@ class Tray:
                 self._start(command)
             case c.FenceWorker():
                 if worker := self._find(command.slot, command.incarnation):
+                    self._fillers.clear(worker.slot, "the spare is fenced")
                     worker.kill()
             case c.BreakGeneration() | c.PauseWorkers() | c.DrainWorkers() | c.ReleaseWorkers():
                 self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
@@ -110,11 +121,13 @@ class Tray:
         self._server.wake()
         for worker in self._current():
             worker.terminate()
+        clearing = self._loop.create_task(self._fillers.stop())
         if not await self._emptied(_FAILED_GRACE_S if failed else self._config.grace_s):
             for worker in self._current():
                 worker.kill()
             if not await self._emptied(_KILL_S):
                 _say("some workers do not end, though killed: the kernel holds them (a driver?)")
+        await clearing
         self._loop.remove_reader(self._server.fileno())
         self._server.close()
         try:
@@ -146,10 +159,8 @@ class Tray:
             previous.kill()
         worker = Worker(command, self._deliver)
         slot.append(worker)
-        if self._resume and any(
-            (m.slot, m.incarnation) == (worker.slot, worker.incarnation) for m in self._resume.plan.members
-        ):
-            worker.channel.send(frame(self._resume))
+        if self._resume and self._is_member(worker):
+            worker.send(frame(self._resume))
         task = self._loop.create_task(self._bring_up(worker, previous))
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)
@@ -237,7 +248,7 @@ class Tray:
         """Reap our own children: the fork server, and what was adopted from one that died."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -245,6 +256,7 @@ class Tray:
             if pid == self._server.pid:
                 self._server_reaped.set()
             self._devices.reaped(pid, status)
+            self._fillers.reaped(pid, status, usage.ru_utime + usage.ru_stime)
             for worker in self._current():
                 if worker.pid == pid:
                     self._reaped(worker, status)
@@ -277,6 +289,7 @@ class Tray:
 
     def _report(self, worker: Worker, exit_code: int | None, signal_: int | None, failure: Failure | None) -> None:
         worker.reported = True
+        self._fillers.clear(worker.slot, "the spare is gone")
         if (sealed := worker.untold()) is not None:
             self.uplink.forward(Urgency.SOON, encode(sealed))
         self.uplink.event(
@@ -315,6 +328,8 @@ class Tray:
                     self._loop.call_later(self._config.grace_s, self._end_of_grace, worker)
             case _ if isinstance(message, WorkerEvent) and not worker.reported:
                 self.uplink.forward(Urgency.NOW, body)
+                if isinstance(message, WorkerReady) and worker.command.spare and not self._is_member(worker):
+                    self._fillers.spare_waits(worker.slot, worker.incarnation)
             case _:
                 pass  # late: its end has been told
 
@@ -326,9 +341,16 @@ class Tray:
         data = frame(command)
         for slot, incarnation in to:
             if tray_of(slot) == self._config.tray and (worker := self._find(slot, incarnation)):
-                worker.channel.send(data)
+                # Whatever it is told, its wait is over.
+                gone = self._fillers.clear(slot, "the spare is needed")
+                worker.send(data, after=gone if self._fillers.in_the_way else None)
 
     # -- who is here
+    def _is_member(self, worker: Worker) -> bool:
+        """Of the newest generation."""
+        members = self._resume.plan.members if self._resume else ()
+        return any((member.slot, member.incarnation) == (worker.slot, worker.incarnation) for member in members)
+
     def _find(self, slot: SlotId, incarnation: int) -> Worker | None:
         worker = self.kept(_index_of(slot), incarnation)
         return None if worker is None or worker.gone.is_set() else worker

@@ -17,7 +17,10 @@ from rackrun.core.wire import UnitSealed
 from rackrun.link import lifeline
 from rackrun.link.page import HeartbeatPage
 
-__all__ = ["Worker"]
+__all__ = ["HELD_S", "Worker"]
+
+HELD_S = 1.0
+"""A filler that is not gone after this is not waited for."""
 
 
 class Worker:
@@ -45,6 +48,8 @@ class Worker:
         ours, theirs = socket.socketpair()
         self.channel = AgentChannel(ours, lambda body: deliver(self, body))
         self._birth_fds: tuple[int, ...] = (theirs.detach(), page_fd)
+        self._held: list[bytes] = []
+        self._releasing: asyncio.Task[None] | None = None
         self._pidfd = -1
         self._stat_fd = -1
         self._seen_exiting = False
@@ -56,6 +61,24 @@ class Worker:
     def fds_for_birth(self) -> tuple[int, ...]:
         """Channel, page, snapshots: what its process is to have."""
         return (*self._birth_fds, *self.snapshot_fds)
+
+    def send(self, data: bytes, after: asyncio.Event | None = None) -> None:
+        """In order. ``after``: not before that has happened, nor later than `HELD_S` from now."""
+        if self._held:
+            self._held.append(data)
+        elif after is None or after.is_set():
+            self.channel.send(data)
+        else:
+            self._held.append(data)
+            self._releasing = asyncio.get_running_loop().create_task(self._release(after))
+
+    async def _release(self, after: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(after.wait(), HELD_S)
+        held, self._held = self._held, []
+        if not self.gone.is_set():
+            for data in held:
+                self.channel.send(data)
 
     def sent_off(self) -> None:
         """Its process has its own descriptors now, or there will be none."""

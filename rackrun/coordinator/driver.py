@@ -39,7 +39,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.events import Event, JournalFailed, PolicyAnswered, TimerFired, TrayJoined, TrayLost, WorkerElastic
 from rackrun.core.ids import SlotId, TrayId, tray_of
-from rackrun.core.wire import Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
+from rackrun.core.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
 
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
@@ -153,6 +153,7 @@ class Driver:
 
     def _forget(self, tray: TrayId, because: str) -> None:
         del self._links[tray]
+        self.metrics.fillers.lost(tray)
         self.metrics.trays.set(len(self._links))
         if self.over is None:
             self.submit(TrayLost(tray=tray, because=because))
@@ -190,6 +191,9 @@ class Driver:
                 case StateCopied():
                     self.metrics.copies.copied(message)
                     self._pace.copied(message, now_ms)
+                case FillerTold():
+                    self._journal.filler(message, now_ms)
+                    self.metrics.fillers.heard(message)
                 case Logged():
                     lines.append(message)
                 case _:

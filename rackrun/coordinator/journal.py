@@ -19,6 +19,7 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
 ``units``      step, phase, rank, generation, attempt, committed_at_ms, seconds, gate (float64, little endian)
 ``ledger``     step, phase, rank, generation, count, digest (BLAKE2b, 16 bytes), ids (int64, little endian; NULL with
                ``--ledger digest``)
+``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.core.wire.FillerTold` of that start)
 =============  =====================================================================================================
 
 A unit that is computed again after a rollback has rows of both generations.
@@ -44,7 +45,7 @@ import msgspec
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.core.events import Event
-from rackrun.core.wire import PROTOCOL, UnitCommitted
+from rackrun.core.wire import PROTOCOL, FillerTold, UnitCommitted
 from rackrun.errors import RackrunError
 
 __all__ = ["BATCH_ROWS", "FORMAT", "Journal", "JournalError", "LedgerMode", "digest_of"]
@@ -68,6 +69,8 @@ CREATE TABLE IF NOT EXISTS units (
 CREATE TABLE IF NOT EXISTS ledger (
     step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, count INTEGER, digest BLOB, ids BLOB,
     PRIMARY KEY (step, phase, rank, generation));
+CREATE TABLE IF NOT EXISTS fillers (
+    slot TEXT, incarnation INTEGER, start INTEGER, at_ms REAL, body TEXT, PRIMARY KEY (slot, incarnation, start));
 """
 _META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -75,6 +78,7 @@ _GENERATION = "INSERT INTO generations (generation, stage, at_ms, wall, body) VA
 _RECOVERY = "INSERT OR REPLACE INTO recoveries VALUES (?, ?, ?)"
 _UNIT = "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _LEDGER = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?)"
+_FILLER = "INSERT OR REPLACE INTO fillers VALUES (?, ?, ?, ?, ?)"
 
 _Row: TypeAlias = tuple[str, tuple[object, ...]]
 
@@ -159,6 +163,9 @@ class Journal:
         if unit.ids:
             ids = unit.ids if self._ids else None
             self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))
+
+    def filler(self, told: FillerTold, at_ms: float) -> None:
+        self._put(_FILLER, (told.slot, told.incarnation, told.start, at_ms, told))
 
     def fact(self, key: str, value: object) -> None:
         self._put(_META, (key, str(value)))

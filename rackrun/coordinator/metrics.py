@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rackrun.coordinator.copies import CopyMetrics
+from rackrun.coordinator.fillers import FillerMetrics
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
 
@@ -44,6 +45,7 @@ class Metrics:
         self.steps_redone = Counter("rackrun_steps_redone", "Steps computed again.", registry=self.registry)
         self.trays = Gauge("rackrun_trays", "Agents connected.", registry=self.registry)
         self.copies = CopyMetrics(self.registry, plan)
+        self.fillers = FillerMetrics(self.registry)
 
     def recovered(self, recovery: Recovery) -> None:
         self.recoveries.labels(recovery.kind).inc()

@@ -13,6 +13,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
@@ -100,6 +101,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was known of the hardware, and what was decided about it."""
     goodput: Goodput
     ledger: LedgerCheck
+    fillers: tuple[FillerUse, ...] = ()
+    """What ran beside spares while they waited, by slot."""
 
 
 class _Unit(msgspec.Struct, frozen=True):
@@ -156,6 +159,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         ),
         goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),
         ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
+        fillers=filler_uses(connection),
     )
 
 

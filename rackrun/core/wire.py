@@ -15,6 +15,7 @@ from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 
 __all__ = [
     "PROTOCOL",
+    "FillerTold",
     "Logged",
     "StateCopied",
     "Telemetry",
@@ -72,14 +73,34 @@ class StateCopied(_Telemetry, frozen=True, kw_only=True):
     """Of a snapshot: what it took from training; else from its begin to its end."""
 
 
+class FillerTold(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """A filler has started, goes on, or is gone with all that it had started. For the metrics and the report; not for the core."""
+
+    slot: SlotId
+    incarnation: Incarnation
+    """Of the spare beside which it runs."""
+    start: int
+    """Which one in that slot, from 1; an agent that is started again counts afresh."""
+    state: str
+    """``running``, ``ended``; ``given up``: ended, and not started there again."""
+    seconds: float
+    """Since its start."""
+    cpu_s: float
+    """Processor time, of all its processes."""
+    because: str = ""
+    """Why it is gone."""
+    gone_s: float | None = None
+    """From when it had to go until nobody of it was left; None where it went by itself."""
+
+
 class Logged(_Telemetry, frozen=True, kw_only=True):
     """``run.log(...)``. The launcher prints one line a step, in order, whoever sends it first."""
 
     values: dict[str, float | int | str]
 
 
-Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | Logged
-Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | Logged
+Telemetry: TypeAlias = UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
+Upward: TypeAlias = Event | UnitCommitted | UnitSealed | StateCopied | FillerTold | Logged
 """Whatever travels from worker to agent to coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

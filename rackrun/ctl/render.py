@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.fillers import FillerUse
 from rackrun.coordinator.report import LedgerCheck, RecoveryReport, Report
 from rackrun.launch.place import Result
 
@@ -67,6 +68,8 @@ def render_report(console: Console, report: Report) -> None:
         console.print(f"{notice.at_ms / 1e3:9.3f} s  {notice.text}", highlight=False, markup=False)
     for one in report.recoveries:
         _waterfall(console, one)
+    if report.fillers:
+        _fillers(console, report.fillers)
     if not report.ledger.units:
         console.print(
             "no steps were reported: a plain script, or one that ended before its first step", highlight=False
@@ -105,6 +108,19 @@ def _gpu_s(cost: float | None) -> str:
     if cost is None:
         return "unknown"
     return f"{cost:.0f} GPU-s" if cost >= 100 else f"{cost:.3g} GPU-s"
+
+
+def _fillers(console: Console, fillers: Sequence[FillerUse]) -> None:
+    console.print()
+    table = Table("filler beside", "ran", "cpu", "starts", "restarts", "had to go", "gone in", box=None, pad_edge=False)
+    for one in fillers:
+        gone = "" if one.gone_s_max is None else f"at most {one.gone_s_max:.2f} s"
+        counts = (str(count) for count in (one.starts, one.restarts, one.had_to_go))
+        table.add_row(one.slot, f"{one.seconds:.1f} s", f"{one.cpu_s:.1f} s", *counts, gone)
+    console.print(table)
+    for one in fillers:
+        if one.given_up:
+            console.print(f"  {one.slot}: given up, it ended at once ten times ({one.given_up})", highlight=False)
 
 
 def _goodput(console: Console, report: Report) -> None:

@@ -20,10 +20,11 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
-from rackrun.agent.config import ScriptConfig
+from rackrun.agent.config import FillerConfig, ScriptConfig
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.errors import UsageError
+from rackrun.launch.filler import filler
 from rackrun.launch.own_options import add_own_options
 from rackrun.launch.policy import Policy, policy
 from rackrun.launch.rack import Axes, RackHere, mesh_text
@@ -61,6 +62,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     """Workers a tray, spares included; 0 where ``rack`` says it for each."""
     spares: int
+    filler: FillerConfig
+    """Beside them."""
     rack: RackHere | None
     mesh: Axes
     """() where none was given."""
@@ -158,6 +161,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         trays=size.trays,
         slots=size.slots,
         spares=args.spares,
+        filler=filler(args.filler, args.filler_grace),
         rack=size.rack,
         mesh=size.mesh,
         cross_clique=args.cross_clique,

@@ -16,6 +16,12 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     for action in (
         add("--spares", action=env, type=int, default=0, metavar="N", help="Slots held back as warm spares, out of those "
             "that exist: --nproc-per-node 8 --spares 1 trains with WORLD_SIZE 7."),
+        add("--filler", action=env, type=str, default=None, metavar="COMMAND", help="What to run beside every spare while it "
+            "waits, at low priority, on the GPU of its slot. It gets a SIGTERM when the spare is needed, and is killed with all that "
+            "it has started; it is started again beside whatever spare waits then."),
+        add("--filler-grace", "--filler_grace", action=env, type=float, default=None, metavar="SECONDS", help="From that "
+            "SIGTERM to SIGKILL, at most 0.5. Default: 0.2, and 0 where workers have GPUs: there the spare needs the memory, and waits "
+            "until the filler is gone."),
         add("--trays", action=env, type=int, default=1, metavar="N", help="Stand-in for several compute trays on this "
             "host: N agents with --nproc-per-node slots each."),
         add("--rack", action=env, type=str, default=None, metavar="FILE", help="A rack file: trays, GPUs, NVLink domains. On "

@@ -18,6 +18,9 @@ from rackrun.launch.policy import Policy
 
 OURS = {
     "--spares",
+    "--filler",
+    "--filler-grace",
+    "--filler_grace",
     "--trays",
     "--rack",
     "--mesh",

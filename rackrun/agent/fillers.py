@@ -1,0 +1,292 @@
+"""Fillers: a command of low priority beside every spare that waits, gone when the spare is needed.
+
+Each runs below a process of its own (`rackrun.agent.cage`), which ends it and all that it has started. This is the agent's side: when one
+starts, when it has to go, and what it has used. Nobody waits for anything here; a filler that its cage does not get rid of in
+time is killed from here, with its cage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from rackrun.agent import proc
+from rackrun.agent.cage import EXEC_FAILED, Order
+from rackrun.agent.cgroup import Cgroup
+from rackrun.agent.config import FillerConfig
+from rackrun.agent.idle import finish_off
+from rackrun.agent.logs import Logs
+from rackrun.core.ids import Incarnation, SlotId
+from rackrun.core.wire import FillerTold
+from rackrun.topology.environment import Binding
+
+__all__ = ["MARK", "Fillers"]
+
+MARK = "RACKRUN_FILLER"
+"""Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
+_LATE_S = 0.4
+"""What a cage may need beyond the grace time before we end the filler ourselves."""
+_AGAIN_S = 0.05
+_LOOK_S = 0.01
+_IN_VAIN_MAX = 10
+
+
+class _Run:
+    """One start of one filler."""
+
+    def __init__(self, slot: SlotId, incarnation: Incarnation, number: int, began: float) -> None:
+        self.slot, self.incarnation, self.number, self.began = slot, incarnation, number, began
+        self.mark = f"{slot}:{incarnation}:{number}"
+        self.pid = 0
+        """Of its cage."""
+        self.control = -1
+        self.cpu_s = 0.0
+        self.cgroup: Cgroup | None = None
+        self.because = ""
+        """Why it has to go; "" while it may stay."""
+        self.asked = 0.0
+        self.gone = asyncio.Event()
+        self.late: asyncio.TimerHandle | None = None
+        self.blamed = False
+
+
+class _Place:
+    """One slot."""
+
+    def __init__(self) -> None:
+        self.spare: tuple[SlotId, Incarnation] | None = None
+        """The spare that waits there."""
+        self.run: _Run | None = None
+        self.starts = 0
+        self.in_vain = 0
+        """Runs in a row that ended at once."""
+        self.pause_s = 0.0
+        self.again: asyncio.TimerHandle | None = None
+
+
+class Fillers:
+    """On the running loop. ``place_of``: where the worker of a slot belongs. Without a command nothing ever runs."""
+
+    def __init__(
+        self,
+        config: FillerConfig,
+        slots: int,
+        logs: Logs,
+        place_of: Callable[[int], Binding],
+        *,
+        has_gpu: bool,
+    ) -> None:
+        self._config = config
+        self._logs = logs
+        self._place_of = place_of
+        self._pauses = config.pauses
+        self._places = [_Place() for _ in range(slots if config.command else 0)]
+        self._loop = asyncio.get_running_loop()
+        self._sampling: asyncio.TimerHandle | None = None
+        self._closing = False
+        self.tell: Callable[[FillerTold], None] = lambda _told: None
+        self.in_the_way = has_gpu
+        """Its memory on the device may be what the spare needs: who is promoted waits until it is gone."""
+        self._grace_s = config.grace_s if config.grace_s is not None else (0.0 if has_gpu else 0.2)
+        if config.command:
+            self._sampling = self._loop.call_later(config.sample_s, self._sample)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Children of this process that are ours."""
+        return tuple(place.run.pid for place in self._places if place.run is not None)
+
+    # -- what the tray tells
+    def spare_waits(self, slot: SlotId, incarnation: Incarnation) -> None:
+        if not self._places or self._closing:
+            return
+        place = self._place(slot)
+        place.spare = (slot, incarnation)
+        if place.run is None and place.again is None:
+            self._start(place)
+
+    def clear(self, slot: SlotId, because: str) -> asyncio.Event | None:
+        """The spare there waits no longer. Returns at once; what is returned is set when its filler is gone. None: there is none."""
+        if not self._places:
+            return None
+        place = self._place(slot)
+        place.spare = None
+        if place.again is not None:
+            place.again.cancel()
+            place.again = None
+        run = place.run
+        if run is not None and not run.because:
+            run.because, run.asked = because, self._loop.time()
+            with contextlib.suppress(OSError):  # its end is told in a moment
+                os.write(run.control, b".")
+                os.kill(run.pid, signal.SIGCONT)  # somebody may have stopped it
+            run.late = self._loop.call_later(self._grace_s + _LATE_S, self._end_ourselves, run)
+        return None if run is None else run.gone
+
+    def reaped(self, pid: int, status: int, cpu_s: float) -> None:
+        """By who reaps all children of this process. ``cpu_s``: of it and all that it has reaped."""
+        for place in self._places:
+            if (run := place.run) is not None and run.pid == pid:
+                run.pid = 0
+                run.cpu_s = max(run.cpu_s, cpu_s)
+                self._ended(place, run, status)
+
+    async def stop(self) -> None:
+        """All of them, now. Waits until they are gone, for two seconds at most."""
+        self._closing = True
+        if self._sampling is not None:
+            self._sampling.cancel()
+        events = [self.clear(place.run.slot, "the job ends") for place in self._places if place.run is not None]
+        waits = [asyncio.ensure_future(event.wait()) for event in events if event is not None]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=2.0)
+            for wait in pending:
+                wait.cancel()
+        for place in self._places:
+            if place.again is not None:
+                place.again.cancel()
+            if place.run is not None:
+                self._close(place.run)
+
+    # -- starts
+    def _start(self, place: _Place) -> None:
+        place.again = None
+        if place.spare is None or place.in_vain >= _IN_VAIN_MAX:
+            return
+        place.starts += 1
+        run = place.run = _Run(*place.spare, place.starts, self._loop.time())
+        run.cgroup = Cgroup.make(f"rackrun-filler-{os.getpid()}-{run.mark.replace('/', '.')}")
+        index = _index_of(run.slot)
+        order = Order(
+            command=list(self._config.command),
+            grace_s=self._grace_s,
+            cpus=list(self._place_of(index).cpus),
+            cgroup=run.cgroup.path if run.cgroup else "",
+        )
+        try:
+            output = self._logs.open_filler(index)
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "rackrun.agent.cage", str(os.getpid()), json.dumps(order)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **_device(index, os.environ), MARK: run.mark},
+                    start_new_session=True,
+                )
+            finally:
+                os.close(output)
+        except OSError as error:
+            _say(f"no filler beside {run.slot}: {error}")
+            self._ended(place, run, EXEC_FAILED << 8)
+            return
+        assert process.stdin is not None
+        run.control = os.dup(process.stdin.fileno())
+        process.stdin.close()
+        process.returncode = 0  # the agent reaps it itself
+        run.pid = process.pid
+        self._tell(run, "running")
+
+    # -- ends
+    def _ended(self, place: _Place, run: _Run, status: int) -> None:
+        self._close(run)
+        if run.cgroup is not None:
+            run.cgroup.kill()
+        if os.WIFSIGNALED(status) and (left := proc.marked(f"{MARK}={run.mark}")):
+            finish_off(left)  # its cage was killed: what was below it is now below us
+            run.late = self._loop.call_later(_LOOK_S, self._ended, place, run, status)
+            return
+        if run.cgroup is not None:
+            run.cgroup.remove()
+        place.run = None
+        code, number = proc.exit_code_and_signal(status)
+        how = f"exit code {code}" if number is None else f"its cage was killed by signal {number}"
+        state = "ended"
+        if not run.because and self._in_vain(place, run):
+            state = "given up"
+            where = self._logs.filler_path(_index_of(run.slot)) or "its output, with --log-dir"
+            said = f"has ended at once {_IN_VAIN_MAX} times ({how}), and is not started there again"
+            _say(f"the filler beside {run.slot} {said}. See {where}")
+        self._tell(run, state, run.because or how, self._loop.time() - run.asked if run.because else None)
+        run.gone.set()
+        if self._closing or place.spare is None:
+            return
+        if run.because:  # the next spare waits already
+            self._start(place)
+        else:
+            place.again = self._loop.call_later(place.pause_s, self._start, place)
+
+    def _in_vain(self, place: _Place, run: _Run) -> bool:
+        """It has ended by itself: count, and set the pause. True: that was once too often."""
+        ran_s = self._loop.time() - run.began
+        pauses = self._pauses
+        place.in_vain = place.in_vain + 1 if ran_s < pauses.at_once_s else 0
+        fresh = ran_s >= pauses.forgotten_after_s or not place.pause_s
+        place.pause_s = pauses.first_s if fresh else min(2 * place.pause_s, pauses.most_s)
+        return place.in_vain == _IN_VAIN_MAX
+
+    def _end_ourselves(self, run: _Run) -> None:
+        """Its cage has not done it in time: stopped, killed, or held up."""
+        if self._loop.time() - run.asked > self._grace_s + 1.0 and not run.blamed:
+            run.blamed = True
+            _say(f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?)")
+        if run.cgroup is not None:
+            run.cgroup.kill()
+        finish_off([*proc.descendants_now(run.pid), run.pid] if run.pid else [])
+        run.late = self._loop.call_later(_AGAIN_S, self._end_ourselves, run)
+
+    def _close(self, run: _Run) -> None:
+        if run.late is not None:
+            run.late.cancel()
+        if run.control >= 0:
+            os.close(run.control)
+            run.control = -1
+
+    # -- what is told
+    def _sample(self) -> None:
+        for place in self._places:
+            if (run := place.run) is not None and run.pid:
+                run.cpu_s = max(run.cpu_s, proc.cpu_seconds(run.pid))
+                self._tell(run, "running")
+        self._sampling = self._loop.call_later(self._config.sample_s, self._sample)
+
+    def _tell(self, run: _Run, state: str, because: str = "", gone_s: float | None = None) -> None:
+        self.tell(
+            FillerTold(
+                slot=run.slot,
+                incarnation=run.incarnation,
+                start=run.number,
+                state=state,
+                seconds=self._loop.time() - run.began,
+                cpu_s=run.cpu_s,
+                because=because,
+                gone_s=gone_s,
+            )
+        )
+
+    def _place(self, slot: SlotId) -> _Place:
+        return self._places[_index_of(slot)]
+
+
+def _device(index: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The GPU of the slot, as its workers count, and no other; where they see none for it, none."""
+    order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return {**order, "CUDA_VISIBLE_DEVICES": str(index)}
+    entries = [entry.strip() for entry in visible.split(",")]
+    return {**order, "CUDA_VISIBLE_DEVICES": entries[index] if index < len(entries) else ""}
+
+
+def _index_of(slot: SlotId) -> int:
+    return int(slot.rpartition("/")[2])
+
+
+def _say(text: str) -> None:
+    print(f"rackrun: agent: {text}", file=sys.stderr)
