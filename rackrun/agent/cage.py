@@ -91,6 +91,9 @@ class _Cage:
     def _become_filler(self) -> NoReturn:
         order = self._order
         signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
         os.setsid()
         lower()
         if self._cgroup is not None:
@@ -99,9 +102,6 @@ class _Cage:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, order["cpus"])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
         try:
             os.execvp(order["command"][0], order["command"])
         except OSError as error:

@@ -112,7 +112,11 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "filler empty": (("--filler", " ", "train.py"), {}, ("--filler names no command", "for example")),
     "filler not there": (("--filler", "no_such_program -x", "train.py"), {}, ("no executable no_such_program", "path")),
     "filler half quoted": (("--filler", "sleep '1", "train.py"), {}, ("No closing quotation", "quote it")),
-    "filler lingers": (("--filler", "sleep 1", "--filler-grace", "5", "train.py"), {}, ("--filler-grace 5", "0 to 0.5")),
+    "filler lingers": (
+        ("--filler", "sleep 1", "--filler-grace", "5", "train.py"),
+        {},
+        ("--filler-grace 5", "0 to 0.5"),
+    ),
     "filler grace alone": (("--filler-grace", "0.1", "train.py"), {}, ("without --filler",)),
     "unknown preload": (("--preload", "no_such_module_at_all", "train.py"), {}, ("--preload", "no such module")),
     "standalone on two": (("--standalone", "--nnodes", "2", "train.py"), {}, ("--standalone means one host",)),
