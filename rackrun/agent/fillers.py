@@ -30,7 +30,7 @@ __all__ = ["MARK", "Fillers"]
 
 MARK = "RACKRUN_FILLER"
 """Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
-_LATE_S = 0.4
+_LATE_S = 0.3
 """What a cage may need beyond the grace time before we end the filler ourselves."""
 _AGAIN_S = 0.05
 _LOOK_S = 0.01
@@ -97,11 +97,6 @@ class Fillers:
         if config.command:
             self._sampling = self._loop.call_later(config.sample_s, self._sample)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Children of this process that are ours."""
-        return tuple(place.run.pid for place in self._places if place.run is not None)
-
     # -- what the tray tells
     def spare_waits(self, slot: SlotId, incarnation: Incarnation) -> None:
         if not self._places or self._closing:
@@ -123,9 +118,10 @@ class Fillers:
         run = place.run
         if run is not None and not run.because:
             run.because, run.asked = because, self._loop.time()
-            with contextlib.suppress(OSError):  # its end is told in a moment
-                os.write(run.control, b".")
-                os.kill(run.pid, signal.SIGCONT)  # somebody may have stopped it
+            if run.pid:
+                with contextlib.suppress(OSError):  # its end is told in a moment
+                    os.write(run.control, b".")
+                    os.kill(run.pid, signal.SIGCONT)  # somebody may have stopped it
             run.late = self._loop.call_later(self._grace_s + _LATE_S, self._end_ourselves, run)
         return None if run is None else run.gone
 
@@ -200,7 +196,7 @@ class Fillers:
             run.cgroup.kill()
         if os.WIFSIGNALED(status) and (left := proc.marked(f"{MARK}={run.mark}")):
             finish_off(left)  # its cage was killed: what was below it is now below us
-            run.late = self._loop.call_later(_LOOK_S, self._ended, place, run, status)
+            self._loop.call_later(_LOOK_S, self._ended, place, run, status)
             return
         if run.cgroup is not None:
             run.cgroup.remove()
@@ -233,12 +229,15 @@ class Fillers:
 
     def _end_ourselves(self, run: _Run) -> None:
         """Its cage has not done it in time: stopped, killed, or held up."""
+        if run.gone.is_set():
+            return
         if self._loop.time() - run.asked > self._grace_s + 1.0 and not run.blamed:
             run.blamed = True
             _say(f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?)")
         if run.cgroup is not None:
             run.cgroup.kill()
-        finish_off([*proc.descendants_now(run.pid), run.pid] if run.pid else [])
+        if run.pid:
+            finish_off([*proc.descendants_now(run.pid), run.pid])
         run.late = self._loop.call_later(_AGAIN_S, self._end_ourselves, run)
 
     def _close(self, run: _Run) -> None:

@@ -37,6 +37,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         rack: FakeRack | None = None,
         policy: str = "",
         path: Path | None = None,
+        filler: str = "",
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
@@ -54,6 +55,8 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
         if checkpoints is not None:
             options += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 2]
+        if filler:
+            options += ["--filler", filler]
         if copies:
             options += ["--snapshot-copies", copies]
         if policy:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rackrun.coordinator.report import read_report
 from tests.faults.scripts.strike import CLOCK, IN_GATE, Fault
 from tests.faults.stories import (
     AT_THE_END,
@@ -84,6 +85,18 @@ def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, 
 @pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.stories)])
 def test_ranks_are_lost_at_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
     check_random_story(mode, seed, train, reference)
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", MODES)
+def test_fillers_beside_the_spares_change_nothing(mode: str, train: Train, reference: Reference) -> None:
+    story = next(iter(chapters(IN_A_UNIT[mode], (3, 6, 8, 11)).values()))
+    filler = "sh -c 'trap : TERM; while :; do :; done'"
+    trained = train(mode, told(story), spares=len(story), filler=filler)
+    trained.assert_same_training(reference(mode), told(story))
+    fillers = read_report(trained.ran.out_dir / "journal.sqlite").fillers
+    assert sum(one.had_to_go for one in fillers) >= len(story), fillers
+    assert max(one.gone_s_max or 0.0 for one in fillers) < 1.0, fillers
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rackrun.coordinator.report import read_report
 from tests.faults.conftest import SCRIPT
 from tests.faults.scripts.strike import Fault, faults_to_json
 
@@ -47,6 +48,7 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     for folder in (marks, tmp_path / "held"):
         folder.mkdir()
     options = ["--nproc-per-node", 2, "--trays", 2, "--spares", 2, "--preload", "torch.distributed.fsdp"]
+    options += ["--filler", "sh -c 'trap : TERM; while :; do sleep 0.1; done'"]
     options += ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 2]
     env = {"RACKRUN_TEST_FAULTS": faults_to_json(faults), "RACKRUN_TEST_MARKS": str(marks)}
     job = start_rackrun(["--standalone", *options, SCRIPT, "fsdp", STEPS, tmp_path / "held"], env=env)
@@ -73,3 +75,9 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     assert seen["restores_total", "its_tray"] == 1, seen
     assert seen["checkpoints_total", "done"] == seen["checkpoint_write_seconds_count", ""] >= 1
     assert seen["recoveries_total", "swap"] == 1
+
+    assert seen["filler_starts_total", ""] >= 2, "beside both spares"
+    assert seen["filler_gone_seconds_bucket", "1.0"] == seen["filler_gone_seconds_count", ""] >= 1
+    fillers = read_report(job.out_dir / "journal.sqlite").fillers
+    assert len(fillers) >= 2
+    assert sum(one.had_to_go for one in fillers) == sum(one.starts for one in fillers), "all are gone at the end, and told of"
