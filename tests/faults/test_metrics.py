@@ -80,4 +80,6 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     assert seen["filler_gone_seconds_bucket", "1.0"] == seen["filler_gone_seconds_count", ""] >= 1
     fillers = read_report(job.out_dir / "journal.sqlite").fillers
     assert len(fillers) >= 2
-    assert sum(one.had_to_go for one in fillers) == sum(one.starts for one in fillers), "all are gone at the end, and told of"
+    assert sum(one.had_to_go for one in fillers) == sum(one.starts for one in fillers), (
+        "all are gone at the end, and told of"
+    )
