@@ -95,9 +95,9 @@ class _Cage:
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        lower()
         if self._cgroup is not None:
-            self._cgroup.join()
+            self._cgroup.join()  # before the next line: it takes a lock that everybody who forks or exits waits for
+        lower()
         if order["cpus"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, order["cpus"])
