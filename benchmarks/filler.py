@@ -129,7 +129,8 @@ def main() -> None:
         while len(rows[True]) < arguments.kills:
             for _ in range(min(BLOCK, arguments.kills - len(rows[turn]))):
                 rows[turn].append(kill_one(jobs[turn], rng, filler=turn))
-            print(f"{len(rows[False])} without, {len(rows[True])} with", file=sys.stderr)
+            seconds = " ".join(f"{row['recovery_s']:.2f}" for row in rows[turn][-BLOCK:])
+            print(f"{'with' if turn else 'without'}: {seconds}", file=sys.stderr, flush=True)
             jobs[turn].pause()
             turn = not turn
             jobs[turn].resume()

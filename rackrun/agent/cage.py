@@ -19,13 +19,17 @@ from typing import NoReturn, TypedDict
 
 from rackrun.agent import proc
 from rackrun.agent.cgroup import Cgroup
-from rackrun.agent.idle import finish_off, lower
+from rackrun.agent.idle import finish_off, lower, lower_session
 
 __all__ = ["EXEC_FAILED", "Order"]
 
 EXEC_FAILED = 127
 _AGAIN_MS = 2
 """Between two looks for what is still alive below us."""
+
+
+_SESSIONS_MS = 1000
+"""Between two looks for sessions that the filler has made."""
 
 
 class Order(TypedDict):
@@ -47,7 +51,7 @@ class _Cage:
         self._poll.register(self._woken, select.POLLIN)
         self._poll.register(0, select.POLLIN)
         self._status: int | None = None
-        self._told = False
+        self._sessions: set[int] = set()
         self._pid = self._start()
 
     def run(self) -> int:
@@ -56,15 +60,27 @@ class _Cage:
         while self._status is None:
             if deadline is not None and time.monotonic() >= deadline:
                 break
-            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+            left_ms = _SESSIONS_MS if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
             for fd, _ in self._poll.poll(left_ms):
                 if fd == 0 and deadline is None:
                     deadline = time.monotonic() + (self._order["grace_s"] if self._tell() else 0.0)
                     self._poll.unregister(0)
             self._rest()
+            if deadline is None:
+                self._lower_sessions()
         self._end_all()
         code, number = proc.exit_code_and_signal(self._status or 0)
         return code if code is not None else 128 + (number or 0)
+
+    def _lower_sessions(self) -> None:
+        seen = set()
+        for pid in proc.descendants_now(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                session = os.getsid(pid)
+                seen.add(session)
+                if session not in self._sessions:
+                    lower_session(pid)
+        self._sessions = seen
 
     def _tell(self) -> bool:
         """False: there is no agent any more, or no time."""

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["finish_off", "lower"]
+__all__ = ["finish_off", "lower", "lower_session"]
 
 _NICE_MAX = 19
 _OOM_FIRST = 1000
@@ -22,10 +22,16 @@ def lower() -> None:
     to die. Else nice 19, which still gets a small share.
     """
     os.nice(_NICE_MAX)
-    _write("/proc/self/autogroup", _NICE_MAX)  # where the kernel groups by session, nice counts only within one
+    lower_session(os.getpid())
     _write("/proc/self/oom_score_adj", _OOM_FIRST)
     if _idle_can_be_left():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def lower_session(pid: int) -> None:
+    """Where the kernel groups processes by session (autogroup), nice and SCHED_IDLE count only within one, and a new session
+    begins as equal to all others."""
+    _write(f"/proc/{pid}/autogroup", _NICE_MAX)
 
 
 def finish_off(pids: list[int]) -> None:
