@@ -1,9 +1,9 @@
 """The process around one filler, between it and its agent: what the filler starts stays below it, and ends when it says so.
 
-``python -m rackrun.agent.cage AGENT ORDER``: the agent's process id, and an `Order` as JSON. Standard input is the agent's:
-a byte says that the slot is needed (SIGTERM, and SIGKILL after the grace time); its end, that all is to end at once. The
-exit code is the filler's, 128 + N after signal N. By then nothing of the filler lives: this process is the subreaper of all that is
-below it, and leaves when the kernel says that there is nobody. It imports little, and is small.
+`main` has as arguments the agent's process id, and an `Order` as JSON. Standard input is the agent's: a byte says that the slot is
+needed (SIGTERM, and SIGKILL after the grace time); its end, that all is to end at once. The exit code is the filler's, 128 + N
+after signal N. By then nothing of the filler lives: this process is the subreaper of all that is below it, and leaves when the
+kernel says that there is nobody. It imports little, nothing that is not Python's own, and is small.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import select
 import signal
 import sys
 import time
+import traceback
 from typing import NoReturn, TypedDict
 
 from rackrun.agent import proc
 from rackrun.agent.cgroup import Cgroup
-from rackrun.agent.idle import finish_off, lower, lower_session
+from rackrun.agent.idle import finish_off, first_to_go, lower, lower_session
 
-__all__ = ["EXEC_FAILED", "Order"]
+__all__ = ["EXEC_FAILED", "Order", "main"]
 
 EXEC_FAILED = 127
-_AGAIN_MS = 2
-"""Between two looks for what is still alive below us."""
-
-
-_SESSIONS_MS = 1000
+_AGAIN_MS = (2, 20)
+"""Between two looks for what is still alive below us: at first, and when somebody does not die."""
+_SESSIONS_S = 1.0
 """Between two looks for sessions that the filler has made."""
 
 
@@ -38,6 +37,8 @@ class Order(TypedDict):
     cpus: list[int]
     cgroup: str
     """"": there is none."""
+    last_in_line: bool
+    """For the processors."""
 
 
 class _Cage:
@@ -52,27 +53,38 @@ class _Cage:
         self._poll.register(0, select.POLLIN)
         self._status: int | None = None
         self._sessions: set[int] = set()
-        self._pid = self._start()
+        self._sessions_at = 0.0
+        self._pid = 0
 
     def run(self) -> int:
         """Until nothing of the filler is left; returns its exit code."""
-        deadline: float | None = None
-        while self._status is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                break
-            left_ms = _SESSIONS_MS if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-            for fd, _ in self._poll.poll(left_ms):
-                if fd == 0 and deadline is None:
-                    deadline = time.monotonic() + (self._order["grace_s"] if self._tell() else 0.0)
-                    self._poll.unregister(0)
-            self._rest()
-            if deadline is None:
-                self._lower_sessions()
+        if not self._poll.poll(0):  # else the slot is needed by now
+            self._pid = self._start()
+            self._watch()
         self._end_all()
         code, number = proc.exit_code_and_signal(self._status or 0)
         return code if code is not None else 128 + (number or 0)
 
+    def _watch(self) -> None:
+        """Until it has ended, or its time is over."""
+        deadline: float | None = None
+        while self._status is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            left_s = _SESSIONS_S if deadline is None else max(0.0, deadline - time.monotonic())
+            for fd, _ in self._poll.poll(left_s * 1e3):
+                if fd == 0 and deadline is None:
+                    deadline = time.monotonic() + (self._order["grace_s"] if self._tell() else 0.0)
+                    self._poll.unregister(0)
+            self._rest()
+            if deadline is None and self._order["last_in_line"]:
+                self._lower_sessions()
+
     def _lower_sessions(self) -> None:
+        """From time to time: every orphan that ends below us wakes us, and there may be thousands."""
+        if time.monotonic() < self._sessions_at:
+            return
+        self._sessions_at = time.monotonic() + _SESSIONS_S
         seen = set()
         for pid in proc.descendants_now(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -113,7 +125,9 @@ class _Cage:
         os.setsid()
         if self._cgroup is not None:
             self._cgroup.join()  # before the next line: it takes a lock that everybody who forks or exits waits for
-        lower()
+        first_to_go()
+        if order["last_in_line"]:
+            lower()
         if order["cpus"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, order["cpus"])
@@ -128,11 +142,13 @@ class _Cage:
 
     def _end_all(self) -> None:
         """Kill, look again, until we have no child: then there is nobody, since orphans become our children."""
+        pause_ms, longest_ms = _AGAIN_MS
         while self._rest():
             if self._cgroup is not None:
                 self._cgroup.kill()
             finish_off(proc.descendants_now(os.getpid()))
-            self._poll.poll(_AGAIN_MS)
+            self._poll.poll(pause_ms)
+            pause_ms = min(pause_ms + 1, longest_ms)
         if self._cgroup is not None:
             self._cgroup.remove()
 
@@ -151,15 +167,17 @@ class _Cage:
                 self._status = status
 
 
-def _main() -> NoReturn:
+def main() -> NoReturn:
     # SIGCONT, not SIGKILL: when the agent dies we must run, even if stopped, and take the filler with us.
     proc.die_with(int(sys.argv[1]), signal.SIGCONT)
-    proc.adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    order: Order = json.loads(sys.argv[2])
-    os._exit(_Cage(order).run())
-
-
-if __name__ == "__main__":
-    _main()
+    try:
+        proc.adopt_orphans()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        order: Order = json.loads(sys.argv[2])
+        os._exit(_Cage(order).run())
+    except BaseException:  # noqa: BLE001 - the agent looks for what a killed cage has left
+        traceback.print_exc()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")

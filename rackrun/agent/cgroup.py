@@ -29,6 +29,16 @@ class Cgroup:
         path.rmdir()
         return None
 
+    @staticmethod
+    def sweep(prefix: str) -> None:
+        """Remove those that dead processes have left beside ours: empty ones, of names that go on with a process id and a dash."""
+        with contextlib.suppress(OSError):
+            above = _own()
+            for path in above.glob(f"{prefix}*-*") if above is not None else ():
+                owner = path.name.removeprefix(prefix).partition("-")[0]
+                if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+                    Cgroup(str(path)).remove()
+
     def join(self) -> None:
         """This process, and all that it starts from now on."""
         self._write("cgroup.procs", "0")

@@ -49,6 +49,8 @@ class FillerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A program and its arguments; (): nothing does."""
     grace_s: float | None = None
     """From SIGTERM to SIGKILL, when the spare is needed. None: 0.2 s, and 0 where workers have GPUs."""
+    last_in_line: bool = True
+    """For the processors; else it is like any other process, for tests that have something to wait for."""
     pauses: FillerPauses = FillerPauses()
     sample_s: float = 10.0
     """Between two reports of what one that runs has used."""

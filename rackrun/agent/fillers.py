@@ -14,7 +14,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from rackrun.agent import proc
 from rackrun.agent.cage import EXEC_FAILED, Order
@@ -26,15 +27,29 @@ from rackrun.core.ids import Incarnation, SlotId
 from rackrun.core.wire import FillerTold
 from rackrun.topology.environment import Binding
 
-__all__ = ["MARK", "Fillers"]
+__all__ = ["CAGE", "LATE_S", "MARK", "Fillers"]
 
 MARK = "RACKRUN_FILLER"
 """Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
-_LATE_S = 0.3
+LATE_S = 0.3
 """What a cage may need beyond the grace time before we end the filler ourselves."""
 _AGAIN_S = 0.05
+_STOP_S = 10.0
 _LOOK_S = 0.01
+"""Between two looks for what a killed cage has left; each wait is longer by this, up to twenty times."""
+_LOOKS_MANY = 15
+"""After more than a second."""
 _IN_VAIN_MAX = 10
+_CGROUP = "rackrun-filler-"
+_ROOT = str(Path(__file__).resolve().parents[2])
+CAGE = (
+    "-P",
+    "-S",
+    "-c",
+    "import sys; sys.path.append(sys.argv.pop(1)); from rackrun.agent.cage import main; main()",
+    _ROOT,
+)
+"""Python's arguments. Nothing that lies in the user's folder, or is installed, is taken for a module of Python's own."""
 
 
 class _Run:
@@ -54,6 +69,7 @@ class _Run:
         self.gone = asyncio.Event()
         self.late: asyncio.TimerHandle | None = None
         self.blamed = False
+        self.looks = 0
 
 
 class _Place:
@@ -90,11 +106,14 @@ class Fillers:
         self._loop = asyncio.get_running_loop()
         self._sampling: asyncio.TimerHandle | None = None
         self._closing = False
+        self.others: Callable[[], Iterable[int]] = tuple
+        """The agent's other children."""
         self.tell: Callable[[FillerTold], None] = lambda _told: None
         self.in_the_way = has_gpu
         """Its memory on the device may be what the spare needs: who is promoted waits until it is gone."""
         self._grace_s = config.grace_s if config.grace_s is not None else (0.0 if has_gpu else 0.2)
         if config.command:
+            Cgroup.sweep(_CGROUP)
             self._sampling = self._loop.call_later(config.sample_s, self._sample)
 
     # -- what the tray tells
@@ -122,7 +141,7 @@ class Fillers:
                 with contextlib.suppress(OSError):  # its end is told in a moment
                     os.write(run.control, b".")
                     os.kill(run.pid, signal.SIGCONT)  # somebody may have stopped it
-            run.late = self._loop.call_later(self._grace_s + _LATE_S, self._end_ourselves, run)
+            run.late = self._loop.call_later(self._grace_s + LATE_S, self._end_ourselves, run)
         return None if run is None else run.gone
 
     def reaped(self, pid: int, status: int, cpu_s: float) -> None:
@@ -134,19 +153,22 @@ class Fillers:
                 self._ended(place, run, status)
 
     async def stop(self) -> None:
-        """All of them, now. Waits until they are gone, for two seconds at most."""
+        """All of them, now. Waits until they are gone, for ten seconds at most."""
         self._closing = True
         if self._sampling is not None:
             self._sampling.cancel()
-        events = [self.clear(place.run.slot, "the job ends") for place in self._places if place.run is not None]
-        waits = [asyncio.ensure_future(event.wait()) for event in events if event is not None]
+        slots = [place.spare[0] for place in self._places if place.spare is not None]
+        slots += [place.run.slot for place in self._places if place.run is not None]
+        waits = [
+            asyncio.ensure_future(gone.wait())
+            for slot in slots
+            if (gone := self.clear(slot, "the job ends")) is not None
+        ]
         if waits:
-            _, pending = await asyncio.wait(waits, timeout=2.0)
+            _, pending = await asyncio.wait(waits, timeout=_STOP_S)
             for wait in pending:
                 wait.cancel()
         for place in self._places:
-            if place.again is not None:
-                place.again.cancel()
             if place.run is not None:
                 self._close(place.run)
 
@@ -157,19 +179,20 @@ class Fillers:
             return
         place.starts += 1
         run = place.run = _Run(*place.spare, place.starts, self._loop.time())
-        run.cgroup = Cgroup.make(f"rackrun-filler-{os.getpid()}-{run.mark.replace('/', '.')}")
+        run.cgroup = Cgroup.make(f"{_CGROUP}{os.getpid()}-{run.mark.replace('/', '.')}")
         index = _index_of(run.slot)
         order = Order(
             command=list(self._config.command),
             grace_s=self._grace_s,
             cpus=list(self._place_of(index).cpus),
             cgroup=run.cgroup.path if run.cgroup else "",
+            last_in_line=self._config.last_in_line,
         )
         try:
             output = self._logs.open_filler(index)
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "rackrun.agent.cage", str(os.getpid()), json.dumps(order)],
+                    [sys.executable, *CAGE, str(os.getpid()), json.dumps(order)],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
@@ -192,11 +215,7 @@ class Fillers:
     # -- ends
     def _ended(self, place: _Place, run: _Run, status: int) -> None:
         self._close(run)
-        if run.cgroup is not None:
-            run.cgroup.kill()
-        if os.WIFSIGNALED(status) and (left := proc.marked(f"{MARK}={run.mark}")):
-            finish_off(left)  # its cage was killed: what was below it is now below us
-            self._loop.call_later(_LOOK_S, self._ended, place, run, status)
+        if os.WIFSIGNALED(status) and self._left_behind(place, run, status):
             return
         if run.cgroup is not None:
             run.cgroup.remove()
@@ -218,6 +237,21 @@ class Fillers:
         else:
             place.again = self._loop.call_later(place.pause_s, self._start, place)
 
+    def _left_behind(self, place: _Place, run: _Run, status: int) -> bool:
+        """Its cage was killed. What was below it is now below us: kill it, and come back."""
+        if run.cgroup is not None:
+            run.cgroup.kill()
+        known = {*self.others(), *(other.run.pid for other in self._places if other.run)}
+        strays = [pid for pid in proc.children(os.getpid()) if pid not in known]
+        if not strays:
+            return False
+        finish_off([*strays, *(pid for stray in strays for pid in proc.descendants_now(stray))])
+        run.looks += 1
+        if run.looks == _LOOKS_MANY:
+            self._blame(run)
+        self._loop.call_later(min(run.looks * _LOOK_S, 20 * _LOOK_S), self._ended, place, run, status)
+        return True
+
     def _in_vain(self, place: _Place, run: _Run) -> bool:
         """It has ended by itself: count, and set the pause. True: that was once too often."""
         ran_s = self._loop.time() - run.began
@@ -231,14 +265,18 @@ class Fillers:
         """Its cage has not done it in time: stopped, killed, or held up."""
         if run.gone.is_set():
             return
-        if self._loop.time() - run.asked > self._grace_s + 1.0 and not run.blamed:
-            run.blamed = True
-            _say(f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?)")
+        if self._loop.time() - run.asked > self._grace_s + 1.0:
+            self._blame(run)
         if run.cgroup is not None:
             run.cgroup.kill()
         if run.pid:
             finish_off([*proc.descendants_now(run.pid), run.pid])
         run.late = self._loop.call_later(_AGAIN_S, self._end_ourselves, run)
+
+    def _blame(self, run: _Run) -> None:
+        if not run.blamed:
+            run.blamed = True
+            _say(f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?)")
 
     def _close(self, run: _Run) -> None:
         if run.late is not None:

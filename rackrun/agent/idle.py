@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["finish_off", "lower", "lower_session"]
+__all__ = ["finish_off", "first_to_go", "idle_can_be_left", "lower", "lower_session"]
 
 _NICE_MAX = 19
 _OOM_FIRST = 1000
@@ -15,16 +15,20 @@ _PROCESS_MRELEASE = 448  # the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def first_to_go() -> None:
+    """This process, and what it starts: the out-of-memory killer's first choice."""
+    _write("/proc/self/oom_score_adj", _OOM_FIRST)
+
+
 def lower() -> None:
-    """This process, and what it starts: last in line for the processors, first for the out-of-memory killer.
+    """This process, and what it starts: last in line for the processors.
 
     SCHED_IDLE only where we may take it back: a process killed in it, on processors that others keep busy, might take minutes
     to die. Else nice 19, which still gets a small share.
     """
     os.nice(_NICE_MAX)
     lower_session(os.getpid())
-    _write("/proc/self/oom_score_adj", _OOM_FIRST)
-    if _idle_can_be_left():
+    if idle_can_be_left():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
@@ -64,7 +68,7 @@ def _release_memory(pid: int) -> None:
         os.close(pidfd)
 
 
-def _idle_can_be_left() -> bool:
+def idle_can_be_left() -> bool:
     """Asked of a child: who cannot leave it could not afterwards lead a normal life."""
     child = os.fork()
     if child == 0:

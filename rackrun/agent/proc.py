@@ -13,6 +13,7 @@ from typing import NamedTuple
 __all__ = [
     "ProcessStat",
     "adopt_orphans",
+    "children",
     "close_other_fds",
     "cpu_seconds",
     "descendants",
@@ -21,7 +22,6 @@ __all__ = [
     "exit_code_and_signal",
     "kill_session",
     "kill_tree",
-    "marked",
     "read_stat",
     "thread_count",
 ]
@@ -98,6 +98,11 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def children(parent: int) -> list[int]:
+    """Of all its threads, adopted ones too."""
+    return [pid for pid, (above, _) in _all_processes().items() if above == parent]
+
+
 def descendants_now(root: int) -> list[int]:
     """As `descendants`, in a fraction of the time where the kernel lists children: for processes that live for an instant."""
     found: list[int] = []
@@ -113,19 +118,6 @@ def descendants_now(root: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             if parent == root and not os.path.exists(f"/proc/{root}/task/{root}/children"):
                 return descendants(root)
-    return found
-
-
-def marked(variable: str) -> list[int]:
-    """Processes that were started with this in their environment, as ``NAME=value``, and that we may look at."""
-    wanted = variable.encode()
-    found = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit():
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if wanted in file.read().split(b"\0"):
-                        found.append(int(name))
     return found
 
 

@@ -52,6 +52,7 @@ class Tray:
     ) -> None:
         self._config = config
         self._fillers = fillers
+        fillers.others = lambda: (self._server.pid, *devices.pids)
         self._devices = devices
         self._server = server
         self._stores = stores

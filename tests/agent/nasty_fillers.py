@@ -12,13 +12,8 @@ from pathlib import Path
 
 
 def polite() -> None:
-    """Leaves a note, and goes."""
-
-    def leave(*_: object) -> None:
-        Path(sys.argv[1], f"told-{index}-{incarnation}").touch()
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, leave)
+    """Goes when it is told."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
 def deaf() -> None:
@@ -45,7 +40,7 @@ def daemon() -> None:
         if os.fork() != 0:
             os._exit(0)
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-        os.execve(sys.executable, [sys.executable, "-c", code, DAEMON], {})
+        os.execve(sys.executable, [sys.executable, "-c", code, DAEMON, sys.argv[1]], {})
     os.wait()
 
 
@@ -67,9 +62,20 @@ def hog() -> None:
 
 
 def stopper() -> None:
-    """Stops its cage."""
+    """Stops its cage, again and again."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.kill(os.getppid(), signal.SIGSTOP)
+    cage = os.getppid()
+    if os.fork() == 0:
+        while True:
+            os.kill(cage, signal.SIGSTOP)
+            time.sleep(0.001)
+
+
+def killer() -> None:
+    """Kills its cage as soon as it may go, and has a daemon without our mark by then."""
+    cage = os.getppid()
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(cage, signal.SIGKILL))
+    daemon()
 
 
 def spin() -> None:
@@ -79,7 +85,7 @@ def spin() -> None:
 
 
 held = bytearray()
-KINDS: tuple[Callable[[], None], ...] = (polite, daemon, many, stopper, hog, runner, deaf)
+KINDS: tuple[Callable[[], None], ...] = (polite, daemon, many, stopper, hog, killer, runner, deaf)
 
 DAEMON = "a-daemon-of-a-filler"
 

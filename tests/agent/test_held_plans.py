@@ -1,0 +1,72 @@
+"""What a worker is told while a filler is in its way waits for that to be gone, in order, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+import rackrun.agent.worker
+from rackrun.agent.worker import Worker
+from rackrun.core.commands import Plan, ReleaseWorkers, ResumeGeneration, StartWorker
+from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.link.channel import frame
+
+PLAN = frame(
+    ResumeGeneration(
+        plan=Plan(generation=Generation(2), world_size=0, members=(), store="127.0.0.1:1"), because="a test"
+    )
+)
+START = StartWorker(
+    slot=SlotId("tray-0/0"),
+    incarnation=Incarnation(1),
+    spare=True,
+    rank=Rank(0),
+    world_size=1,
+    generation=Generation(1),
+    store="127.0.0.1:1",
+)
+
+
+async def test_a_plan_does_not_wait_for_ever_for_a_filler_that_does_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rackrun.agent.worker, "HELD_S", 0.01)
+    worker, theirs = worker_and_its_end()
+    worker.send(PLAN, after=asyncio.Event())
+    assert await received(theirs, len(PLAN)) == PLAN
+    end_of(worker, theirs)
+
+
+async def test_what_follows_a_plan_that_waits_does_not_overtake_it() -> None:
+    worker, theirs = worker_and_its_end()
+    gone = asyncio.Event()
+    first, second = PLAN, frame(ReleaseWorkers(workers=()))
+    worker.send(first, after=gone)
+    worker.send(second)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    gone.set()
+    assert await received(theirs, len(first + second)) == first + second
+    end_of(worker, theirs)
+
+
+def worker_and_its_end() -> tuple[Worker, socket.socket]:
+    worker = Worker(START, lambda _worker, _body: None)
+    theirs = socket.socket(fileno=os.dup(worker.fds_for_birth[0]))
+    theirs.setblocking(False)
+    return worker, theirs
+
+
+async def received(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+    return data
+
+
+def end_of(worker: Worker, theirs: socket.socket) -> None:
+    theirs.close()
+    worker.sent_off()
+    worker.buried()
+    worker.forget()
