@@ -156,6 +156,8 @@ def main() -> None:
     print(f"filler gone in             {median_range(gone_s)} s, n = {len(gone_s)}")
     print(f"something of it left after 1 s: {result['left_after_1_s']} of {len(rows[True])}")
     print(f"-> {save('filler', result)}")
+    if result["left_after_1_s"] or max(gone_s) > 1.0:
+        sys.exit("a filler was not gone within a second")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ class FillerUse(msgspec.Struct, frozen=True, kw_only=True):
     """It ran, up to when it was last told of."""
     cpu_s: float
     """Processor time, of all its processes."""
+    utilisation: float
+    """Processors in use while it ran, on average."""
     had_to_go: int
     """So many times the spare was needed, or went."""
     gone_s_max: float | None
@@ -82,12 +84,14 @@ def filler_uses(connection: sqlite3.Connection) -> tuple[FillerUse, ...]:
 
 def _use(slot: SlotId, runs: list[FillerTold]) -> FillerUse:
     gone = [run.gone_s for run in runs if run.gone_s is not None]
+    seconds, cpu_s = sum(run.seconds for run in runs), sum(run.cpu_s for run in runs)
     return FillerUse(
         slot=slot,
         starts=len(runs),
         restarts=len(runs) - len({run.incarnation for run in runs}),
-        seconds=sum(run.seconds for run in runs),
-        cpu_s=sum(run.cpu_s for run in runs),
+        seconds=seconds,
+        cpu_s=cpu_s,
+        utilisation=cpu_s / seconds if seconds else 0.0,
         had_to_go=len(gone),
         gone_s_max=max(gone, default=None),
         given_up=next((run.because for run in runs if run.state == "given up"), ""),

@@ -112,11 +112,22 @@ def _gpu_s(cost: float | None) -> str:
 
 def _fillers(console: Console, fillers: Sequence[FillerUse]) -> None:
     console.print()
-    table = Table("filler beside", "ran", "cpu", "starts", "restarts", "had to go", "gone in", box=None, pad_edge=False)
+    table = Table(
+        "filler beside",
+        "ran",
+        "cpu",
+        "utilisation",
+        "starts",
+        "restarts",
+        "had to go",
+        "gone in",
+        box=None,
+        pad_edge=False,
+    )
     for one in fillers:
         gone = "" if one.gone_s_max is None else f"at most {one.gone_s_max:.2f} s"
         counts = (str(count) for count in (one.starts, one.restarts, one.had_to_go))
-        table.add_row(one.slot, f"{one.seconds:.1f} s", f"{one.cpu_s:.1f} s", *counts, gone)
+        table.add_row(one.slot, f"{one.seconds:.1f} s", f"{one.cpu_s:.1f} s", f"{one.utilisation:.0%}", *counts, gone)
     console.print(table)
     for one in fillers:
         if one.given_up:

@@ -73,11 +73,13 @@ async def test_the_report_says_by_slot_what_fillers_made_of_the_wait_also_when_t
     one, other = report.fillers
     assert (one.slot, one.starts, one.restarts, one.had_to_go) == ("tray-00/4", 3, 1, 1)
     assert (one.seconds, one.cpu_s, one.gone_s_max, one.given_up) == (42.0, 25.0, 0.21, "")
+    assert one.utilisation == pytest.approx(25 / 42)
     assert (other.slot, other.starts, other.gone_s_max, other.given_up) == ("tray-01/0", 1, None, "exit code 1")
     console = Console(file=StringIO(), width=120)
     render_report(console, report)
     text = console.file.getvalue()
-    assert "tray-00/4      42.0 s  25.0 s  3       1         1          at most 0.21 s" in text
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("tray-00/4 "))
+    assert " ".join(row) == "tray-00/4 42.0 s 25.0 s 60% 3 1 1 at most 0.21 s"
     assert "tray-01/0: given up, it ended at once ten times (exit code 1)" in text
 
 

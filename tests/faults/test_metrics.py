@@ -77,7 +77,7 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     assert seen["recoveries_total", "swap"] == 1
 
     assert seen["filler_starts_total", ""] >= 2, "beside both spares"
-    assert seen["filler_gone_seconds_bucket", "1.0"] == seen["filler_gone_seconds_count", ""] >= 1
+    assert seen["filler_gone_seconds_count", ""] >= 1
     fillers = read_report(job.out_dir / "journal.sqlite").fillers
     assert len(fillers) >= 2
     assert sum(one.had_to_go for one in fillers) == sum(one.starts for one in fillers), (
