@@ -31,7 +31,7 @@ __all__ = ["CAGE", "LATE_S", "MARK", "Fillers"]
 
 MARK = "RACKRUN_FILLER"
 """Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
-LATE_S = 0.3
+LATE_S = 0.15
 """What a cage may need beyond the grace time before we end the filler ourselves."""
 _AGAIN_S = 0.05
 _STOP_S = 10.0
@@ -270,6 +270,7 @@ class Fillers:
         if run.cgroup is not None:
             run.cgroup.kill()
         if run.pid:
+            run.cpu_s = max(run.cpu_s, proc.cpu_seconds(run.pid))  # who is killed cannot tell of what it has not reaped
             finish_off([*proc.descendants_now(run.pid), run.pid])
         run.late = self._loop.call_later(_AGAIN_S, self._end_ourselves, run)
 

@@ -184,7 +184,7 @@ async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig)
 
 
 def test_the_grace_time_and_the_agents_patience_with_a_cage_leave_time_to_die_within_the_second():
-    assert GRACE_S_MAX + LATE_S <= 0.8
+    assert GRACE_S_MAX + LATE_S <= 0.7
 
 
 async def test_a_filler_that_kills_its_cage_leaves_nobody_behind_and_is_started_again(rig):
