@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.fillers import FillerUse
+from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.report import LedgerCheck, RecoveryReport, Report
 from rackrun.launch.place import Result
 
