@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "ReleaseWorkers",
     "Restore",
+    "Reshard",
     "ResumeGeneration",
     "SetTimer",
     "StartWorker",
@@ -93,6 +94,17 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """So many of them may be lost."""
 
 
+class Reshard(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks enter ``main`` again, in the same processes, as another number of them: each fills its state from what the old ranks
+    had at the end of ``Plan.committed``, and takes a snapshot of that in the new layout before it says that it has resumed."""
+
+    layout: Generation
+    """The old one: `snapshot_id` of this and ``Plan.committed.step`` is the snapshot's id. Whoever stands after that step and is named
+    below seals one first."""
+    images: tuple[str, ...]
+    """By old rank, ``host:port/slot/incarnation`` of the agent that keeps its snapshot."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs in order to go on in a generation."""
 
@@ -118,6 +130,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rollback: Step | None = None
     """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
     from here to ``committed`` are computed again (the same bits), but are committed once."""
+    layout: Generation = Generation(0)
+    """Of all snapshots from here on."""
+    reshard: Reshard | None = None
 
 
 class SetTimer(_Command, frozen=True, kw_only=True):

@@ -124,6 +124,10 @@ class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
     """Equal on ranks whose large state is the same (data-parallel replicas). "" when unknown, as for a spare."""
     mesh: tuple[tuple[str, int], ...] = ()
     """Axes and sizes of ``@rackrun.elastic(mesh=...)``, in order, none of them open; () when the script names none."""
+    fixed: str = "it has not said that it can"
+    """Why the number of ranks cannot change under this worker; "" when it can."""
+    exact: bool = False
+    """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
 
 
 class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):

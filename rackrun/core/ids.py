@@ -6,7 +6,20 @@ from typing import NewType
 
 import msgspec
 
-__all__ = ["BEGIN", "Generation", "Incarnation", "Position", "Rank", "SlotId", "Step", "TrayId", "slot_id", "tray_of"]
+__all__ = [
+    "BEGIN",
+    "Generation",
+    "Incarnation",
+    "Position",
+    "Rank",
+    "SlotId",
+    "Step",
+    "TrayId",
+    "slot_id",
+    "snapshot_id",
+    "step_in",
+    "tray_of",
+]
 
 Rank = NewType("Rank", int)
 Step = NewType("Step", int)
@@ -35,6 +48,20 @@ BEGIN = Position(-1, 0)
 
 def slot_id(tray: TrayId, index: int) -> SlotId:
     return SlotId(f"{tray}/{index}")
+
+
+_STEP_BITS = 40
+
+
+def snapshot_id(layout: Generation, step: Step) -> Step:
+    """What a snapshot is called everywhere but in plans. ``layout``: the generation in which the ranks got the shards that they
+    have; 0 until they are cut anew. Snapshots of one step in two layouts are two things."""
+    return Step((layout << _STEP_BITS) + step)
+
+
+def step_in(layout: Generation, snapshot: Step) -> Step | None:
+    """The step of a snapshot in this layout; None for one in another."""
+    return Step(snapshot - (layout << _STEP_BITS)) if snapshot >> _STEP_BITS == layout else None
 
 
 def tray_of(slot: SlotId) -> TrayId:

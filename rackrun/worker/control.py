@@ -69,7 +69,7 @@ class ControlThread(threading.Thread):
             case ResumeGeneration(plan=plan):
                 mine = [m for m in plan.members if (m.slot, m.incarnation) == (self._boot.slot, self._boot.incarnation)]
                 if mine:
-                    self._world.on_plan(plan, build=not mine[0].fresh)
+                    self._world.on_plan(plan, mine[0])
             case ReleaseWorkers():
                 self._world.on_release()
             case PauseWorkers(generation=generation):

@@ -170,6 +170,7 @@ class DurableCheckpoints:
             self._failed(step, why, reason="memory")
             return
         payload = memoryview(memory)[: shard.layout.total_bytes]
+        rank, ranks = self._world.rank, self._world.size
         later = {path for path in shard.tensors if self._state.is_settled(path)}
         write_head(shard.layout, shard.plain, payload)
         for path in shard.tensors.keys() - later:
@@ -192,7 +193,7 @@ class DurableCheckpoints:
                 if torn:
                     self._failed(step, "is given up: parameters were changed between two steps")
                 else:
-                    self._write(step, shard.layout, payload, began, last=last)
+                    self._write(step, (rank, ranks), shard.layout, payload, began, last=last)
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
                 self._failed(step, f"failed: {type(error).__name__}: {error}")
             finally:
@@ -229,17 +230,20 @@ class DurableCheckpoints:
             while flush.thread.is_alive() and not enough():
                 flush.thread.join(_SLICE_S)
 
-    def _write(self, step: int, layout: ImageLayout, payload: memoryview, began: float, *, last: bool) -> None:
-        life = self._state.lineage.life
-        writer = self._store.writer(step, step, life, self._world.size)
-        written = writer.write_shard(self._world.rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
+    def _write(
+        self, step: int, part: tuple[int, int], layout: ImageLayout, payload: memoryview, began: float, *, last: bool
+    ) -> None:
+        """``part``: this rank, of so many, when the checkpoint was begun."""
+        life, (rank, ranks) = self._state.lineage.life, part
+        writer = self._store.writer(step, step, life, ranks)
+        written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         whole = written and writer.finish()
         if whole:
             self._probation.confirm(self._state.lineage.began)
             self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
         elif writer.failure is not None:
             self._failed(step, f"could not be written: {writer.failure}")
-        if whole or self._world.rank == 0:
+        if whole or rank == 0:
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
                 self._store,

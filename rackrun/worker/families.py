@@ -1,7 +1,8 @@
 """Which groups the script made, so that a promoted spare finds its new place in them.
 
 Groups of one size and one description whose members are disjoint are a family: the rows of a mesh, say. A spare that stood
-in one row and takes the place of a rank in another moves over to that row.
+in one row and takes the place of a rank in another moves over to that row. Where all groups are of the whole world, the world
+may change its size under them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ class Families:
         """Returns the group's key."""
         self._made.append((tuple(ranks), desc))
         return _key(ranks, desc, self._made.count((tuple(ranks), desc)))
+
+    def part_of(self, size: int) -> str:
+        """A group that is not of all ``size`` ranks; "" when there is none."""
+        parts = [(ranks, desc) for ranks, desc in self._made if ranks != tuple(range(size))]
+        return f"group {parts[0][1]!r} of ranks {', '.join(map(str, parts[0][0]))}" if parts else ""
+
+    def resize(
+        self, groups: Sequence[ElasticGroup], rank: int, size: int
+    ) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
+        """All groups are of the whole world, and go on with ``size`` ranks, this process as ``rank``. Returns all of them."""
+        everyone = tuple(range(size))
+        self._made = [(everyone, desc) for _, desc in self._made]
+        for group in groups:
+            group.become(everyone, rank)
+            if group.key != "world":
+                group.key = _key(everyone, group.group_desc, int(group.key.rpartition("/")[2]))
+        return [(group, everyone) for group in groups]
 
     def promote(self, groups: Sequence[ElasticGroup], rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """Give this process the place of ``rank`` in each of its groups."""

@@ -49,6 +49,10 @@ class Pace:
         if nobody_lost:  # what looked like a hang was slowness
             self._patience = min(2 * self._patience, _PATIENCE_MAX)
 
+    def resized(self, before: int, after: int) -> None:
+        """The same batch on fewer ranks takes longer."""
+        self._seconds = deque((seconds * before / after for seconds in self._seconds), maxlen=self._seconds.maxlen)
+
     def copied(self, seconds: float) -> None:
         """A rank may hold the others up so long, with a copy of its state that overlaps with a unit."""
         self._copy_s = max(self._copy_s, seconds)

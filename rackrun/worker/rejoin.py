@@ -59,7 +59,9 @@ class Rejoin:
             self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
             try:
-                if mine.fresh:  # a promoted spare, or a rank whose own state is of no use
+                if plan.world_size != world.size or not (mine.fresh or world.counts_as(plan, mine)):
+                    self._resize(plan, mine.rank)
+                elif mine.fresh:  # a promoted spare, or a rank whose own state is of no use
                     self._take_place(plan, mine.rank)
                 world.join(plan)
                 if plan.rollback is not None and Position(plan.rollback) < came_in:
@@ -83,6 +85,15 @@ class Rejoin:
         moved = self._world.promote(rank)
         promote_groups(moved)
         promote_sharded(self._state.modules.values(), rank)
+        self._world.start_build(plan)
+
+    def _resize(self, plan: Plan, rank: int) -> None:
+        """The world has shrunk or grown. A newcomer adopts the rest from whom it restores."""
+        before = self._world.size
+        moved, origins = self._world.resize(plan, rank)
+        promote_groups(moved)
+        self._replicas.resized(origins, plan.restores)
+        self._pace.resized(before, plan.world_size)
         self._world.start_build(plan)
 
     def _restore(self, plan: Plan, *, fresh: bool) -> None:

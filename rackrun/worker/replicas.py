@@ -10,12 +10,14 @@ the ranks of a class differ (BatchNorm's statistics) are exchanged with every ga
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from rackrun.core.commands import Restore
 from rackrun.core.ids import Position
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState
@@ -108,6 +110,15 @@ class ReplicaCheck:
 
     def _kin(self, *ranks: int) -> None:
         self._state.lineage = msgspec.structs.replace(self._state.lineage, kin=ranks)
+
+    def resized(self, origins: Sequence[int | None], restores: Sequence[Restore]) -> None:
+        """The world has other ranks: for each, which one it was (None: it joins now, and is a replica of whom it restores from)."""
+        known = set(self._state.lineage.kin)
+        kin = {rank for rank, origin in enumerate(origins) if origin is not None and origin in known}
+        kin |= {int(restore.rank) for restore in restores if kin.intersection(restore.sources)}
+        if known:
+            self._kin(*sorted(kin))
+        self.unique.resized(origins)
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""

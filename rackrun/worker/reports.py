@@ -22,10 +22,17 @@ __all__ = ["Reports", "say"]
 
 
 class Reports:
-    def __init__(self, runtime: Runtime, mesh: Axes = ()) -> None:
+    def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
-        self._mesh = mesh
+        self._mesh, self._exact = mesh, exact
+        self.fixed = ""
+        """As `WorkerReady.fixed`."""
         self._snapshot = self._not_mirrored = -1
+
+    @property
+    def _axes(self) -> Axes:
+        """Now: one axis over all ranks changes with the world."""
+        return ((self._mesh[0][0], self._world.size),) if len(self._mesh) == 1 else self._mesh
 
     def ready(self, replica_class: str) -> None:
         self._world.replica_class = replica_class
@@ -35,7 +42,9 @@ class Reports:
                     slot=self._boot.slot,
                     incarnation=self._boot.incarnation,
                     replica_class=replica_class,
-                    mesh=self._mesh,
+                    mesh=self._axes,
+                    fixed=self.fixed,
+                    exact=self._exact,
                 )
             )
 

@@ -222,7 +222,7 @@ class Run:
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
         """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
-        if not self._axes:
+        if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in _DATA_AXES):
             return self.rank, self.world_size
         mesh = self.mesh
         coordinate = mesh.get_coordinate()

@@ -63,6 +63,12 @@ class UniqueBuffers:
     def discarded(self) -> None:
         self._coming = None
 
+    def resized(self, origins: Sequence[int | None]) -> None:
+        """The world has other ranks: for each, which one it was. What joins now gets a row with the next exchange."""
+        if self._kept is not None:
+            self._kept = torch.stack([self._kept[origin or 0] for origin in origins])
+        self._coming = None
+
     def take_place(self, rank: int) -> None:
         """A newcomer holds a replica's buffers, and the rows: its own row is what it goes on with."""
         if self._kept is not None:

@@ -31,6 +31,7 @@ from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
+from rackrun.worker.resizing import fixed_because
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
@@ -64,7 +65,7 @@ class UnitRunner:
     ) -> None:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
-        self._undo, self._reports = Undo(state), Reports(runtime, mesh)
+        self._undo, self._reports = Undo(state), Reports(runtime, mesh, exact=exact is not None)
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
@@ -118,6 +119,7 @@ class UnitRunner:
         if self._durable is not None and not self.waiting_spare:
             self._resume(self._durable)
         self._world.scope = Scope.OUTSIDE
+        self._reports.fixed = fixed_because(self._state, self._world)
         if not self.waiting_spare:
             if self._world.broken:
                 raise CollectiveBroken(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rackrun.core.commands import BreakGeneration, Plan
+from rackrun.core.commands import BreakGeneration, Member, Plan
 from rackrun.core.events import WorkerParked, WorkerSevered
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
@@ -88,6 +88,8 @@ class World:
         self._pause_in = 0
         """The generation that is to pause, and then to end; 0: none was."""
         self._plan: Plan | None = None
+        self._seated: tuple[Member, ...] = ()
+        """Who is who, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
         self._passed = BEGIN
         self._entered = BEGIN
@@ -313,8 +315,8 @@ class World:
             return f"unchecked rank {self.rank}"
         return self.replica_class
 
-    def on_plan(self, plan: Plan, *, build: bool) -> None:
-        """``build`` at once when this worker's place is known; a spare first takes its new one."""
+    def on_plan(self, plan: Plan, mine: Member) -> None:
+        """Groups are built at once, unless this worker takes another place first."""
         with self._changed:
             if plan.generation < self._announced or (self._plan and plan.generation <= self._plan.generation):
                 return
@@ -325,7 +327,7 @@ class World:
                     self._passed, self._gate = self._entered, plan.gate
                 else:
                     self._entered = self._passed
-            if build:
+            if not mine.fresh and self.counts_as(plan, mine):
                 self._start_build(plan)
             self._changed.notify_all()
 
@@ -376,6 +378,7 @@ class World:
                 group.communicator = builder.communicators.get(group)
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
+            self._seated = plan.members
             self._broken = False
             self._failed = None
             self.flights.new_generation()
@@ -399,6 +402,21 @@ class World:
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
         return self.families.promote(self.groups, rank)
+
+    def counts_as(self, plan: Plan, mine: Member) -> bool:
+        """This process has its rank, in a world of the size, that ``plan`` says."""
+        return (self.rank, self.size) == (mine.rank, plan.world_size)
+
+    def resize(self, plan: Plan, rank: int) -> tuple[list[tuple[ElasticGroup, tuple[int, ...]]], list[int | None]]:
+        """The world has another size, or counts its ranks in another way: this process is ``rank`` of it. Returns the groups, with
+        their new ranks, and for each new rank which one it was; None: it joins now. Raises `Superseded`."""
+        with self._changed:  # the control thread builds for a newer plan by what the groups are then
+            if self._announced != plan.generation:
+                raise Superseded
+            before = {(member.slot, member.incarnation): int(member.rank) for member in self._seated}
+            moved = self.families.resize(self.groups, rank, plan.world_size)
+            self._seated = plan.members
+        return moved, [before.get((member.slot, member.incarnation)) for member in plan.members]
 
     def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
         """Run ``transfer`` in a helper thread, and leave it there if a newer generation is announced: raises `Superseded`."""

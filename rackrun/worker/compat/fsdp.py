@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 __all__ = [
     "begin",
+    "has_meshes",
     "install",
     "is_gathered",
     "missing",
@@ -51,6 +52,11 @@ def install() -> None:
 
     DeviceMesh.__init__ = remembered  # type: ignore[method-assign]
     _fsdp_param_group.foreach_all_gather = told  # type: ignore[assignment]
+
+
+def has_meshes() -> bool:
+    """A DeviceMesh was made, and somebody still holds it."""
+    return any(ref() is not None for ref in _meshes)
 
 
 def begin(module: nn.Module) -> None:
