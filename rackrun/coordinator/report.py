@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 
 from rackrun.coordinator.fillers import FillerUse, filler_uses
+from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
-from rackrun.core.ids import BEGIN, Position
+from rackrun.core.ids import Position
 
 __all__ = ["Goodput", "LedgerCheck", "Report", "Stage", "read_report"]
 
@@ -231,17 +232,12 @@ def _check_ledger(
 ) -> LedgerCheck:
     """An *execution* of a unit is one time that it was committed: rollbacks separate them, and within one each sample
     stands once. Some ranks may report it in the generation in which its gate passed, others in the next."""
-    first = min(plans, default=0)
-    rollbacks = [
-        g for g, plan in plans.items() if plan.rollback is not None or (plan.committed == BEGIN and g != first)
-    ]
-
-    def era(generation: int) -> int:
-        return sum(rollback <= generation for rollback in rollbacks)
-
+    eras = Eras(plans)
+    era = eras.of
     expected: dict[tuple[Position, int], dict[int, int]] = defaultdict(dict)  # execution -> rank -> generation
     for unit in units:
-        expected[unit.at, era(unit.generation)][unit.rank] = unit.generation
+        if eras.counts(unit.at, unit.generation):
+            expected[unit.at, era(unit.generation)][unit.rank] = unit.generation
     missing = []
     last = max((unit.at for unit in units), default=None)
     for (at, _), ranks in sorted(expected.items()):
@@ -254,7 +250,8 @@ def _check_ledger(
     for step, phase, rank, generation, count, digest, ids in connection.execute(
         "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
     ):
-        samples[Position(step, phase), era(generation)][rank] = (count, digest, ids)
+        if eras.counts(Position(step, phase), generation):
+            samples[Position(step, phase), era(generation)][rank] = (count, digest, ids)
     doubled: list[str] = []
     differing: list[str] = []
     seen: Counter[int] = Counter()

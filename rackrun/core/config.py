@@ -29,6 +29,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Members of a set (``xor``, ``rs``), where there are as many trays."""
     set_parity: int = 1
     """Of which so many may be lost at once."""
+    min_ranks: int = 0
+    """How far the world may shrink when nobody takes lost ranks over (``--min-ranks``); 0: not at all."""
     max_restarts: int = 3
     """Restarts of the whole world (plain scripts, a failure before the first step, state lost). Swaps do not count."""
     start_over: bool = False

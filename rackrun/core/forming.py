@@ -104,7 +104,7 @@ class Forming:
             else:
                 self.stop(2, error.what, remedy=error.remedy)
             return
-        self.world.size = size
+        self.world.size = self.world.full = size
         self.world.spares = slots - size
         self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
         self._waits = ""

@@ -73,7 +73,15 @@ class JobMachine:
             self.config, self.world, self.rack, self.seating, self, self.emit, outlook, council, endings
         )
         self.swap = PlannedSwap(
-            self.config, self.world, self.rack, self.seating, self.emit, self.replace, self.recovery.absorb
+            self.config,
+            self.world,
+            self.rack,
+            self.seating,
+            self.emit,
+            self.replace,
+            self.recovery.absorb,
+            self.recovery.joining,
+            self.grow,
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.forming = Forming(
@@ -182,6 +190,7 @@ class JobMachine:
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
         """``event`` is None for a rank that returned before its first step."""
         if event is not None:
+            record.fixed, record.exact = event.fixed, event.exact
             self.recovery.learn_class(
                 record, event.replica_class
             )  # told again once the first step has shown what differs
@@ -312,6 +321,12 @@ class JobMachine:
         self.recovery.between_steps = self.swap.all_paused
         self._condemn({self.world.seats[rank]: because for rank, because in leaving.items()}, at_ms)
 
+    def grow(self, because: str, at_ms: int) -> None:
+        """All stand between two steps: whoever is ready joins."""
+        self.recovery.growing = True
+        self.recovery.between_steps = self.swap.all_paused
+        self.recovery.plan_again(because, at_ms)
+
     def _condemn(self, because: Mapping[SlotId, str], at_ms: int) -> None:
         if self.world.phase is Phase.ENDING:
             return  # they end anyway
@@ -339,7 +354,8 @@ class JobMachine:
     def _top_up(self) -> None:
         """Spares start in the background, in the slots that are free: what training loses is replaced before it is
         needed."""
-        for slot in self.rack.free_slots()[: max(self.world.spares - len(self.rack.spares()), 0)]:
+        wanted = self.world.spares + self.world.full - self.world.size
+        for slot in self.rack.free_slots()[: max(wanted - len(self.rack.spares()), 0)]:
             self.emit(self.start_spare(slot))
 
     def start_spare(self, slot: SlotId) -> StartWorker:

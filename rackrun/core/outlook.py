@@ -81,6 +81,8 @@ class Prospect:
     enough: bool
     """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
     may_begin_again: bool
+    why_no_shrink: str
+    """"": the others can go on without those that are lost."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,9 @@ class Outlook:
             why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
             rollback_steps=back,
             may_begin_again=prospect.may_begin_again,
+            shrink_to=0 if prospect.why_no_shrink or not lost else world.size - len(lost),
+            why_no_shrink=prospect.why_no_shrink,
+            exact=all(record.exact for record in world.members.values()),
             placeable=self._placeable(prospect),
             restarts_left=max(config.max_restarts - world.restarts, 0),
             waited_s=waited_ms / 1e3,

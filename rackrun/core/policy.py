@@ -79,7 +79,10 @@ def choose(
         return _first(rules, view, found)
     allowed = [one for one in found if one.possible and one.rung not in rules.never]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
-    only_hardware = all(one.rung is Rung.WAIT and not view.comes_by_itself for one in going_on)
+    hardware = [one for one in going_on if one.rung is Rung.WAIT and not view.comes_by_itself]
+    if not view.exact and any(one.rung is not Rung.SHRINK and one not in hardware for one in going_on):
+        going_on = [one for one in going_on if one.rung is not Rung.SHRINK]  # the others keep the bits
+    only_hardware = len(hardware) == len(going_on)
     best = _cheapest(allowed if only_hardware else going_on)
     others = [one for one in allowed if one is not best]
     return _decision(best, _because(best, others, view, found, rules), view, found, "default")

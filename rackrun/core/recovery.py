@@ -9,7 +9,7 @@ loss in the middle of a recovery is nothing special: it breaks once more, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rackrun.core import verdict
@@ -29,6 +29,7 @@ from rackrun.core.policy import allows
 from rackrun.core.progress import Progress
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
+from rackrun.core.resizing import Resizing
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Decision, Rung
 from rackrun.core.snapshots import Snapshots
@@ -70,6 +71,7 @@ class Recovery:
     standstill: Standstill = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
+    resizing: Resizing = field(init=False)
     _gathering: bool = False
     _owed: bool = False
     """The snapshots of condemned workers are worth waiting for."""
@@ -82,6 +84,10 @@ class Recovery:
     """Those among them that lived, and were taken out because their group moves."""
     between_steps: bool = False
     """All stood between two steps when the first of them was taken out."""
+    growing: bool = False
+    """All were made to pause so that others can join."""
+    _resized: str = ""
+    """How the world's size changes with the plan that is made."""
     _broken_ms: int = 0
     _progress: Progress = field(init=False)
 
@@ -89,6 +95,7 @@ class Recovery:
         self.sources = Sources(self.world, self.rack, self.plan_again)
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
+        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.classes)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -122,8 +129,9 @@ class Recovery:
     def _settle(self) -> None:
         self._losses.clear()
         self._moved.clear()
-        self.between_steps = False
+        self.between_steps = self.growing = False
         self._absorbing = False
+        self._resized = ""
 
     def _told(self) -> str:
         """What was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
@@ -219,15 +227,7 @@ class Recovery:
             return
         reports = {rank: _report(record) for rank, record in world.stateful().items()}
         committed, gate = verdict.committed(reports, *world.floor())
-        state = verdict.state_plan(
-            reports=reports,
-            kept=self.snapshots.by_rank(),
-            classes=self.classes,
-            world_size=world.size,
-            upto=committed,
-            torn=world.torn(),
-            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays),
-        )
+        state = self._state_plan(reports, committed)
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
@@ -239,8 +239,28 @@ class Recovery:
             staff=None if state is None else self.seating.staff(world.seats, lost, ready),
             enough=len(ready) >= len(lost),
             may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
+            why_no_shrink=self.resizing.why_not_shrink(reports, committed),
         )
-        self._decide(prospect, ready, at_ms)
+        if self.growing and not lost and state is not None:
+            self._go_on(prospect, Staff({}, {}), ready, at_ms)
+        else:
+            self._decide(prospect, ready, at_ms)
+
+    def _state_plan(self, reports: Mapping[Rank, verdict.Report], committed: Position) -> StatePlan | None:
+        world = self.world
+        return verdict.state_plan(
+            reports=reports,
+            kept=self.snapshots.by_rank(),
+            classes=self.classes,
+            world_size=world.size,
+            upto=committed,
+            torn=world.torn(),
+            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays),
+        )
+
+    def joining(self) -> str:
+        """For people: who could become a rank more; "": nobody."""
+        return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
     def answered(self, event: PolicyAnswered) -> None:
         if self.council.answered(event):
@@ -279,7 +299,9 @@ class Recovery:
                 self._start_over(prospect, decision, failure.what, at_ms)  # which says what is in its way
             case Rung.STOP:
                 self.endings.decided(prospect, decision, failure, view)
-            case Rung.ACQUIRE | Rung.SHRINK:
+            case Rung.SHRINK:
+                self._shrink(prospect, at_ms)
+            case Rung.ACQUIRE:
                 raise AssertionError("not built yet, so never possible")
 
     def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
@@ -313,7 +335,26 @@ class Recovery:
             moving = [self.world.members[rank] for rank in staff.uprooted]
             self._condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
         elif self._may_go_on(prospect.committed):
-            self._resume(prospect, {rank: ready[slot] for rank, slot in staff.seats.items()}, at_ms)
+            chosen = {rank: ready[slot] for rank, slot in staff.seats.items()}
+            taken = staff.seats.values()
+            joining = self.resizing.joining([record for slot, record in ready.items() if slot not in taken])
+            if joining and prospect.state is not None and prospect.state.rollback is None:
+                self._resized = self.resizing.grow(joining)
+                prospect = self._planned_anew(prospect)
+            self._resume(prospect, chosen, at_ms)
+
+    def _shrink(self, prospect: Prospect, at_ms: int) -> None:
+        """The others go on without those that are lost: what these had, all have."""
+        if not self._may_go_on(prospect.committed):
+            return
+        self._resized = self.resizing.shrink()
+        self.snapshots.clear()
+        self._resume(self._planned_anew(prospect), {}, at_ms)
+
+    def _planned_anew(self, prospect: Prospect) -> Prospect:
+        """For the world as it is now."""
+        reports = {rank: _report(record) for rank, record in self.world.stateful().items()}
+        return replace(prospect, state=self._state_plan(reports, prospect.committed))
 
     def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
         """What can be started is, in the lost ranks' own slots first."""
@@ -373,6 +414,8 @@ class Recovery:
             left = len(self.rack.ready_spares()) - len(chosen)
             verb = "takes" if len(chosen) == 1 else "take"
             parts.append(f"{slots} {verb} over, {left} {'spare' if left == 1 else 'spares'} left")
+        if self._resized:
+            parts.append(self._resized)
         if state.rollback is not None:
             again = max(committed.step - state.rollback, 0)
             parts.append(f"everyone goes back to step {state.rollback}, {again} steps are computed again")

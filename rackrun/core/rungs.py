@@ -3,7 +3,8 @@
 A loss is in GPU-seconds, in three kinds that `Weights` weigh:
 
 ========== ==========================================================================================================
-goodput    ranks x (the time until all compute again + the time of what they compute again)
+goodput    ranks x (the time until all compute again + the time of what they compute again); after a shrink also the time of those that
+           are missing (*away*)
 cost       (ranks + spares) x the same time; of a stop only what comes after it has been started again
 resilience the chance that another GPU fails before one is repaired, x ranks x the repair, when no slot is left over
 ========== ==========================================================================================================
@@ -22,10 +23,11 @@ __all__ = ["options"]
 
 
 class _Price(NamedTuple):
-    """``seconds`` for all ranks; of these, nobody pays for ``unpaid_s``."""
+    """``seconds`` for all ranks; of these, nobody pays for ``unpaid_s``. ``away_gpu_s``: of ranks that are missing meanwhile."""
 
     seconds: dict[str, float]
     unpaid_s: float = 0.0
+    away_gpu_s: float = 0.0
 
 
 def options(
@@ -40,13 +42,14 @@ def _option(rung: Rung, failure: Failure, view: ClusterView, weights: Weights, p
     obstacle, price = _RUNGS[rung]
     if why_not := obstacle(failure, view):
         return Option(rung=rung, why_not=why_not)
-    seconds, unpaid_s = price(failure, view, priors)
+    seconds, unpaid_s, away_gpu_s = price(failure, view, priors)
     down_s = sum(seconds.values())
     goodput = view.world_size * down_s
     paid = (view.world_size + len(view.spares)) * (down_s - unpaid_s)
     exposed = 0.0 if rung is Rung.STOP else _exposure(view, priors)
     lost = {
         "goodput_gpu_s": weights.goodput * goodput,
+        "away_gpu_s": weights.goodput * away_gpu_s,
         "paid_gpu_s": weights.cost * paid,
         "exposure_gpu_s": weights.resilience * exposed,
     }
@@ -97,8 +100,10 @@ def _may_acquire(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
     return "not built yet"
 
 
-def _may_shrink(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
-    return "not built yet"
+def _may_shrink(failure: Failure, view: ClusterView) -> str:
+    if not failure.ranks:
+        return "nobody is lost"
+    return "" if view.shrink_to else view.why_no_shrink
 
 
 def _may_wait(failure: Failure, view: ClusterView) -> str:
@@ -154,6 +159,19 @@ def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     return price
 
 
+def _shrink(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    """Only the numbers change. The world is smaller until workers can join, and then all stop once more for them."""
+    regroup_s = _known(view.costs.regroup_s, priors.regroup_s)
+    if view.comes_by_itself:
+        away_s = _known(view.costs.start_s, priors.start_s)
+    else:
+        away_s = _known(view.costs.repair_s, priors.repair_s)
+    return _Price(
+        {"regroup_s": regroup_s, "redone_s": _redone_s(failure, view, priors), "rejoin_s": _takeover_s(view, priors)},
+        away_gpu_s=(view.world_size - view.shrink_to) * away_s,
+    )
+
+
 def _wait(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     usual_s = _known(view.costs.start_s, priors.start_s)
     if view.coming < view.short:
@@ -206,7 +224,7 @@ _RUNGS: dict[Rung, tuple[Callable[[Failure, ClusterView], str], Callable[[Failur
     Rung.SWAP: (_may_swap, _swap),
     Rung.MOVE: (_may_move, _move),
     Rung.ACQUIRE: (_may_acquire, lambda _failure, _view, _priors: _NOT_BUILT),
-    Rung.SHRINK: (_may_shrink, lambda _failure, _view, _priors: _NOT_BUILT),
+    Rung.SHRINK: (_may_shrink, _shrink),
     Rung.WAIT: (_may_wait, _wait),
     Rung.RESTART: (_may_restart, _restart),
     Rung.STOP: (_may_stop, _stop),

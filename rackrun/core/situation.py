@@ -41,7 +41,7 @@ class Rung(Enum):
     ACQUIRE = "acquire"
     """Get other hardware. Not built yet."""
     SHRINK = "shrink"
-    """Go on with fewer ranks. Not built yet."""
+    """Go on without the lost ranks, with the same global batch, and grow again when workers can join."""
     WAIT = "wait"
     """All stand still until a spare is ready or a tray has come, then swap; up to a deadline."""
     RESTART = "restart"
@@ -191,6 +191,12 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that all compute again if state comes from memory; None: no copy of some state is left there."""
     may_begin_again: bool = False
     """A restart is allowed: there is a checkpoint or the user lets it begin at step 0, or nothing would be lost by it."""
+    shrink_to: int = 0
+    """So many ranks can go on without the lost ones; 0: see ``why_no_shrink``."""
+    why_no_shrink: str = "the number of ranks is fixed (--min-ranks 0)"
+    exact: bool = False
+    """Losses and weights have the same bits on any number of ranks (``reduction="exact"``). Without, a shrink is the default's choice
+    only where nothing that keeps the bits is left."""
     placeable: bool = True
     """All ranks find slots for a restart, with their bound groups inside NVLink cliques."""
     restarts_left: int = 0

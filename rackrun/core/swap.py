@@ -1,4 +1,5 @@
 """A planned swap: a rank on a GPU that is on its way out is replaced between two steps, before it dies. No step is done again.
+In the same way ranks join a world that has shrunk.
 
 All ranks pause after one and the same step; then the rank is fenced, and the recovery that follows finds everybody at rest. Whatever
 breaks the pause (a loss, a timeout) is a recovery as any other; the swap is looked at again when all train.
@@ -34,12 +35,15 @@ class PlannedSwap:
     """These ranks go now, for these reasons."""
     call_off: Callable[[str, int], None]
     """End a pause without any loss."""
+    joining: Callable[[], str]
+    """Who can join the world as a rank more, for people; "": nobody."""
+    grow: Callable[[str, int], None]
     _pausing: Generation = Generation(0)
     """Whose ranks were told to pause."""
     _paused: dict[Rank, None] = field(default_factory=dict)
 
     def look(self, at_ms: int) -> None:
-        """Is there a rank to be replaced, and a spare for it?"""
+        """Is there a rank to be replaced, and a spare for it? Or somebody to join?"""
         world = self.world
         if world.phase is not Phase.TRAINING or self._pausing == world.generation:
             return
@@ -47,13 +51,16 @@ class PlannedSwap:
             return  # to take a rank out would only end in something else
         if self._ends():
             return
-        leaving = self._leaving()
-        if not leaving:
+        because = "; ".join(f"rank {rank}: {why}" for rank, why in self._leaving().items())
+        told = f"a planned swap, at the next step boundary: {because}"
+        if not because:
+            because = self.joining()
+            told = f"the world grows, at the next step boundary: {because}"
+        if not because:
             return
-        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items())
         self._pausing = world.generation
         self._paused.clear()
-        self.emit(Notice(text=f"a planned swap, at the next step boundary: {because}"))
+        self.emit(Notice(text=told))
         self.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
         self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
 
@@ -84,6 +91,8 @@ class PlannedSwap:
         leaving = self._leaving()
         if leaving:
             self.replace(leaving, at_ms)
+        elif self.joining():
+            self.grow("all pause, and the world grows", at_ms)
         else:
             self.call_off("a planned swap is called off: no better GPU is ready, or none is needed any more", at_ms)
 

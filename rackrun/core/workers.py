@@ -97,6 +97,10 @@ class WorkerRecord:
     """Its training state is that of its rank: it began with it, or has restored it."""
     resumed_in: Generation = Generation(0)
     finished: bool = False
+    fixed: str = "it has not come to its first step"
+    """Why the number of ranks cannot change under it; "": it can."""
+    exact: bool = False
+    """What it computes does not depend on the number of ranks."""
     parked: WorkerParked | None = None
     fenced_for: str = ""
     story: list[str] = field(default_factory=lambda: ["starting"])

@@ -43,6 +43,8 @@ class World:
     generation: Generation = Generation(0)
     elastic: bool = False
     size: int = 0
+    full: int = 0
+    """Of the world as it began: what it grows back to."""
     spares: int = 0
     """Slots held back, as long as there are as many."""
     seats: dict[Rank, SlotId] = field(default_factory=dict)

@@ -103,6 +103,7 @@ class Cluster:
     def __init__(self, config: JobConfig, slots: int, units: int, shards: str, *, racks: bool = False) -> None:
         """``racks``: trays tell of their GPUs, two trays to an NVLink clique."""
         self.racks, self.core_config = racks, config
+        self.exact = True
         self.planned_swaps = 0
         self.unfit: set[SlotId] = set()
         self.core = ControlPlane(config)
@@ -344,7 +345,8 @@ class Cluster:
                 self._say(process, WorkerSevered, generation=process.generation, because="connection reset")
             case "start":
                 self._say(process, WorkerElastic)
-                self._say(process, WorkerReady, replica_class=self._class(process.rank))
+                fixed = "" if self.shards == "replicas" else "it is sharded"
+                self._say(process, WorkerReady, replica_class=self._class(process.rank), fixed=fixed, exact=self.exact)
                 process.state = "waiting" if process.rank is None else "running"
                 process.stateful = process.rank is not None
             case "enter":

@@ -248,7 +248,7 @@ def test_it_may_leave_the_decision_to_the_default() -> None:
     ("given", "said"),
     [
         ({"rung": None, "trouble": "failed with ValueError: no"}, "failed with ValueError: no"),
-        ({"rung": Rung.SHRINK}, "asks for what cannot be: shrink is impossible: not built yet"),
+        ({"rung": Rung.SHRINK}, "asks for what cannot be: shrink is impossible: the number of ranks is fixed"),
         ({"rung": Rung.ABSORB}, "asks for what cannot be: absorb is impossible: a rank is lost"),
         ({"rung": Rung.SWAP, "targets": {3: "a/0"}}, "its targets are not those of the view"),
         ({"rung": Rung.SWAP, "deadline_s": float("nan")}, "a deadline of nan s"),

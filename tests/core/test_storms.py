@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -15,6 +16,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.events import DeviceChecked, DeviceJudged
 from rackrun.core.health import Health
 from rackrun.core.ids import TrayId, slot_id, tray_of
+from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
 
@@ -38,8 +40,11 @@ def storm(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         max_restarts=4,
         start_over=rng.random() < 0.7,
         no_progress_max=20,
+        min_ranks=rng.choice([0, 1, 2]),
+        rules=parse_rules(rng.choice(["", "swap,move,shrink,wait,restart"])),
     )
-    cluster = kind(config, slots, units, rng.choice(["replicas", "pairs", "unique"]))
+    cluster = kind(config, slots, units, rng.choice(["replicas", "replicas", "pairs", "unique"]))
+    cluster.exact = rng.random() < 0.7
     return play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02, 0.05]))
 
 
@@ -181,12 +186,18 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
         seen["swaps"] += sum(bool(plan.restores) and plan.rollback is None for plan in plans)
         seen["damaged"] += any("cannot be used" in line for line in cluster.log)
         seen["rollbacks"] += sum(plan.rollback is not None for plan in plans)
+        sizes = [plan.world_size for plan in plans]
+        seen["shrinks"] += sum(size < before for before, size in itertools.pairwise(sizes))
+        seen["grows"] += sum(size > before for before, size in itertools.pairwise(sizes))
+        assert max(sizes, default=0) <= sum(sizes[:1]), "larger than it began"
         seen["absorbs"] += sum(not plan.restores and plan.committed.step >= 0 for plan in plans)
     # The storm is worth its name: everything has happened, often.
     assert seen["exit 0"] > SEEDS / 3, seen
     assert seen["swaps"] > SEEDS / 2, seen
     assert seen["rollbacks"] > SEEDS / 20, seen
     assert seen["absorbs"] > SEEDS / 20, seen
+    assert seen["shrinks"] > SEEDS / 20, seen
+    assert seen["grows"] > SEEDS / 30, seen
     assert seen["damaged"] > SEEDS / 300, seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import struct
@@ -10,6 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from rackrun.coordinator.eras import Eras
+from rackrun.coordinator.reading import resume_of
+from rackrun.core.ids import Position
 
 if TYPE_CHECKING:
     from conftest import Ran
@@ -42,6 +47,8 @@ class Trained:
     """Faults that struck -> when, whom."""
     address: tuple[str, int] = ("", 0)
     """Of the coordinator, if it left that behind."""
+    sizes: list[int] = field(default_factory=list)
+    """Of the world, whenever it changed."""
     slowest_s: float = 0.0
     """The 99th percentile of the durations of committed steps."""
 
@@ -119,17 +126,26 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
             trained.contradictions.append(f"{what}: {known}, and later {new}")
 
     durations = []
-    for step, phase, seconds, gate in journal.execute(
-        "SELECT step, phase, seconds, gate FROM units ORDER BY generation"
+    plans = {
+        (plan := resume_of(body).plan).generation: plan
+        for (body,) in journal.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
+    }
+    trained.sizes = [size for size, _ in itertools.groupby(plan.world_size for plan in plans.values())]
+    eras = Eras(plans)
+    for step, phase, seconds, gate, generation in journal.execute(
+        "SELECT step, phase, seconds, gate, generation FROM units ORDER BY generation"
     ):
-        if not gate:  # a rank's last words, about a unit before the last one
+        # without a gate: a rank's last words, about a unit before the last one
+        if not gate or not eras.counts(Position(step, phase), generation):
             continue
         agreed = struct.unpack("<3d", gate[:24])
         again(f"gate of {(step, phase)}", trained.gates.setdefault((step, phase), agreed), agreed)
         durations.append(seconds)
     trained.slowest_s = sorted(durations)[int(0.99 * len(durations))] if durations else 0.0
-    query = "SELECT step, rank, ids FROM ledger WHERE phase = 0 ORDER BY generation"
-    for step, rank, packed in journal.execute(query):
+    query = "SELECT step, rank, ids, generation FROM ledger WHERE phase = 0 ORDER BY generation"
+    for step, rank, packed, generation in journal.execute(query):
+        if not eras.counts(Position(step), generation):
+            continue
         ids = struct.unpack(f"<{len(packed) // 8}q", packed)
         again(f"samples of rank {rank} in step {step}", trained.samples.setdefault(step, {}).setdefault(rank, ids), ids)
     trained.recoveries = [json.loads(b) for (b,) in journal.execute("SELECT body FROM recoveries ORDER BY generation")]

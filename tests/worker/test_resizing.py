@@ -1,0 +1,119 @@
+"""A world without spares loses ranks and goes on without them, in place, and takes them back when they can join: DDP."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Ended, moments
+from scripts import STEPS, Samples, adam, ddp, loss_of
+from torch import nn
+
+from rackrun.core.ids import Position
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+RANKS, BATCH, LONG = 4, (24, 2), 60
+SHRINK = {"min_ranks": 1, "policy": "swap,shrink,wait", "ranks": RANKS, "spares": 0, "batch": BATCH}
+
+
+def script(steps: int = STEPS, before: Callable[[Run, int], None] = lambda run, step: None) -> Callable[[Run], None]:
+    """With clipping, and a scheduler. ``before`` is called before each step."""
+
+    def main(run: Run) -> None:
+        model = ddp(run, nn.LayerNorm(14))
+        optimizer = adam(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+        for number in run.steps(steps):
+            before(run, number)
+            step(number)
+
+    return main
+
+
+def sizes(ended: Ended) -> list[int]:
+    """Of the world, after each change."""
+    return [size for size, _ in itertools.groupby(plan.world_size for plan in ended.plans)]
+
+
+def agreed(ended: Ended) -> dict[Position, tuple[float, ...]]:
+    """In every gate: the loss over the global batch, how many samples were delivered, and a digest of which."""
+    assert ended.exit_code == 0, ended
+    return {at: gate[:3] for at, gate in ended.gates.items()}
+
+
+def weights(ended: Ended) -> list[dict[str, str]]:
+    """Of every rank: the same on all, apart from what counts ranks."""
+    return [{path: bits for path, bits in held.items() if "rackrun." not in path} for held in ended.state.values()]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 6))])
+def test_without_lost_ranks_the_others_compute_the_same_bits(seed: int, train: Train) -> None:
+    reference = train(script(), ranks=RANKS, spares=0, batch=BATCH, reduction="exact")
+    kill = {rank: moments(reference, rank, seed)[0] for rank in ((0, 2) if seed % 2 else (1, 2, 3))}
+    ended = train(script(), kill=kill, reduction="exact", **SHRINK)
+    assert agreed(ended) == agreed(reference), ended
+    assert min(sizes(ended)) < RANKS, ended
+    assert all(held in weights(reference) for held in weights(ended)), ended
+    assert not ended.restarted, ended
+
+
+def test_a_rank_that_comes_back_joins_at_a_step_boundary(train: Train, tmp_path: Path) -> None:
+    """Nobody waits for it, and no step is done again for it."""
+    mark = tmp_path / "ready"
+
+    def wait_for_it(run: Run, step: int) -> None:
+        while step == STEPS and run.world_size < RANKS and not mark.exists():
+            time.sleep(0.01)
+
+    reference = train(script(LONG), ranks=RANKS, spares=0, batch=BATCH, reduction="exact")
+    kill = {2: moments(reference, 2, 5)[0] % 40}
+    ended = train(script(LONG, wait_for_it), kill=kill, mark=mark, reduction="exact", **SHRINK)
+    assert agreed(ended) == agreed(reference), ended
+    assert sizes(ended) == [RANKS - 1, RANKS], ended
+    assert sorted(ended.state) == list(range(RANKS)), ended
+    assert all(held in weights(reference) for held in weights(ended)), ended
+    after = [attempt for _, at, attempt in ended.told if at.step > STEPS]
+    assert not any(after), ended
+
+
+def test_with_the_fast_reduction_losses_stay_as_near_as_rounding(train: Train) -> None:
+    reference = train(script(), ranks=RANKS, spares=0, batch=BATCH)
+    ended = train(script(), kill={1: moments(reference, 1, 3)[0]}, **SHRINK)
+    assert ended.exit_code == 0, ended
+    assert sizes(ended)[0] == RANKS - 1, ended
+    there = agreed(reference)
+    for at, (loss, *samples) in agreed(ended).items():
+        assert loss == pytest.approx(there[at][0], rel=1e-5), ended
+        assert samples == list(there[at][1:]), ended
+
+
+def test_what_is_left_of_a_world_may_be_one_rank(train: Train) -> None:
+    reference = train(script(), ranks=2, spares=0, batch=BATCH, reduction="exact")
+    ended = train(script(), kill={0: moments(reference, 0, 2)[0]}, reduction="exact", **(SHRINK | {"ranks": 2}))
+    assert agreed(ended) == agreed(reference), ended
+    assert 1 in sizes(ended), ended
+
+
+def test_below_the_fewest_ranks_allowed_it_waits_for_others(train: Train) -> None:
+    reference = train(script(), ranks=2, spares=0, batch=BATCH)
+    ended = train(script(), kill={0: moments(reference, 0, 2)[0]}, **(SHRINK | {"ranks": 2, "min_ranks": 2}))
+    assert ended.exit_code == 0, ended
+    assert sizes(ended) == [2], ended
