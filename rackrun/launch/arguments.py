@@ -85,6 +85,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What workers are told through their environment: the mesh; where to keep checkpoints, and how often."""
     start_over: bool
     """Begin again when the last copy of some state is lost."""
+    min_ranks: int
+    """How far the world may shrink; 0: not."""
     policy: Policy
     quiet: bool
     role: str
@@ -178,6 +180,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
         worker_env={**_checkpoints(args), **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {})},
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
+        min_ranks=_min_ranks(args.min_ranks),
         policy=policy(args.policy, args.policy_weights, args.wait_for_hardware),
         quiet=args.quiet,
         role=args.role,
@@ -190,6 +193,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 # -- one check each --------------------------------------------------------------------------------------------------
+def _min_ranks(given: int) -> int:
+    if given < 0:
+        raise UsageError(f"--min-ranks {given} is no number of ranks.", remedy="give 1 or more, or 0 for a fixed size.")
+    return given
+
+
 def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
     if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") == "1":
         raise UsageError(

@@ -62,6 +62,7 @@ async def host(
         start_over=options.start_over,
         join_timeout_ms=options.join_timeout_ms,
         last_call_ms=options.last_call_ms,
+        min_ranks=options.min_ranks,
         rules=options.policy.rules,
         weights=options.policy.weights,
         policy_function=options.policy.function,

@@ -56,6 +56,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         add("--policy", action=env, type=str, default="", metavar="WHAT", help="What to do on a failure: RUNG,.. in the order of "
             "preference (absorb, swap, move, acquire, shrink, wait, restart, stop), no-RUNG,.. to forbid some, or MODULE:FUNCTION, "
             "which is asked (docs/policies.md). Default: what is expected to lose the fewest GPU-seconds."),
+        add("--min-ranks", "--min_ranks", action=env, type=int, default=1, metavar="N", help="How far the world may shrink where lost "
+            "ranks are not replaced; it grows again when workers can join. Default: 1. 0: its size is fixed."),
         add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="WHAT=N,..", help="What counts how "
             "much in that: goodput (default 1), cost (0), resilience (1)."),
         add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "

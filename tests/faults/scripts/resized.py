@@ -1,0 +1,85 @@
+"""A small training in a world whose size a test decides: it ends ranks, lets others come, and says how far they may go.
+
+resized.py STEPS FOLDER REDUCTION. ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the
+process in each slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of
+its weights to ``FOLDER/held/RANK``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import Dataset
+
+import rackrun
+from rackrun.link.boot import current
+
+STEPS, FOLDER, REDUCTION = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+WIDTH = 24
+
+
+class Points(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.randn(WIDTH)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+@rackrun.elastic(global_batch_size=32, micro_batch_size=2, seed=3, reduction=REDUCTION)  # type: ignore[arg-type]
+def main(run: rackrun.Run) -> None:
+    boot = current()
+    slot = boot.slot.replace("/", "-") if boot is not None else "alone"
+    (FOLDER / "pid" / f"{slot}.new").write_text(str(os.getpid()))
+    (FOLDER / "pid" / f"{slot}.new").rename(FOLDER / "pid" / slot)
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, 64),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, WIDTH),
+    )
+    model = DDP(layers, bucket_cap_mb=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    data = run.loader(Points())
+
+    @run.step
+    def train_step(step: rackrun.Step) -> None:
+        for batch in data:
+            step.backward((model(batch) - batch.sin().cumsum(1)).square().mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    if boot is not None and boot.spare:
+        wait_for((FOLDER / "come" / slot).exists)
+        (FOLDER / "come" / slot).unlink()
+    for step in run.steps(STEPS):
+        wait_for(lambda step=step: step <= int((FOLDER / "limit").read_text() or 0))  # type: ignore[misc]
+        train_step(step)
+    digest = hashlib.sha256()
+    for parameter in layers.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    (FOLDER / "held" / str(run.rank)).write_text(digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main()
