@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from rackrun.topology.errors import TopologyError
 
-__all__ = ["BOUND", "Ints", "Mesh"]
+__all__ = ["BOUND", "DATA_AXES", "Ints", "Mesh"]
 
 Ints = npt.NDArray[np.int64]
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
+"""Ranks that differ along these have different samples. Along others they share them."""
 BOUND = ("tp", "ep")
 """Tensor and expert parallelism talk in every layer: over the network they crawl. The others cross it once a micro-batch or step."""
 

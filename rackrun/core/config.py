@@ -45,6 +45,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that does not answer BreakGeneration for this long is fenced."""
     resume_timeout_ms: int = 30_000
     """A member that has not resumed after this long is fenced."""
+    reenter_timeout_ms: int = 300_000
+    """The same where all enter ``main`` again, which may take as long as a start."""
     no_progress_max: int = 8
     """Recoveries in a row without one committed step before the job stops."""
     rules: Rules = Rules()

@@ -189,7 +189,7 @@ class ControlPlane:
         address = self._rack.trays[tray].snapshots
         losses = self._rack.lose_tray(tray, because)
         self._job.triage.forget(tray)
-        self._job.recovery.snapshots.forget_tray(tray)
+        self._job.recovery.sources.forget_tray(tray)
         self._job.lost(losses, at_ms)
         self._job.recovery.sources.tray_lost(tray, address, at_ms)
 

@@ -126,6 +126,8 @@ class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
     """Axes and sizes of ``@rackrun.elastic(mesh=...)``, in order, none of them open; () when the script names none."""
     fixed: str = "it has not said that it can"
     """Why the number of ranks cannot change under this worker; "" when it can."""
+    reenters: bool = False
+    """It changes by entering ``main`` again (`rackrun.core.commands.Reshard`), not in place."""
     exact: bool = False
     """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
 
@@ -142,7 +144,9 @@ class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
     gate: tuple[float, ...] = ()
     """What the gate of ``passed`` reduced to (loss, sample count, digest): others may have missed it."""
     snapshots: tuple[Step, ...] = ()
-    """Steps whose sealed snapshot of this worker's own shards its agent keeps, oldest first."""
+    """Sealed snapshots of this worker's own shards that its agent keeps (`rackrun.core.ids.snapshot_id`), oldest first."""
+    layout: Generation | None = Generation(0)
+    """Of the state that is in its memory; None: it has none, because it is entering ``main`` again."""
     replica_class: str = ""
 
 

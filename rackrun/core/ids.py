@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NewType
 
 import msgspec
@@ -18,6 +19,7 @@ __all__ = [
     "slot_id",
     "snapshot_id",
     "step_in",
+    "steps_in",
     "tray_of",
 ]
 
@@ -62,6 +64,11 @@ def snapshot_id(layout: Generation, step: Step) -> Step:
 def step_in(layout: Generation, snapshot: Step) -> Step | None:
     """The step of a snapshot in this layout; None for one in another."""
     return Step(snapshot - (layout << _STEP_BITS)) if snapshot >> _STEP_BITS == layout else None
+
+
+def steps_in(layout: Generation, snapshots: Iterable[Step]) -> tuple[Step, ...]:
+    """The steps of those in this layout."""
+    return tuple(step for snapshot in snapshots if (step := step_in(layout, snapshot)) is not None)
 
 
 def tray_of(slot: SlotId) -> TrayId:

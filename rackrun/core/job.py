@@ -190,7 +190,7 @@ class JobMachine:
     def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
         """``event`` is None for a rank that returned before its first step."""
         if event is not None:
-            record.fixed, record.exact = event.fixed, event.exact
+            record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
             self.recovery.learn_class(
                 record, event.replica_class
             )  # told again once the first step has shown what differs

@@ -83,6 +83,8 @@ class Prospect:
     may_begin_again: bool
     why_no_shrink: str
     """"": the others can go on without those that are lost."""
+    would_stay: int
+    """So many of them."""
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ class Outlook:
             why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
             rollback_steps=back,
             may_begin_again=prospect.may_begin_again,
-            shrink_to=0 if prospect.why_no_shrink or not lost else world.size - len(lost),
+            shrink_to=0 if prospect.why_no_shrink or not lost else prospect.would_stay,
             why_no_shrink=prospect.why_no_shrink,
             exact=all(record.exact for record in world.members.values()),
             placeable=self._placeable(prospect),

@@ -23,12 +23,13 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerSevered,
 )
-from rackrun.core.ids import Position, Rank, SlotId
+from rackrun.core.ids import Generation, Position, Rank, SlotId, steps_in
 from rackrun.core.outlook import Outlook, Prospect, failure_of
 from rackrun.core.policy import allows
 from rackrun.core.progress import Progress
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
+from rackrun.core.resharding import OldWorld
 from rackrun.core.resizing import Resizing
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Decision, Rung
@@ -95,7 +96,7 @@ class Recovery:
         self.sources = Sources(self.world, self.rack, self.plan_again)
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
-        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.classes)
+        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -123,6 +124,7 @@ class Recovery:
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
         self.snapshots.clear()
+        self.world.old, self.world.layout = None, Generation(0)
         self._settle()
         self.standstill.forget()
 
@@ -165,6 +167,10 @@ class Recovery:
             return
         record.move(Trigger.PARKED)
         record.parked = event
+        world = self.world
+        if world.old is not None and event.layout == world.layout and not record.stateful:
+            record.stateful = True  # it had resumed, though it was not heard
+            record.resumed_in = world.plan.generation if world.plan is not None else record.resumed_in
         self.learn_class(record, event.replica_class)
         self.decide(event.at_ms)
 
@@ -225,8 +231,10 @@ class Recovery:
             return
         if any(record.state is not WorkerState.PARKED for record in world.members.values()):
             return
-        reports = {rank: _report(record) for rank, record in world.stateful().items()}
+        reports = self._reports()
         committed, gate = verdict.committed(reports, *world.floor())
+        if world.old is not None and world.plan is not None and committed > world.plan.committed:
+            world.old = None  # a gate has passed in the new world: everybody had its state, and a snapshot of it
         state = self._state_plan(reports, committed)
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
@@ -239,15 +247,21 @@ class Recovery:
             staff=None if state is None else self.seating.staff(world.seats, lost, ready),
             enough=len(ready) >= len(lost),
             may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
-            why_no_shrink=self.resizing.why_not_shrink(reports, committed),
+            would_stay=len(self.resizing.staying()) if lost else 0,
+            why_no_shrink=self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost",
         )
         if self.growing and not lost and state is not None:
             self._go_on(prospect, Staff({}, {}), ready, at_ms)
         else:
             self._decide(prospect, ready, at_ms)
 
+    def _reports(self) -> dict[Rank, verdict.Report]:
+        return {rank: _report(record, self.world.layout) for rank, record in self.world.stateful().items()}
+
     def _state_plan(self, reports: Mapping[Rank, verdict.Report], committed: Position) -> StatePlan | None:
         world = self.world
+        if world.old is not None:
+            return world.old.state(world.members, self.rack)
         return verdict.state_plan(
             reports=reports,
             kept=self.snapshots.by_rank(),
@@ -255,7 +269,7 @@ class Recovery:
             world_size=world.size,
             upto=committed,
             torn=world.torn(),
-            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays),
+            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays, world.layout),
         )
 
     def joining(self) -> str:
@@ -338,8 +352,11 @@ class Recovery:
             chosen = {rank: ready[slot] for rank, slot in staff.seats.items()}
             taken = staff.seats.values()
             joining = self.resizing.joining([record for slot, record in ready.items() if slot not in taken])
-            if joining and prospect.state is not None and prospect.state.rollback is None:
-                self._resized = self.resizing.grow(joining)
+            stands = prospect.state is not None and (prospect.state.rollback is None or self.world.old is not None)
+            if joining and stands and self.resizing.grow(joining, prospect.committed, prospect.gate):
+                slots = ", ".join(record.worker.slot for record in joining)
+                verb = "joins" if len(joining) == 1 else "join"
+                self._resized = f"{slots} {verb}, {self.world.size} of {self.world.full} ranks"
                 prospect = self._planned_anew(prospect)
             self._resume(prospect, chosen, at_ms)
 
@@ -347,14 +364,17 @@ class Recovery:
         """The others go on without those that are lost: what these had, all have."""
         if not self._may_go_on(prospect.committed):
             return
-        self._resized = self.resizing.shrink()
+        before = self.world.size
+        left_over = self.resizing.shrink(prospect.committed, prospect.gate)
+        self._resized = f"goes on with {self.world.size} of {before} ranks"
+        for record in left_over:
+            self.emit(self.rack.fence(record, "its replica has lost a rank: it will wait as a spare", swept_along=True))
         self.snapshots.clear()
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
         """For the world as it is now."""
-        reports = {rank: _report(record) for rank, record in self.world.stateful().items()}
-        return replace(prospect, state=self._state_plan(reports, prospect.committed))
+        return replace(prospect, state=self._state_plan(self._reports(), prospect.committed))
 
     def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
         """What can be started is, in the lost ranks' own slots first."""
@@ -380,10 +400,14 @@ class Recovery:
         because = self._explain(committed, state, chosen)
         for rank, spare in chosen.items():
             world.seat(rank, spare)
+        gate, reshard = prospect.gate, None
+        if world.old is not None:
+            reshard = world.old.reshard(state, world.members, self.rack)
+            state, committed, gate = self._cut_anew(world.old, state)
         for rank, record in world.members.items():
             record.move(Trigger.RESUME, f"generation {world.generation}, rank {rank}")
-            record.stateful = record.stateful and rank not in state.fresh
-            record.finished = record.finished and rank not in state.fresh and state.rollback is None
+            record.stateful = record.stateful and rank not in state.fresh and reshard is None
+            record.finished = record.finished and record.stateful and state.rollback is None
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
         protection = protect(self.config, world.seats, self.rack)
@@ -393,19 +417,33 @@ class Recovery:
             members=world.as_members(state.fresh),
             store=self.rack.store(world.plan.store if world.plan else ""),
             committed=committed,
-            gate=prospect.gate,
+            gate=gate,
             restores=state.restores,
             mirrors=dict(protection.mirrors),
             sets=protection.sets,
             parity=protection.parity,
             rollback=state.rollback,
+            layout=world.layout,
+            reshard=reshard,
         )
         self.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING
         world.reason = because
         self._settle()
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.config.resume_timeout_ms))
+        patience_ms = self.config.resume_timeout_ms if reshard is None else self.config.reenter_timeout_ms
+        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + patience_ms))
+
+    def _cut_anew(self, old: OldWorld, state: StatePlan) -> tuple[StatePlan, Position, tuple[float, ...]]:
+        """Everybody enters main again: what ``state`` says of the old world's ranks, for the ranks of this one; and what is
+        committed."""
+        world = self.world
+        assert state.rollback is not None, "it is made of snapshots"
+        old.settle(state.rollback)
+        world.layout = world.generation
+        new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
+        back = state.rollback if old.gone_back else None
+        return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate
 
     def _explain(self, committed: Position, state: StatePlan, chosen: dict[Rank, WorkerRecord]) -> str:
         parts = [self._told()]
@@ -429,6 +467,7 @@ class Recovery:
         record.resumed_in = event.generation
         if self.world.all_members(WorkerState.TRAINING):
             self.world.phase = Phase.TRAINING
+            self.world.old = None
             self.ladder.trained(event.at_ms)
             self.standstill.judge(event.at_ms)
 
@@ -447,7 +486,8 @@ class Recovery:
         self._break(because, at_ms)
 
 
-def _report(record: WorkerRecord) -> verdict.Report:
+def _report(record: WorkerRecord, layout: Generation) -> verdict.Report:
     parked = record.parked
     assert parked is not None
-    return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=parked.snapshots)
+    snapshots = steps_in(layout, parked.snapshots)
+    return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=snapshots)

@@ -1,8 +1,9 @@
 """The world gets smaller, and larger again: which ranks go on under which numbers, and when that is possible.
 
 *Shrink*: ranks are lost and nobody takes them over; the others go on without them. *Grow*: workers wait that the world, as large
-as it began, has a place for. The global batch stays what it is: its micro-batches are dealt out anew. In place, this takes nothing
-but other numbers: every rank is a whole replica of every other.
+as it began, has places for. The global batch stays what it is: its micro-batches are dealt out anew. Where every rank is a whole
+replica of every other (DDP) this takes nothing but other numbers. Else all enter ``main`` again, and cut their state anew
+(`rackrun.core.resharding`): then whole places along the data axis of the mesh go and come.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from rackrun.core import reshaping
 from rackrun.core.config import JobConfig
 from rackrun.core.ids import Position, Rank
 from rackrun.core.rack import RackMachine
+from rackrun.core.reshaping import Axes
+from rackrun.core.resharding import OldWorld
 from rackrun.core.seating import Seating
-from rackrun.core.verdict import Report
+from rackrun.core.snapshots import Snapshots
+from rackrun.core.sources import Sources
 from rackrun.core.workers import WorkerRecord
 from rackrun.core.world import World
 from rackrun.topology.mesh import Mesh
@@ -35,55 +40,100 @@ class Resizing:
     world: World
     rack: RackMachine
     seating: Seating
+    sources: Sources
     classes: dict[Rank, str]
 
     # -- shrink ----------------------------------------------------------------------------------------------------
-    def why_not_shrink(self, reports: Mapping[Rank, Report], committed: Position) -> str:
-        """What is in the way of going on without the ranks that are lost. "": nothing. ``reports``: of those that have state."""
+    def why_not_shrink(self, committed: Position, gate: tuple[float, ...]) -> str:
+        """What is in the way of going on without the ranks that are lost. "": nothing. All members have parked."""
         if not self.config.min_ranks:
             return "the number of ranks is fixed (--min-ranks 0)"
         members = self.world.members
-        if len(members) < self.config.min_ranks:
-            return (
-                f"{len(members)} ranks would be left, and {self.config.min_ranks} are the fewest allowed (--min-ranks)"
-            )
-        if fixed := self._fixed(members.values()):
+        staying = self.staying()
+        if len(staying) < max(self.config.min_ranks, 1):
+            return f"{len(staying)} ranks would be left, of {self.config.min_ranks} at the least (--min-ranks)"
+        if fixed := next((record.fixed for record in members.values() if record.fixed), ""):
             return fixed
-        if self.world.torn() or not any(max(report.passed, report.entered) >= committed for report in reports.values()):
-            return "nobody has the state of the last step"
-        return self._unlike(members)
+        if self._reenters(members.values()):
+            old = self.world.old or self._as_it_was(committed, gate)
+            kept = {rank: members[rank] for rank in staying}
+            return "no copy of some state is left in memory" if old.state(kept, self.rack) is None else ""
+        clean = any(
+            record.stateful and record.parked and max(record.parked.passed, record.parked.entered) >= committed
+            for record in members.values()
+        )
+        return self._unlike(members) if clean and not self.world.torn() else "nobody has the state of the last step"
 
-    def shrink(self) -> str:
-        """Do it. Returns what happens, for people."""
-        world, before = self.world, self.world.size
-        self._renumber(renumbered(world.members))
-        return f"goes on with {world.size} of {before} ranks"
+    def staying(self) -> dict[Rank, Rank]:
+        """Who would go on without the ranks that are lost: old -> new."""
+        return self._smaller()[1]
+
+    def shrink(self, committed: Position, gate: tuple[float, ...]) -> list[WorkerRecord]:
+        """Do it. Returns those that live, and have no place any more."""
+        world = self.world
+        axes, staying = self._smaller()
+        left_over = [record for rank, record in sorted(world.members.items()) if rank not in staying]
+        if self._reenters(world.members.values()):
+            self._enter_again(committed, gate)
+        self._renumber(axes, staying)
+        for record in left_over:
+            record.rank = None
+        return left_over
+
+    def _smaller(self) -> tuple[Axes, dict[Rank, Rank]]:
+        world, axes = self.world, self._axes()
+        at = reshaping.data_axis(axes)
+        if not self._reenters(world.members.values()):
+            return self._in_a_row(len(world.members)), renumbered(world.members)
+        if at is None:
+            return axes, {}
+        return reshaping.without(axes, at, reshaping.places(axes, at, world.lost()))
 
     # -- grow ------------------------------------------------------------------------------------------------------
     def joining(self, ready: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-        """Who of those that are ``ready`` can become a rank more."""
+        """Who of those that are ``ready`` can become a rank more; nobody while some are lost, where all enter main again."""
         world = self.world
-        room = world.full - world.size
-        fits = [record for record in ready if not record.fixed]
-        if not room or not fits or world.torn() or self._fixed(world.members.values()) or self._unlike(world.members):
+        fits, members = [record for record in ready if not record.fixed], world.members.values()
+        room = min(world.full - world.size, len(fits))
+        if room <= 0 or not members or any(record.fixed for record in members):
             return []
-        return fits[:room]
+        if not self._reenters(members):
+            return [] if world.torn() or self._unlike(world.members) else fits[:room]
+        axes = self._axes()
+        at = reshaping.data_axis(axes)
+        if at is None or len(members) < world.size:
+            return []
+        replica = world.size // axes[at][1]
+        return fits[: room // replica * replica]
 
-    def grow(self, joining: Sequence[WorkerRecord]) -> str:
-        """Do it. Returns what happens, for people."""
+    def grow(self, joining: Sequence[WorkerRecord], committed: Position, gate: tuple[float, ...]) -> bool:
+        """Do it, unless there is no state for it: then False, and nothing has changed."""
         world = self.world
-        replica_class = self.classes[min(world.members)]
-        for record in joining:
-            self.classes[Rank(world.size)] = replica_class
-            world.size += 1
-            world.seat(Rank(world.size - 1), record)
-        self._reshape()
-        slots = ", ".join(record.worker.slot for record in joining)
-        return f"{slots} {'joins' if len(joining) == 1 else 'join'}, {world.size} of {world.full} ranks"
+        if not self._reenters(world.members.values()):
+            replica_class = self.classes[min(world.members)]
+            for record in joining:
+                self.classes[Rank(world.size)] = replica_class
+                world.size += 1
+                world.seat(Rank(world.size - 1), record)
+            self._reshape(self._in_a_row(world.size))
+            return True
+        old = world.old or self._as_it_was(committed, gate)
+        if old.state(world.members, self.rack) is None:
+            return False
+        axes = self._axes()
+        at = reshaping.data_axis(axes)
+        assert at is not None, "it was asked whether they can join"
+        wider, there, new = reshaping.joined(axes, at, len(joining) * axes[at][1] // world.size)
+        self._enter_again(committed, gate)
+        self._renumber(wider, there)
+        for rank, record in zip(new, joining, strict=True):
+            world.seat(rank, record)
+        world.size += len(new)
+        return True
 
     # -- both ------------------------------------------------------------------------------------------------------
-    def _fixed(self, members: Collection[WorkerRecord]) -> str:
-        return next((record.fixed for record in members if record.fixed), "")
+    def _reenters(self, members: Collection[WorkerRecord]) -> bool:
+        return any(record.reenters for record in members)
 
     def _unlike(self, ranks: Collection[Rank]) -> str:
         """Whoever goes has to be a replica of whoever stays, and of whoever comes."""
@@ -92,7 +142,32 @@ class Resizing:
             return ""
         return "the ranks are not each other's replicas, or have not been compared yet (before step 2)"
 
-    def _renumber(self, ranks: Mapping[Rank, Rank]) -> None:
+    def _axes(self) -> Axes:
+        return self.seating.mesh.axes if self.seating.mesh is not None else self._in_a_row(self.world.size)
+
+    def _in_a_row(self, size: int) -> Axes:
+        mesh = self.seating.mesh
+        return ((mesh.axes[0][0] if mesh is not None else "dp", size),)
+
+    def _as_it_was(self, committed: Position, gate: tuple[float, ...]) -> OldWorld:
+        world = self.world
+        return OldWorld(
+            layout=world.layout,
+            size=world.size,
+            committed=committed,
+            gate=gate,
+            ranks={record.worker: rank for rank, record in world.members.items()},
+            classes=dict(self.classes),
+            snapshots=self.sources.snapshots,
+        )
+
+    def _enter_again(self, committed: Position, gate: tuple[float, ...]) -> None:
+        """What is known of snapshots and classes is the old world's from here on."""
+        if self.world.old is None:
+            self.world.old = self._as_it_was(committed, gate)
+        self.sources.snapshots = Snapshots()
+
+    def _renumber(self, axes: Axes, ranks: Mapping[Rank, Rank]) -> None:
         world, classes = self.world, dict(self.classes)
         members, seats = dict(world.members), dict(world.seats)
         world.size = len(ranks)
@@ -100,13 +175,13 @@ class Resizing:
         world.seats.clear()
         self.classes.clear()
         for old, new in sorted(ranks.items(), key=lambda pair: pair[1]):
-            self.classes[new] = classes[old]
+            if world.old is None:
+                self.classes[new] = classes[old]
             world.seats[new] = seats[old]
             world.seat(new, members[old])
-        self._reshape()
+        self._reshape(axes)
 
-    def _reshape(self) -> None:
-        """The one axis of the mesh, if it has been named."""
-        mesh = self.seating.mesh
-        if mesh is not None:
-            self.seating.mesh = Mesh.of({mesh.axes[0][0]: self.world.size})
+    def _reshape(self, axes: Axes) -> None:
+        """The mesh, if one has been named."""
+        if self.seating.mesh is not None:
+            self.seating.mesh = Mesh.of(dict(axes))

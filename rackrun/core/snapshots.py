@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rackrun.core.commands import Plan
 from rackrun.core.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
-from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, TrayId, tray_of
+from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, TrayId, steps_in, tray_of
 from rackrun.core.stripes import Rows
 from rackrun.core.verdict import Kept, Rebuild
 from rackrun.core.workers import WorkerRecord
@@ -80,12 +80,14 @@ class Snapshots:
             copies = self._copies.get(rank, ())
             self._copies[rank] = [replace(one, steps=tuple(s for s in one.steps if s in wanted)) for one in copies]
 
-    def rebuilding(self, parked: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined]) -> Rebuild:
+    def rebuilding(
+        self, parked: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined], layout: Generation
+    ) -> Rebuild:
         """With what the ``parked`` members have themselves, and what former workers have left."""
         whole = {rank: list(holders) for rank, holders in self._left.items()}
         for rank, record in parked.items():
             slot, incarnation, tray = record.worker.slot, record.worker.incarnation, tray_of(record.worker.slot)
-            steps = record.parked.snapshots if record.parked is not None else ()
+            steps = steps_in(layout, record.parked.snapshots) if record.parked is not None else ()
             where = f"{trays[tray].snapshots}/{slot}/{incarnation}"
             own = Kept(tray=tray, slot=slot, incarnation=incarnation, where=where, steps=steps)
             whole[rank] = [own, *whole.get(rank, ())]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rackrun.core.commands import Restore
 from rackrun.core.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, WorkerExited
-from rackrun.core.ids import Rank, TrayId, tray_of
+from rackrun.core.ids import Rank, Step, TrayId, step_in, steps_in, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.snapshots import Snapshots, upto
 from rackrun.core.workers import WorkerRecord, WorkerState
@@ -28,20 +30,33 @@ class Sources:
         """What a member leaves behind may be the only copy of its shard."""
         if record.rank is None or not event.snapshots or not (record.stateful or record.resumed_in):
             return
-        plan = self.world.plan
+        plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
+        old = self.world.old
+        if old is not None and record.worker in old.ranks:
+            old.snapshots.left(old.ranks[record.worker], event, address, steps_in(old.layout, event.snapshots))
         behind = plan is not None and record.resumed_in < plan.generation
-        steps = upto(event.snapshots, plan) if plan is not None and behind else event.snapshots
-        self.snapshots.left(record.rank, event, self.rack.trays[tray_of(event.slot)].snapshots, steps)
+        steps = steps_in(self.world.layout, event.snapshots)
+        steps = upto(steps, plan) if plan is not None and behind else steps
+        self.snapshots.left(record.rank, event, address, steps)
 
     def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
         """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
         if record.rank is not None and event.holder in self.rack.trays:
+            event = msgspec.structs.replace(event, steps=steps_in(self.world.layout, event.steps))
             self.snapshots.mirrored(record.rank, event)
 
     def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
         """The other trays of a member's set have the parity of its snapshot."""
-        if record.rank is not None:
+        step = step_in(self.world.layout, event.step)
+        if record.rank is not None and step is not None:
+            besides = step_in(self.world.layout, event.besides) if event.besides >= 0 else None
+            event = msgspec.structs.replace(event, step=step, besides=Step(-1) if besides is None else besides)
             self.snapshots.striped(record.rank, event)
+
+    def forget_tray(self, tray: TrayId) -> None:
+        self.snapshots.forget_tray(tray)
+        if self.world.old is not None:
+            self.world.old.snapshots.forget_tray(tray)
 
     def tray_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
         """If somebody is about to restore a snapshot from there: another plan, now, not after the resume timeout."""
@@ -54,6 +69,8 @@ class Sources:
             if any(source.startswith(f"{address}/") for source in _read_from(restore))
             and members[restore.rank].state is WorkerState.RESUMING
         ]
+        if plan.reshard is not None and any(image.startswith(f"{address}/") for image in plan.reshard.images):
+            waiting = [rank for rank, record in sorted(members.items()) if record.state is WorkerState.RESUMING]
         if waiting:
             self.plan_again(f"{tray} lost, with the snapshots that {named(waiting)} would have restored", at_ms)
 
@@ -61,6 +78,8 @@ class Sources:
         """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
         if event.where:
             self.snapshots.damaged(event.where, event.step)
+            if self.world.old is not None:
+                self.world.old.damaged(event.where, event.step)
         if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
             because = f"the snapshot of step {event.step} for rank {record.rank} cannot be used ({event.because})"
             self.plan_again(because, event.at_ms)

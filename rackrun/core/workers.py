@@ -99,6 +99,8 @@ class WorkerRecord:
     finished: bool = False
     fixed: str = "it has not come to its first step"
     """Why the number of ranks cannot change under it; "": it can."""
+    reenters: bool = False
+    """It does so by entering ``main`` again."""
     exact: bool = False
     """What it computes does not depend on the number of ranks."""
     parked: WorkerParked | None = None

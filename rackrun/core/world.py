@@ -7,6 +7,7 @@ from enum import Enum
 
 from rackrun.core.commands import Member, Plan, Worker
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId
+from rackrun.core.resharding import OldWorld
 from rackrun.core.workers import WorkerRecord, WorkerState
 
 __all__ = ["Phase", "World"]
@@ -52,6 +53,10 @@ class World:
     members: dict[Rank, WorkerRecord] = field(default_factory=dict)
     """The ranks that have a living worker."""
     plan: Plan | None = None
+    layout: Generation = Generation(0)
+    """The generation in which the ranks got the shards that they have; 0: as the world began."""
+    old: OldWorld | None = None
+    """All were told to enter ``main`` again, and no gate has passed since."""
     restarts: int = 0
     reason: str = ""
 

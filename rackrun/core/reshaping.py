@@ -1,0 +1,48 @@
+"""Which ranks a mesh keeps when places along one of its axes go, and where new ones come: arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from rackrun.core.ids import Rank
+from rackrun.topology.mesh import DATA_AXES
+
+__all__ = ["Axes", "data_axis", "joined", "places", "without"]
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes, the last axis the fastest."""
+
+
+def data_axis(axes: Axes) -> int | None:
+    """Along which the mesh gets smaller and larger: each place on it is a replica of the model, or a part that can be cut anew."""
+    return next((at for at, (name, _) in enumerate(axes) if name in DATA_AXES), None)
+
+
+def places(axes: Axes, at: int, ranks: Collection[Rank]) -> set[int]:
+    """Where these ranks are along axis ``at``."""
+    shape = [size for _, size in axes]
+    return {int(np.unravel_index(rank, shape)[at]) for rank in ranks}
+
+
+def without(axes: Axes, at: int, gone: Collection[int]) -> tuple[Axes, dict[Rank, Rank]]:
+    """The axes when these places of axis ``at`` are left out; and the ranks that stay: old -> new, in the same order."""
+    shape = [size for _, size in axes]
+    stay = [place for place in range(shape[at]) if place not in gone]
+    grid = np.arange(int(np.prod(shape))).reshape(shape).take(stay, axis=at)
+    return _resized(axes, at, len(stay)), {Rank(int(old)): Rank(new) for new, old in enumerate(grid.ravel())}
+
+
+def joined(axes: Axes, at: int, more: int) -> tuple[Axes, dict[Rank, Rank], list[Rank]]:
+    """The axes with ``more`` places at the end of axis ``at``; the ranks that are there, old -> new; and those that are new."""
+    shape = [size for _, size in axes]
+    grid = np.arange(int(np.prod(shape))).reshape(shape)
+    room = np.full([*shape[:at], more, *shape[at + 1 :]], -1)
+    wide = np.concatenate([grid, room], axis=at).ravel()
+    there: Mapping[Rank, Rank] = {Rank(int(old)): Rank(new) for new, old in enumerate(wide) if old >= 0}
+    return _resized(axes, at, shape[at] + more), dict(there), [Rank(new) for new, old in enumerate(wide) if old < 0]
+
+
+def _resized(axes: Axes, at: int, size: int) -> Axes:
+    return (*axes[:at], (axes[at][0], size), *axes[at + 1 :])

@@ -1,0 +1,113 @@
+"""A world that enters ``main`` again: what it was before, for as long as not everybody has the state of what it is now.
+
+Until a gate has passed in the new layout, the snapshots of the old one are what counts, by the ranks of the world before: whatever
+is lost in the middle of it, the next plan is made from them once more. Whoever has its old state still, because it has not left
+``main`` yet, can take such a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rackrun.core import verdict
+from rackrun.core.commands import Reshard, Worker
+from rackrun.core.ids import Generation, Position, Rank, Step, step_in, tray_of
+from rackrun.core.rack import RackMachine
+from rackrun.core.snapshots import Snapshots
+from rackrun.core.verdict import Kept, Report, StatePlan
+from rackrun.core.workers import WorkerRecord
+
+__all__ = ["OldWorld"]
+
+
+@dataclass(slots=True, kw_only=True)
+class OldWorld:
+    layout: Generation
+    size: int
+    committed: Position
+    """The last unit that was committed in it; after a rollback, the one that all went back to."""
+    gate: tuple[float, ...]
+    ranks: Mapping[Worker, Rank]
+    """Who was which rank."""
+    classes: Mapping[Rank, str]
+    snapshots: Snapshots
+    gone_back: bool = False
+    """Nobody stands at ``committed`` any more: there are only snapshots of it."""
+    _damaged: dict[tuple[str, Step], None] = field(default_factory=dict)
+
+    def state(self, members: Mapping[Rank, WorkerRecord], rack: RackMachine) -> StatePlan | None:
+        """Where the state of each of its ranks is to be had; ``rollback`` is the step. None: some of it is nowhere. ``members``: of
+        the world now, all parked."""
+        reports = {}
+        for record in members.values():
+            rank = self.ranks.get(record.worker)
+            if rank is not None and record.parked is not None:
+                where = _where(record.worker, rack)
+                steps = tuple(step for step in self._has(record) if (where, step) not in self._damaged)
+                reports[rank] = Report(snapshots=steps)
+        return verdict.state_plan(
+            reports=reports,
+            kept=self._kept(),
+            classes=self.classes,
+            world_size=self.size,
+            upto=self.committed,
+            torn=True,
+        )
+
+    def _has(self, record: WorkerRecord) -> tuple[Step, ...]:
+        """Of which steps it has snapshots, or can take one."""
+        parked = record.parked
+        assert parked is not None
+        now, found = Step(self.committed.step), []
+        for snapshot in parked.snapshots:
+            step = step_in(self.layout, snapshot)
+            if step is not None and not (step == now and self.committed.phase):
+                found.append(step)
+        stands = parked.layout == self.layout and max(parked.passed, parked.entered) >= self.committed
+        return (*found, now) if stands and not self.gone_back and now not in found else tuple(found)
+
+    def _kept(self) -> dict[Rank, list[Kept]]:
+        """After a phase, a snapshot of its step may be something else than what is committed."""
+        now = self.committed.step if self.committed.phase else None
+        return {
+            rank: [
+                Kept(
+                    tray=one.tray,
+                    slot=one.slot,
+                    incarnation=one.incarnation,
+                    where=one.where,
+                    steps=tuple(step for step in one.steps if step != now),
+                )
+                for one in holders
+            ]
+            for rank, holders in self.snapshots.by_rank().items()
+        }
+
+    def reshard(self, state: StatePlan, members: Mapping[Rank, WorkerRecord], rack: RackMachine) -> Reshard:
+        """What ``state`` says, for those who read it."""
+        live = {record.worker for record in members.values()}
+        own = {rank: _where(worker, rack) for worker, rank in self.ranks.items() if worker in live}
+        restores = {restore.rank: restore for restore in state.restores}
+        images = []
+        for rank in (Rank(rank) for rank in range(self.size)):
+            restore = restores.get(rank)
+            if restore is None:
+                images.append(own[rank])
+            else:
+                images.append(restore.snapshot or own[restore.sources[0]])
+        return Reshard(layout=self.layout, images=tuple(images))
+
+    def settle(self, step: Step) -> None:
+        """The next world begins after ``step``."""
+        if step < self.committed.step:
+            self.committed, self.gate, self.gone_back = Position(step), (), True
+
+    def damaged(self, where: str, step: Step) -> None:
+        """Nobody is to read it again, not even if its owner lives."""
+        self.snapshots.damaged(where, step)
+        self._damaged[where, step] = None
+
+
+def _where(worker: Worker, rack: RackMachine) -> str:
+    return f"{rack.trays[tray_of(worker.slot)].snapshots}/{worker.slot}/{worker.incarnation}"
