@@ -13,8 +13,8 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.eras import Eras
+from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan

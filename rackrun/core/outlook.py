@@ -81,9 +81,9 @@ class Prospect:
     enough: bool
     """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
     may_begin_again: bool
-    why_no_shrink: str
+    why_no_shrink: str = "the world is not where it could"
     """"": the others can go on without those that are lost."""
-    would_stay: int
+    would_stay: int = 0
     """So many of them."""
 
 

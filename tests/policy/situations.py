@@ -7,6 +7,7 @@
 ``N starting``, ``N free`` workers on their way; slots where one can be started. Both count as coming
 ``N moved``                living ranks that would have to move too; ``N moving``: that have been taken out already
 ``N unfit``                slots whose GPU may become fit
+``shrink to N``            ranks that can go on; ``exact``: with the same bits
 ``N usable``               slots; by default those of living ranks and of all named before
 ``rollback N``             steps; ``state lost``: nothing is left in memory
 ``checkpoint X s ago``     is on disk; ``begin again``: from step 0. Either allows a restart; ``at step N``; ``restarts N`` are left (3)
@@ -28,10 +29,11 @@ __all__ = ["situation"]
 _PATTERNS = (
     r"(?P<value>\d+) (?P<name>ranks|lost|ready|starting|free|moved|moving|usable|unfit)",
     r"(?P<name>checkpoint) (?P<value>\S+) s ago",
+    r"(?P<name>shrink) to (?P<value>\d+)",
     r"(?P<name>state|copy) (?P<value>[\d.]+) GB(/s)?",
     r"(?P<name>start patience|waited|patience|step|regroup|takeover|start|repair) (?P<value>\S+) s",
     r"(?P<name>rollback|at step|restarts) (?P<value>\S+)",
-    r"(?P<name>state lost|begin again|out of reach|planned|user bug|preemption)(?P<value>)",
+    r"(?P<name>state lost|begin again|out of reach|exact|planned|user bug|preemption)(?P<value>)",
 )
 
 
@@ -86,6 +88,8 @@ def _view(said: dict[str, float]) -> ClusterView:
         why_short="no spare inside their NVLink clique" if "out of reach" in said else "",
         rollback_steps=None if "state lost" in said else _count(said, "rollback"),
         may_begin_again="begin again" in said or "checkpoint" in said,
+        shrink_to=_count(said, "shrink"),
+        exact="exact" in said,
         restarts_left=_count(said, "restarts", 3),
         waited_s=said.get("waited", 0.0),
         start_patience_s=said.get("start patience", 600.0),

@@ -174,7 +174,7 @@ def test_words_are_read_whatever_their_case_and_spaces() -> None:
     ("decision", "because"),
     [
         (Decision(rung=Rung.RESTART), "restart is impossible: no checkpoint is on disk"),
-        (Decision(rung=Rung.SHRINK), "shrink is impossible: not built yet"),
+        (Decision(rung=Rung.SHRINK), "shrink is impossible: the number of ranks is fixed (--min-ranks 0)"),
         (Decision(rung=Rung.SWAP, targets={Rank(7): SlotId("tray-3/3")}), "its targets are not those of the view"),
         (Decision(rung=Rung.STOP, deadline_s=-1.0), "a deadline of -1.0 s"),
         (Decision(rung=Rung.SWAP), ""),
