@@ -183,6 +183,10 @@ class SlotReader:
         return self._payload
 
     @property
+    def chunk_bytes(self) -> int:
+        return self._arena.chunk_bytes
+
+    @property
     def layout_hash(self) -> str:
         return self._header.layout_hash
 

@@ -1,5 +1,5 @@
 """``GET /snapshot/{tray}/{index}/{incarnation}/{step}``: the bytes of a snapshot that this tray keeps: of its own workers, alive
-or dead, or a copy of another tray's. ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{part}/{step}``: a block of the
+or dead, or a copy of another tray's, with where it lies, for whoever is on this host (`MEMORY_HEADER`). ``PUT`` leaves such a copy here. ``/parity/{generation}/{rank}/{part}/{step}``: a block of the
 parity that this tray keeps for the set of ``rank``, its own; ``PUT`` gives a stripe for it. ``GET`` takes a Range.
 
 The body is the worker's file as it is. A snapshot that its worker overwrites in the middle of a download breaks the
@@ -22,6 +22,7 @@ from rackrun.agent.parity import RowKey, Rows
 from rackrun.agent.room import Refused
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.stripe_set import Part, StripeSet
+from rackrun.link.boot import MEMORY_HEADER
 from rackrun.link.page import HeartbeatPage
 
 __all__ = ["KeptSnapshots", "SnapshotService"]
@@ -147,7 +148,8 @@ class SnapshotService:
             )
         fd = os.dup(kept.snapshot_fds[which])  # outlives the slot's forgetting
         try:
-            return await self._stream(request, fd, lambda: kept.page.snapshots().get(step) == which)
+            where = f"{os.getpid()}/fd/{kept.snapshot_fds[which]}"
+            return await self._stream(request, fd, lambda: kept.page.snapshots().get(step) == which, where)
         finally:
             os.close(fd)
 
@@ -161,7 +163,7 @@ class SnapshotService:
             )
         fd = os.dup(found)  # a newer one may take its place meanwhile
         try:
-            return await self._stream(request, fd, lambda: True)
+            return await self._stream(request, fd, lambda: True, f"{os.getpid()}/fd/{found}")
         finally:
             os.close(fd)
 
@@ -203,9 +205,14 @@ class SnapshotService:
         finally:
             os.close(fd)
 
-    async def _stream(self, request: web.Request, fd: int, valid: Callable[[], bool]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, fd: int, valid: Callable[[], bool], where: str = ""
+    ) -> web.StreamResponse:
+        """``where``: as of `MEMORY_HEADER`."""
         start, stop = _span(request, os.fstat(fd).st_size)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+        if where:
+            response.headers[MEMORY_HEADER] = where
         response.content_length = stop - start
         response.content_type = "application/octet-stream"
         await response.prepare(request)

@@ -6,10 +6,14 @@ import msgspec
 
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 
-__all__ = ["SNAPSHOT_JOB", "Boot", "current", "install"]
+__all__ = ["MEMORY_HEADER", "SNAPSHOT_JOB", "Boot", "current", "install"]
 
 SNAPSHOT_JOB = "snapshots"
 """Of the arenas that snapshots lie in: nameless memory of one worker."""
+
+
+MEMORY_HEADER = "X-Rackrun-Memory"
+"""With a snapshot, its agent says where it lies in its own memory: ``PID/fd/NUMBER`` under /proc, for whoever is on the same host."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):

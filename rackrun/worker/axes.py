@@ -1,37 +1,83 @@
-"""The axes of ``run.mesh``, with their sizes: as the script asks for them, or as the launcher was told (``rackrun --mesh``)."""
+"""The axes of ``run.mesh``, with their sizes: as the script asks for them, or as the launcher was told (``rackrun --mesh``).
+
+When the world has another number of ranks than at the start, the first of the axes that split the data has what the others leave,
+whatever it was.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
 from rackrun.errors import UsageError
 
-__all__ = ["MESH_VARIABLE", "Axes", "axes_of"]
+__all__ = ["DATA_AXES", "MESH_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
 
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Names and sizes, in order, the last axis the fastest."""
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
+"""Ranks along the others share their data."""
 
 MESH_VARIABLE = "RACKRUN_MESH"
 """Set by the launcher: ``dp=16,tp=4``."""
 
 
-def axes_of(script: Mapping[str, int] | None, world_size: int, environment: Mapping[str, str]) -> Axes:
-    """None of them open. () when neither script nor launcher names any.
+def axes_of(
+    script: Mapping[str, int] | None, world_size: int, environment: Mapping[str, str], *, changed: bool = False
+) -> Axes:
+    """None of them open. () when neither script nor launcher names any. ``changed``: the world may have other ranks by now than
+    those that script and launcher speak of.
 
     Raises `UsageError` when both do, and not the same.
     """
     text = environment.get(MESH_VARIABLE, "")
     if not text:
-        return _closed(script or {}, world_size)
-    told = _closed(_parse(text), world_size)
-    if script and _closed(script, world_size) != told:
+        axes = _closed(script or {}, world_size)
+        return fitted(axes, world_size) if changed else axes
+    told = tuple(_parse(text).items())
+    at_start = math.prod(size for _, size in told) if changed else world_size
+    if script and _closed(script, at_start) != told:
         asked = ",".join(f"{name}={size}" for name, size in script.items())
         raise UsageError(
             f"the script asks for mesh {asked}, but the job was started with --mesh {text} ({world_size} ranks).",
             remedy="give the same axes in the same order to both, or leave one of them out.",
         )
-    return told
+    return fitted(told, world_size) if changed else told
+
+
+def fitted(axes: Axes, world_size: int) -> Axes:
+    """``axes``, in a world of ``world_size`` ranks. Raises `UsageError` when they cannot be in it."""
+    if not axes or math.prod(size for _, size in axes) == world_size:
+        return axes
+    elastic = _elastic(axes)
+    others = math.prod(size for index, (_, size) in enumerate(axes) if index != elastic)
+    if elastic is None or world_size % others or world_size < others:
+        told = ",".join(f"{name}={size}" for name, size in axes)
+        raise UsageError(
+            f"a mesh {told} cannot be fitted to {world_size} ranks.",
+            remedy="let the world have a multiple of what the axes other than the first data-parallel one take.",
+        )
+    return tuple((name, world_size // others if index == elastic else size) for index, (name, size) in enumerate(axes))
+
+
+def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
+    """What holds a script with these axes to its number of ranks; "" when nothing does."""
+    elastic = _elastic(axes)
+    if any(name == "pp" for name, _ in axes):
+        return "stages of a pipeline hold other layers each"
+    if axes and elastic is None:
+        return f"no axis of its mesh ({', '.join(name for name, _ in axes)}) splits the data"
+    still_open = [name for name, size in (script or {}).items() if size < 0]
+    if still_open and elastic is not None and still_open[0] != axes[elastic][0]:
+        return f"its mesh leaves axis {still_open[0]} open: to change, it would have to be {axes[elastic][0]}"
+    return ""
+
+
+def _elastic(axes: Axes) -> int | None:
+    """Which axis changes with the world."""
+    return next((index for index, (name, _) in enumerate(axes) if name in DATA_AXES), None)
 
 
 def _closed(mesh: Mapping[str, int], world_size: int) -> Axes:

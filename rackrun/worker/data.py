@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rackrun.errors import UsageError
+from rackrun.worker.compat.loader import end_workers
 from rackrun.worker.rng import derive, reseed
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ class Loader:
             self._run.begin_shard(step, shard, last=last, ids=ids)
             yield _to(batch, self._run.device)
 
+    def close(self) -> None:
+        """End its processes."""
+        if self._workers:
+            self._workers.close()
+
     def __len__(self) -> int:
         """Micro-batches per step on this rank."""
         return len(self._run.my_shards())
@@ -210,6 +216,11 @@ class _Workers:
             batch = next(self._stream)
             if self._expected.pop(0) == key:
                 return batch
+
+    def close(self) -> None:
+        stream, self._stream, self._expected = self._stream, None, []
+        if stream is not None:
+            end_workers(stream)
 
     def _start(
         self,

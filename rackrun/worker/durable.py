@@ -101,6 +101,10 @@ class DurableCheckpoints:
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
 
+    def become(self, state: TrackedState) -> None:
+        """``main`` is entered again: of another state from here on. What is being written goes on."""
+        self._state, self._images = state, StateImages(state)
+
     # -- while training
     def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
         """After a step was committed, on all ranks alike. Whether one was begun."""

@@ -9,6 +9,7 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from rackrun.errors import UsageError
 from rackrun.worker.data import BatchPlan
+from rackrun.worker.entering import run_main
 from rackrun.worker.run import Run
 from rackrun.worker.runtime import start
 from rackrun.worker.scales import width_of
@@ -59,10 +60,12 @@ def elastic(
 
         @functools.wraps(main)
         def started(*args: P.args, **kwargs: P.kwargs) -> T:
-            run = Run(start(), batch, mesh, snapshot_every, reduction)
-            result = main(run, *args, **kwargs)
-            run.finish()
-            return result
+            runtime = start()
+            return run_main(
+                runtime,
+                lambda carried: Run(runtime, batch, mesh, snapshot_every, reduction, carried),
+                lambda run: main(run, *args, **kwargs),
+            )
 
         return started
 

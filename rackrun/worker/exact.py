@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class ExactReduction:
         self._shard: Shard | None = None
         self._added = self._data_ranks = 0
         self._reduced: set[Any] = set()
+        self._unhook: list[Callable[[], None]] = []
 
     # -- once
     def attach(self) -> None:
@@ -95,12 +96,18 @@ class ExactReduction:
         self._largest = torch.zeros(index, device=self._world.device)
         self._state.track("rackrun.scales", self._scales)
         for number, wrapper in enumerate(wrappers):
-            ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper))
+            self._unhook.append(ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper)))
         if any(fsdp_reduce.parameters_of(module) for module in self._state.modules.values()):
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
             norms.divert()
             for name, optimizer in self._state.optimizers.items():
                 _check_optimizer(name, optimizer)
+
+    def detach(self) -> None:
+        """The model is to go."""
+        for unhook in self._unhook:
+            unhook()
+        fsdp_reduce.restore()
 
     # -- in every step
     def begin(self, step: Step) -> None:

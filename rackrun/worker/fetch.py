@@ -25,7 +25,11 @@ _ROWS_AT_ONCE = 4
 
 
 class Damaged(Exception):
-    """A snapshot is not what was sealed. Nothing of it was used."""
+    """A snapshot is not what was sealed. Nothing of it was used. ``where``: whose, if it is known."""
+
+    def __init__(self, why: str, where: str = "") -> None:
+        super().__init__(why)
+        self.where = where
 
 
 def fetch_snapshot(restore: Restore, step: int, token: str, overtaken: Callable[[], bool]) -> int:

@@ -7,6 +7,8 @@ import math
 import msgspec
 import torch
 
+from rackrun.core.ids import BEGIN, Position
+
 __all__ = ["Lineage", "Manifest", "TensorInfo"]
 
 
@@ -54,6 +56,13 @@ class Lineage(msgspec.Struct, frozen=True):
     """Of the job, larger at every start: durable checkpoints of two lives are not mixed up."""
     facts: str = ""
     """What must be the same for a resumed run to be the same training."""
+    entered: Position = BEGIN
+    """What was committed when all ranks entered ``main`` again last; `BEGIN`: they have not."""
+
+    @property
+    def since(self) -> Position:
+        """Where the world of these ranks began."""
+        return max(Position(self.began), self.entered)
 
 
 class Manifest(msgspec.Struct, frozen=True):

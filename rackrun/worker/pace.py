@@ -28,13 +28,21 @@ class Pace:
         self._copy_s = 0.0
         self._units_in_generation = 0
         self.first_step_of_generation = False
+        self._cold = False
+        """``main`` was entered again: what the first unit needs may have to be made once more."""
 
     def expect(self, seconds: float) -> None:
         """The next unit may take this long."""
         self._expected_s = seconds
 
+    def entered_again(self, before: int, after: int) -> None:
+        """With so many ranks instead of so many."""
+        self.resized(before, after)
+        self._expected_s, self._cold = 0.0, True
+
     def committed(self) -> None:
         self._units_in_generation += 1
+        self._cold = False
 
     def step_done(self) -> None:
         self.first_step_of_generation = False
@@ -65,6 +73,8 @@ class Pace:
             floor = expected or (max(10 * slowest, _COLD_FLOOR_S) if slowest else _FIRST_UNITS_S)
         else:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
+        if self._cold:
+            floor = max(floor, _FIRST_UNITS_S)
         slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
         copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
         return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))

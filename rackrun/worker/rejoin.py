@@ -2,6 +2,10 @@
 
 Everything a plan asks of this process happens here, between two attempts at a unit. When a newer generation is announced in the
 middle of it, it begins again with that one's plan.
+
+Where the ranks are to get other shards, the script makes everything anew: it is left from here (`Reenter`), with its state in a
+snapshot, and `Rejoin.arrive` fills the new state when it stands at run.steps() again. Whatever breaks in between, the snapshots of
+the old ranks stay, and a newer plan names them again.
 """
 
 from __future__ import annotations
@@ -12,20 +16,22 @@ import sys
 from collections.abc import Callable
 
 from rackrun.checkpoint.errors import MemoryPlanError
-from rackrun.core.commands import Plan, Restore
-from rackrun.core.ids import Generation, Position
+from rackrun.core.commands import Member, Plan, Restore
+from rackrun.core.ids import Generation, Position, Step, snapshot_id
 from rackrun.link.page import Activity
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.fetch import Damaged
+from rackrun.worker.manifest import Lineage
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
+from rackrun.worker.resharding import reshard
 from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
-from rackrun.worker.world import Superseded
+from rackrun.worker.world import Reenter, Superseded
 
 __all__ = ["Rejoin", "leave"]
 
@@ -42,29 +48,35 @@ class Rejoin:
         pace: Pace,
         durable: DurableCheckpoints | None,
         settle: Callable[[], None],
+        reports: Reports,
     ) -> None:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._snapshots, self._replicas = state, snapshots, replicas
         self._pace, self._durable, self._settle = pace, durable, settle
-        self._reports = Reports(runtime)
+        self._reports = reports
+        self.leaving = False
+        """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
 
     def run(self, came_in: Position) -> None:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
         this process entered its loop; it can go back no further."""
-        world, boot, channel = self._world, self._runtime.boot, self._runtime.channel
-        assert channel is not None, "only an agent brings plans"
-        assert boot is not None, "only an agent brings plans"
+        world = self._world
         while True:
             plan = world.wait_plan()
             self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
-            mine = next(m for m in plan.members if (m.slot, m.incarnation) == (boot.slot, boot.incarnation))
+            mine = self._runtime.member_of(plan)
             try:
+                if plan.reshard is not None:
+                    self._hand_over(plan, mine)
+                if plan.layout < world.layout:
+                    leave(world.rank, f"has the shards of generation {world.layout}, not of {plan.layout}.")
                 if plan.world_size != world.size or not (mine.fresh or world.counts_as(plan, mine)):
                     self._resize(plan, mine.rank)
                 elif mine.fresh:  # a promoted spare, or a rank whose own state is of no use
                     self._take_place(plan, mine.rank)
                 world.join(plan)
-                if plan.rollback is not None and Position(plan.rollback) < came_in:
+                world.layout = plan.layout
+                if plan.rollback is not None and self._end_of(plan.rollback) < came_in:
                     leave(
                         world.rank,
                         f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
@@ -124,7 +136,9 @@ class Rejoin:
             if communicator is not None:
                 # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
                 world.attempt(plan, lambda: communicator.inner.barrier().wait())
-            world.stand_at(Position(plan.rollback), ())  # the plan's gate is that of a step which is to be done again
+            world.stand_at(
+                self._end_of(plan.rollback), ()
+            )  # the plan's gate is that of a step which is to be done again
         elif fresh:
             world.stand_at(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
@@ -153,8 +167,105 @@ class Rejoin:
                 file=sys.stderr,
                 flush=True,
             )
-            self._reports.damaged(plan.generation, step, where, str(damaged))
+            self._reports.damaged(plan.generation, self._snapshots.named(step), where, str(damaged))
             raise Superseded from damaged
+
+    def _end_of(self, step: int) -> Position:
+        """What a snapshot of ``step`` holds: in the step after which ``main`` was entered again, some of its phases too."""
+        began = self._world.began
+        return began if began.step == step else Position(step)
+
+    # -- main is entered again
+    def _hand_over(self, plan: Plan, mine: Member) -> None:
+        """Seal what this process has of the old world, and leave ``main``. Raises `Superseded` while it can still stay."""
+        world, of = self._world, plan.reshard
+        assert of is not None
+        settle_restores()
+        self._settle()
+        asked = plan.rollback is None and any(where.endswith(self._address(mine)) for where in of.images)
+        if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
+            try:
+                self._snapshots.hand_over(plan.committed, world.unless_overtaken(plan))
+            except MemoryPlanError as error:
+                leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
+        if world.superseded(plan.generation):
+            raise Superseded
+        self.leaving = True
+        raise Reenter
+
+    def arrive(self) -> None:
+        """At run.steps() of a ``main`` that was entered again: fill the new state. Raises `Reenter` when the world has changed once
+        more meanwhile, and the ranks, or what the script has done with them, with it."""
+        world = self._world
+        plan = world.joined
+        assert plan is not None, "main is entered again for a plan"
+        joined = True
+        while True:
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
+            try:
+                if not joined or world.broken:
+                    joined = False
+                    former, plan = plan, world.wait_plan()
+                    same = (plan.reshard, plan.committed, plan.rollback) == (
+                        former.reshard,
+                        former.committed,
+                        former.rollback,
+                    )
+                    if not same or world.met or not world.counts_as(plan, self._runtime.member_of(plan)):
+                        self.leaving = True
+                        raise Reenter
+                    world.start_build(plan)
+                    world.join(plan)
+                    joined = True
+                self._reshard(plan)
+            except Superseded:
+                joined = False
+                continue
+            break
+        self._pace.new_generation(nobody_lost=False)
+        if self._durable is not None:
+            self._durable.somebody_was_lost()
+        self._reports.ready(world.replica_class)
+        self._reports.resumed(Generation(plan.generation))
+
+    def _reshard(self, plan: Plan) -> None:
+        """Fill the state, and seal it as the first snapshot of the new layout. Raises `Superseded`."""
+        world, of, boot = self._world, plan.reshard, self._runtime.boot
+        assert of is not None
+        assert boot is not None
+        old = snapshot_id(of.layout, Step(plan.committed.step))
+
+        def heard() -> bool:
+            self._page.progress()
+            return not world.superseded(plan.generation)
+
+        me, own, token = self._address(self._runtime.member_of(plan)), self._snapshots.own_image, boot.token
+        try:
+            manifest = world.attempt(plan, lambda: reshard(self._state, world.rank, of, old, me, own, token, heard))
+        except Damaged as damaged:
+            print(
+                f"rackrun: rank {world.rank}: an old rank's snapshot of step {plan.committed.step} cannot be used: {damaged} "
+                "Remedy: look at the memory of that host.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._reports.damaged(plan.generation, old, damaged.where, str(damaged))
+            raise Superseded from damaged
+        since = manifest.lineage
+        self._state.lineage = Lineage(began=since.began, life=since.life, facts=since.facts, entered=plan.committed)
+        world.began, world.layout = plan.committed, plan.layout
+        world.stand_at(plan.committed, plan.gate)
+        self._replicas.begin_again()
+        try:
+            self._snapshots.keep(plan.committed.step, world.unless_overtaken(plan), besides=old)
+        except MemoryPlanError as error:
+            leave(world.rank, f"has no memory for a snapshot of its new state: {error}")
+        if world.superseded(plan.generation):
+            raise Superseded
+
+    def _address(self, mine: Member) -> str:
+        """How the address of this process's snapshots ends, whichever agent keeps them."""
+        return f"/{mine.slot}/{mine.incarnation}"
 
 
 def leave(rank: int, because: str) -> None:

@@ -125,8 +125,13 @@ class ReplicaCheck:
         self._told = self.changed_late = False  # what it was told after that does not count
         self._world.replica_class = manifest.replica_class
         self._state.lineage = manifest.lineage
-        self._world.began = Position(manifest.lineage.began)
+        self._world.began = manifest.lineage.since
         self.some_are_unique = manifest.replica_class.endswith(_ALONE)
+
+    def begin_again(self) -> None:
+        """The state was filled with other shards: who is whose replica is not known, and whose own a buffer is, forgotten."""
+        self.unique.choose((), 0)
+        self._world.replica_class = self.at_start()
 
     def _classes(self, layout: int, content: int, buffers: int) -> tuple[list[tuple[int, int]], list[int]]:
         rows = self._gather([layout, content, buffers])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerPaused, WorkerReady, WorkerResumed
-from rackrun.core.ids import Generation, Position, Step
+from rackrun.core.ids import Generation, Position, Step, step_in
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.axes import Axes
@@ -25,8 +25,8 @@ class Reports:
     def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
         self._mesh, self._exact = mesh, exact
-        self.fixed = ""
-        """As `WorkerReady.fixed`."""
+        self.fixed, self.reenters = "", False
+        """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
         self._snapshot = self._not_mirrored = -1
 
     @property
@@ -44,6 +44,7 @@ class Reports:
                     replica_class=replica_class,
                     mesh=self._axes,
                     fixed=self.fixed,
+                    reenters=self.reenters,
                     exact=self._exact,
                 )
             )
@@ -60,14 +61,14 @@ class Reports:
                 WorkerPaused(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
             )
 
-    def damaged(self, generation: Generation, step: int, where: str, because: str) -> None:
+    def damaged(self, generation: Generation, named: int, where: str, because: str) -> None:
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 SnapshotDamaged(
                     slot=self._boot.slot,
                     incarnation=self._boot.incarnation,
                     generation=generation,
-                    step=Step(step),
+                    step=Step(named),
                     where=where,
                     because=because,
                 )
@@ -113,12 +114,15 @@ class Reports:
 
     def snapshots(self, page: HeartbeatPage, *, size: int, seconds: float) -> None:
         """What is new of them since this was called last. ``size``, ``seconds``: of the newest."""
-        newest = max(page.snapshots(), default=-1)
-        if newest not in (-1, self._snapshot):
-            self.copied("snapshot", newest, size=size, seconds=seconds)
-        if page.mirror_failed not in (-1, self._not_mirrored):
-            self.copied("copy", page.mirror_failed, "failed")
-        self._snapshot, self._not_mirrored = newest, page.mirror_failed
+        newest, failed = max(page.snapshots(), default=-1), page.mirror_failed
+        if newest != self._snapshot and (step := self._step_of(newest)) is not None:
+            self.copied("snapshot", step, size=size, seconds=seconds)
+        if failed != self._not_mirrored and (step := self._step_of(failed)) is not None:
+            self.copied("copy", step, "failed")
+        self._snapshot, self._not_mirrored = newest, failed
+
+    def _step_of(self, named: int) -> int | None:
+        return None if named < 0 else step_in(self._world.layout, Step(named))
 
     def logged(self, values: dict[str, float | int | str], at: Position) -> None:
         if self._channel is not None and self._boot is not None:

@@ -1,22 +1,40 @@
-"""Whether the world may change its size under this script, in place: without any process, model or optimizer being made anew.
+"""Whether the world may change its size under this script: in place, without any process, model or optimizer being made anew, or
+by entering ``main`` again in the same process.
 
-It may when nothing that the script built depends on the number of ranks: models under DDP, whose replicas are whole, and groups
-of all ranks. What FSDP2 builds has sizes of its own for each number of ranks.
+In place, when nothing that the script built depends on the number of ranks: models under DDP, whose replicas are whole, and groups
+of all ranks. What FSDP2 builds has sizes of its own for each number of ranks: that is made anew, and its contents are put together
+from the old ranks' shards, where it is known which part of the whole every shard is.
 """
 
 from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
 
+from rackrun.checkpoint.entries import entries_of
+from rackrun.checkpoint.errors import LayoutMismatch
+from rackrun.worker.axes import Axes
 from rackrun.worker.compat import ddp, fsdp
 from rackrun.worker.state import TrackedState
 from rackrun.worker.world import World
 
-__all__ = ["fixed_because"]
+__all__ = ["fixed_because", "held_because"]
+
+
+def held_because(state: TrackedState, world: World, axes: Axes) -> str:
+    """Why this script's ``main`` cannot be entered again with another number of ranks; "" when it can."""
+    if not axes and (fsdp.mesh_of_several_axes() or world.families.part_of(world.size)):
+        return "it is not known which axes its groups lie along (@rackrun.elastic(mesh=...) would say)"
+    for name, module in state.modules.items():
+        for path, parameter in module.named_parameters():
+            try:
+                entries_of({path: parameter})
+            except (LayoutMismatch, ValueError):
+                return f"which part of {name}.{path} a rank has is not known"
+    return ""
 
 
 def fixed_because(state: TrackedState, world: World) -> str:
-    """What holds this script to its number of ranks; "" when nothing does."""
+    """What holds this script to its number of ranks, in place; "" when nothing does."""
     reduced: set[int] = set()
     for wrapper in state.wrappers():
         reduced |= ddp.parameters_of(wrapper)

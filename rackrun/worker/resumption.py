@@ -8,7 +8,6 @@ it is passed over, as one is that was quarantined (`rackrun.checkpoint.probation
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,14 +16,14 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch
+from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.reshard import fill, plan_reshard
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost, UsageError
-from rackrun.worker.image import entry_of, manifest_in
+from rackrun.worker.image import manifest_in
+from rackrun.worker.refill import Refill, check_alike
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
 from rackrun.worker.world import World
@@ -122,30 +121,19 @@ class Resumption:
                 f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
                 remedy="resume with the same, or give another --checkpoint-dir.",
             )
-        if same:  # what is not its own is its replicas'
-            holders = [layouts[kin] for kin in manifest.lineage.kin or (own,)]
-            readers = list(manifest.lineage.kin or (own,))
-        else:
-            holders, readers = layouts, list(range(reader.world_size))
-            _check_alike(reader, layouts)
-        manifest = self._state.fitted(manifest)
-        tensors = self._state.allocate(manifest)
-        parts = self._state.parts()
-        mine: list[TensorEntry] = []
-        others: list[TensorEntry] = []
-        places: dict[str, torch.Tensor] = {}
-        for path, tensor in tensors.items():
-            target = entry_of(path, parts.get(path, tensor), rank)
-            places[target.name] = tensor
+        holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
+        if not same:
+            holders = tuple(range(reader.world_size))
+            manifests = (
+                manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN]))) for rank, layout in enumerate(layouts)
+            )
+            check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
+
+        def source(path: str, target: TensorEntry) -> int | None:
             first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
-            (mine if first and layouts[own].by_name.get(target.name) == target else others).append(target)
-        fill(plan_reshard([layouts[own]], mine), places, lambda _, start, stop: reader.read(own, start, stop))
-        fill(
-            plan_reshard(holders, others, turn=rank),
-            places,
-            lambda holder, start, stop: reader.read(readers[holder], start, stop),
-        )
-        self._state.load_plain(manifest, tensors)
+            return own if first and layouts[own].by_name.get(target.name) == target else None
+
+        Refill(self._state, manifest, rank, layouts, holders, source).run(reader.read)
 
     def _gather(self, mine: Any) -> list[Any]:
         """From every rank: plain data."""
@@ -167,19 +155,6 @@ def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
     shard = reader.reader(rank)
     length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
     return parse_image(shard.read(0, length), limit=shard.size)
-
-
-def _check_alike(reader: GenerationReader, layouts: Sequence[ImageLayout]) -> None:
-    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
-    seen: dict[str, int] = {}
-    for rank, layout in enumerate(layouts):
-        manifest = manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN])))
-        for path, mine in manifest.whole.items():
-            if seen.setdefault(path, mine) != mine:
-                raise LayoutMismatch(
-                    f"{path} is not the same on all of the {reader.world_size} ranks that wrote {reader.directory}.",
-                    remedy=f"resume with {reader.world_size} ranks, or shard it as a DTensor.",
-                )
 
 
 def _story(barred: dict[int, str], common: list[int]) -> str:

@@ -12,24 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rackrun.core.ids import Position
 from rackrun.errors import StepError, UsageError
 from rackrun.link.page import Activity
-from rackrun.worker.axes import axes_of
+from rackrun.worker.axes import DATA_AXES, axes_of, fitted, unfit_because
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.scales import width_of
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
-from rackrun.worker.units import UnitRunner
-from rackrun.worker.world import Scope
+from rackrun.worker.units import Carried, UnitRunner
+from rackrun.worker.world import Reenter, Scope
 
 __all__ = ["Run"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
 
 
 class Run:
@@ -45,12 +44,19 @@ class Run:
         mesh: dict[str, int] | None,
         snapshot_every: int | None,
         reduction: str = "fast",
+        carried: Carried | None = None,
     ) -> None:
         self.batch = batch
         self.device = runtime.device
         self._runtime, self._world = runtime, runtime.world
-        self._axes = axes_of(mesh, runtime.world.size, os.environ)
+        boot = runtime.boot
+        if carried is not None:
+            self._axes = fitted(carried.axes, runtime.world.size)
+        else:
+            changed = boot is not None and boot.generation > 1
+            self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
         self._mesh: DeviceMesh | None = None
+        self._loaders: list[Loader] = []
         self._state = TrackedState()
         width = width_of(reduction, batch.shards)
         if width is not None and any(name == "pp" for name, _ in self._axes):
@@ -60,8 +66,13 @@ class Run:
             )
         exact = ExactReduction(runtime.world, self._state, width, batch.shards) if width is not None else None
         options = DurableOptions.from_environment(batch.facts + (f", reduction={reduction!r}" if exact else ""))
-        durable = DurableCheckpoints(runtime, self._state, options) if options else None
-        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes, exact)
+        durable = carried.durable if carried else None
+        if durable is not None:
+            durable.become(self._state)
+        elif options:
+            durable = DurableCheckpoints(runtime, self._state, options)
+        self._held_by_mesh = unfit_because(self._axes, mesh)
+        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes, exact, carried)
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
@@ -119,7 +130,9 @@ class Run:
         ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data set is smaller
         than one global batch.
         """
-        return Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+        loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+        self._loaders.append(loader)
+        return loader
 
     # -- the loop
     def step(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -166,7 +179,7 @@ class Run:
             )
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
-        self._units.begin(self._warm_up, total)
+        self._units.begin(self._warm_up, total, self._held_by_mesh)
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -200,6 +213,21 @@ class Run:
         """Used by `rackrun.elastic` when ``main`` has returned."""
         self._units.finish()
 
+    def leaves(self, error: BaseException | None) -> bool:
+        """Used by `rackrun.elastic` when ``main`` has returned or raised: whether it is to be entered again, whatever has come of it."""
+        if self._units.leaving:
+            if error is not None and not isinstance(error, Reenter):
+                say(f"rank {self.rank}: leaving main, to enter it again: {type(error).__name__}: {error}")
+            return True
+        return isinstance(error, Exception) and self._units.lost_before_steps
+
+    def let_go(self) -> Carried:
+        """Used by `rackrun.elastic`: end what this run has begun, but for what is carried into the next."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+        return self._units.let_go()
+
     # -- used by the loader
     def current_step(self) -> Step:
         """The step in hand; raises `StepError` outside step functions and phases."""
@@ -222,7 +250,7 @@ class Run:
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
         """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
-        if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in _DATA_AXES):
+        if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in DATA_AXES):
             return self.rank, self.world_size
         mesh = self.mesh
         coordinate = mesh.get_coordinate()
@@ -230,7 +258,7 @@ class Run:
         assert mesh.mesh_dim_names is not None, "it was made with names"
         index, size = 0, 1
         for axis, name in enumerate(mesh.mesh_dim_names):
-            if name in _DATA_AXES:
+            if name in DATA_AXES:
                 index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
         return index, size
 

@@ -14,8 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rackrun.core.commands import Member, Plan
 from rackrun.core.events import WorkerElastic
-from rackrun.core.ids import Incarnation, SlotId, Step
+from rackrun.core.ids import Incarnation, SlotId, Step, step_in
 from rackrun.errors import UsageError
 from rackrun.link.boot import Boot, current
 from rackrun.link.channel import WorkerChannel
@@ -59,8 +60,10 @@ class Runtime:
             self.world.stand_alone()
 
     def snapshots(self) -> tuple[Step, ...]:
-        """Steps that this worker's sealed snapshots hold, oldest first."""
-        return tuple(Step(step) for step in sorted(self.page.snapshots()))
+        """This worker's sealed snapshots, by their ids, oldest first: of a former layout as long as no gate has passed in this one."""
+        layout, begun = self.world.layout, self.world.passed > self.world.began
+        found = (Step(named) for named in sorted(self.page.snapshots()))
+        return tuple(named for named in found if not begun or step_in(layout, named) is not None)
 
     @property
     def spare(self) -> bool:
@@ -72,13 +75,32 @@ class Runtime:
             if boot
             else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         )
-        world = self.world
-
         compat.install()
-        compat.register_backend(BACKEND, lambda: world.create_default(rank, size))
+        compat.register_backend(BACKEND, self.world.create_default)
+        self._make_default_group(rank, size)
+        return rank, size
+
+    def _make_default_group(self, rank: int, size: int) -> None:
+        self.world.stand_as(rank, size)
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         compat.adopt_default_group()
-        return rank, size
+
+    def begin_again(self, plan: Plan) -> None:
+        """As a new process would: with a default group and no other, which has joined the generation of ``plan``. Raises `Superseded`."""
+        mine = self.member_of(plan)
+        self.world.begin_again(plan, mine.rank)
+        compat.forget_groups()
+        compat.forget_meshes()
+        os.environ |= {"RANK": str(mine.rank), "WORLD_SIZE": str(plan.world_size)}
+        self._make_default_group(mine.rank, plan.world_size)
+        self.world.start_build(plan)
+        self.world.join(plan)
+
+    def member_of(self, plan: Plan) -> Member:
+        """This process, in a plan that has come to it."""
+        assert self.boot is not None, "only an agent brings plans"
+        me = self.boot.slot, self.boot.incarnation
+        return next(member for member in plan.members if (member.slot, member.incarnation) == me)
 
     def _join_torchrun(self, rank: int) -> None:
         if rank == 0:

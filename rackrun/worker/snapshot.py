@@ -7,6 +7,10 @@ same steps (the interval is drawn from figures that every gate sums up), because
 The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may change
 (buffers, other tracked objects) is copied at once. Every rank has sealed its snapshot before it enters the next gate, so a
 rank that writes over an older one knows that all others have a newer one.
+
+A snapshot is called by its id everywhere: its step, and the layout that the world's shards had. Of another layout than the
+present one are those that the ranks have filled their state from when ``main`` was entered again (`rackrun.worker.resharding`): they are
+kept until a gate has passed in the new one, and are never loaded as if they were of it.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from dataclasses import dataclass, field
 import torch
 
 from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_slot import SlotWriter
+from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.core.commands import Restore
-from rackrun.core.ids import Position
+from rackrun.core.ids import Position, Step, snapshot_id, step_in
 from rackrun.link.boot import SNAPSHOT_JOB
 from rackrun.worker.copies import copies_from
 from rackrun.worker.fetch import Damaged, fetch_snapshot
@@ -54,7 +58,7 @@ _SPARE_ROOM = 64
 class _Copying:
     """A snapshot in the making."""
 
-    step: int
+    named: int
     slot: int
     mirror: bool
     generation: int
@@ -72,11 +76,11 @@ class Snapshots:
         self._fds = runtime.boot.snapshot_fds if runtime.boot else (-1, -1)
         self._images = StateImages(state)
         self._arenas: list[Arena | None] = [None, None]
-        self._held: dict[int, int] = {}  # step -> slot
+        self._held: dict[int, int] = {}  # id -> slot
         self._copying: _Copying | None = None
         self._device = copies_from(runtime.device)
         self._mirrored = -1
-        """The newest step of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
+        """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
         trays may be parity, which is of use only beside it."""
         self.cost_s = 0.0
         """What the last one took from training on this rank: the wait, and on CPUs the work."""
@@ -85,15 +89,20 @@ class Snapshots:
 
     def oldest_kept(self) -> Position | None:
         """What the world may go back to, at the most."""
-        steps = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
+        named = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
+        steps = [step for one in named if (step := step_in(self._runtime.world.layout, Step(one))) is not None]
         return Position(min(steps)) if steps else None
+
+    def named(self, step: int) -> int:
+        """The id of this world's snapshot of ``step``."""
+        return snapshot_id(self._runtime.world.layout, Step(step))
 
     def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> bool:
         """Whether one was begun. ``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
         if gate.mirrored == self._runtime.world.size:
             self._mirrored = self._runtime.page.mirrored
-        elif 0 <= self._mirrored < at.step - _PINNED_STEPS:
+        elif 0 <= self._mirrored < self.named(at.step) - _PINNED_STEPS:
             self._mirrored = -1
             say(
                 f"rank {self._runtime.world.rank}: for {_PINNED_STEPS} steps no snapshot has come through to other trays"
@@ -121,26 +130,37 @@ class Snapshots:
         return steps
 
     # -- take
-    def take(self, step: int, *, mirror: bool = False) -> None:
-        """Begin the snapshot of ``step``; ``mirror``: other trays shall have a copy of it, or its parity. The state must not be changed before `settle`, but by a forward and backward."""
+    def take(
+        self,
+        step: int,
+        *,
+        mirror: bool = False,
+        besides: int = -1,
+        unless: Callable[[Callable[[], None]], bool] | None = None,
+    ) -> None:
+        """Begin the snapshot of ``step``; ``mirror``: other trays shall have a copy of it, or its parity. The state must not be changed before `settle`, but by a forward and backward.
+        It is not begun once this rank has told what it has, of which the next plan is made (`World.unless_broken`, or ``unless``).
+        ``besides``: the id of one that stays, whatever goes."""
         self.settle()
         began = time.monotonic()
+        named = self.named(step)
         free = [slot for slot in (0, 1) if slot not in self._held.values()]
-        older = [held for held in self._held if held != self._mirrored]
+        stays = self._mirrored if besides not in self._held else besides
+        older = [held for held in self._held if held != stays]
         slot = free[0] if free else self._held[min(older)]
-        if not self._runtime.world.unless_broken(lambda: self._runtime.page.seal_snapshot(slot, -1)):
-            return  # this rank has told what it has: that is what the next plan is made of
+        if not (unless or self._runtime.world.unless_broken)(lambda: self._runtime.page.seal_snapshot(slot, -1)):
+            return
         self._held = {s: i for s, i in self._held.items() if i != slot}
-        shard = self._images.describe(self._runtime.world.replica_class)
+        shard = self._images.describe(self._runtime.world.replica_class, digests=self._state.sharded())
         described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
-        writer = self._begin(slot, step, shard.layout.total_bytes)
+        writer = self._begin(slot, named, shard.layout.total_bytes)
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
         later = {path for path in shard.tensors if self._state.is_settled(path)}
         write_head(shard.layout, shard.plain, writer.payload)
         for path in shard.tensors.keys() - later:
             write_tensor(shard.layout, path, shard.tensors[path], writer.payload)
         copying = _Copying(
-            step,
+            named,
             slot,
             mirror,
             self._runtime.world.generation,
@@ -156,7 +176,7 @@ class Snapshots:
 
     def hold(self, step: int) -> None:
         """Begin the snapshot of ``step``, after which the state stands, if there is none."""
-        if step not in self._held:
+        if self.named(step) not in self._held:
             self.take(step)
 
     @property
@@ -175,11 +195,11 @@ class Snapshots:
         if copying.error is not None:
             raise copying.error
         if not copying.torn:
-            self._held[copying.step] = copying.slot
+            self._held[copying.named] = copying.slot
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
 
-    def _begin(self, slot: int, step: int, size: int) -> SlotWriter:
+    def _begin(self, slot: int, named: int, size: int) -> SlotWriter:
         """Raises `MemoryPlanError` when there is no memory for it."""
         arena = self._arenas[slot]
         if arena is None or arena.payload_bytes < size:
@@ -200,9 +220,9 @@ class Snapshots:
             )
             self._device.pin(*arena.memory())
         for info in arena.slots():
-            if info.generation == step and info.manifest_digest:  # a step that is done again
-                arena.release(step)
-        return arena.begin(step, step)
+            if info.generation == named and info.manifest_digest:  # a step that is done again
+                arena.release(named)
+        return arena.begin(named, named)
 
     def _copy(
         self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None
@@ -215,9 +235,9 @@ class Snapshots:
                 writer.abandon()
                 return
             writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
-            self._runtime.page.seal_snapshot(copying.slot, copying.step)
+            self._runtime.page.seal_snapshot(copying.slot, copying.named)
             if copying.mirror:
-                self._runtime.page.want_mirror(copying.step, self._mirrored, copying.generation)
+                self._runtime.page.want_mirror(copying.named, self._mirrored, copying.generation)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             copying.error = error
         finally:
@@ -227,7 +247,8 @@ class Snapshots:
     def fetch(self, step: int, restore: Restore, overtaken: Callable[[], bool]) -> int:
         """The lost rank's snapshot, from the agents that keep it or its parity. Returns the descriptor of its arena. RuntimeError and `Damaged` as
         of `fetch_snapshot`."""
-        return fetch_snapshot(restore, step, self._runtime.boot.token if self._runtime.boot else "", overtaken)
+        token = self._runtime.boot.token if self._runtime.boot else ""
+        return fetch_snapshot(restore, self.named(step), token, overtaken)
 
     def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> Manifest:
         """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
@@ -236,26 +257,27 @@ class Snapshots:
         this rank is still there.
         """
         self.settle()
+        named = self.named(step)
         arena: Arena | None = None
         try:
-            arena = self._own(step) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
-            reader = arena.reader(step, owner=arena.rank)
+            arena = self._own(named) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
+            reader = arena.reader(named, owner=arena.rank)
             threads = _threads_of_all()
             reader.verify(threads)
             manifest = load_image(self._state, reader.payload, threads)
         except CheckpointError as error:
             if fetched is None:
-                self._forget(step)
+                self._forget(named)
             raise Damaged(error.what) from error
         finally:
             if fetched is not None:
                 if arena is not None:
                     arena.close()
                 os.close(fetched)
-        for later in [other for other in self._held if other > step]:
+        for later in [other for other in self._held if other > named]:
             self._forget(later)
         if self._runtime.world.has_mirrors and all_go_back:
-            self._mirrored = step  # all go back to it, and keep it until something newer is elsewhere
+            self._mirrored = named  # all go back to it, and keep it until something newer is elsewhere
         if fetched is not None:
             self._runtime.world.replica_class = (
                 manifest.replica_class
@@ -264,14 +286,54 @@ class Snapshots:
             self.settle()
         return manifest
 
-    def _own(self, step: int) -> Arena:
-        arena = self._arenas[self._held[step]] if step in self._held else None
+    # -- main is entered again
+    def hand_over(self, at: Position, unless: Callable[[Callable[[], None]], bool]) -> None:
+        """Seal the state as it stands, which is that of ``at``, for the ranks of another world to read. One that there is already will
+        do, but that a phase may have changed the state since. Raises `MemoryPlanError`."""
+        named = self.named(at.step)
+        former = self._held.get(named)
+        if former is not None and not at.phase:
+            return
+        self.take(at.step, unless=unless)
+        self.settle()
+        if former is not None and self._held.get(named) != former:
+            self._runtime.page.seal_snapshot(former, -1)
+
+    def become(self, state: TrackedState) -> None:
+        """Of another state from here on: what there is of the former one stays until `drop_former`."""
+        self._state, self._images = state, StateImages(state)
+        self._mirrored = -1
+        self.cost_s = 0.0
+
+    def keep(self, step: int, unless: Callable[[Callable[[], None]], bool], besides: int) -> None:
+        """Seal the new state, beside the old one, whose id is ``besides``. Raises `MemoryPlanError`."""
+        self.take(step, unless=unless, besides=besides)
+        self.settle()
+
+    def drop_former(self) -> None:
+        """A gate has passed in this layout: nobody will ask for what is of another."""
+        layout = self._runtime.world.layout
+        for named in [one for one in self._held if step_in(layout, Step(one)) is None]:
+            self._forget(named)
+
+    def drop_upto(self, step: int) -> None:
+        """All ranks have live copies of their state: nobody goes back so far."""
+        for named in [one for one in self._held if one <= self.named(step)]:
+            self._forget(named)
+
+    def own_image(self, named: int) -> SlotReader | None:
+        """The snapshot with this id, if this process holds it."""
+        arena = self._arenas[self._held[named]] if named in self._held else None
+        return None if arena is None else arena.reader(named, owner=arena.rank)
+
+    def _own(self, named: int) -> Arena:
+        arena = self._arenas[self._held[named]] if named in self._held else None
         if arena is None:
             raise Damaged("it is not there")
         return arena
 
-    def _forget(self, step: int) -> None:
-        if (slot := self._held.pop(step, None)) is not None:
+    def _forget(self, named: int) -> None:
+        if (slot := self._held.pop(named, None)) is not None:
             self._runtime.page.seal_snapshot(slot, -1)
 
 

@@ -72,6 +72,9 @@ class TrackedState:
                     remedy="pass the module that owns them to run.track as well.",
                 )
 
+    def sharded(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters())
+
     # -- gradients
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""

@@ -31,7 +31,7 @@ from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
-from rackrun.worker.resizing import fixed_because
+from rackrun.worker.resizing import fixed_because, held_because
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
@@ -40,9 +40,21 @@ from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
 from rackrun.worker.world import Abandoned, Scope
 
-__all__ = ["UnitRunner"]
+__all__ = ["Carried", "UnitRunner"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What stays when ``main`` is entered again."""
+
+    axes: Axes
+    snapshots: Snapshots
+    durable: DurableCheckpoints | None
+    pace: Pace
+    world_size: int
+    """Of the former world."""
 
 
 @dataclass
@@ -62,24 +74,33 @@ class UnitRunner:
         durable: DurableCheckpoints | None,
         mesh: Axes = (),
         exact: ExactReduction | None = None,
+        carried: Carried | None = None,
     ) -> None:
+        """``carried``: ``main`` was entered before."""
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, seed
         self._undo, self._reports = Undo(state), Reports(runtime, mesh, exact=exact is not None)
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
-        self._snapshots = Snapshots(runtime, state, snapshot_every)
+        self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
+        self._snapshots.become(state)
         self._durable, self._exact = durable, exact
+        self._axes, self._carried = mesh, carried
         self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
-        self.waiting_spare = runtime.spare
+        self.waiting_spare = runtime.spare and carried is None
         self._recorded: list[_Unit] = []
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
         self._pace = Pace()
-        self._rejoin = Rejoin(runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle)
+        if carried is not None:
+            self._pace = carried.pace
+            self._pace.entered_again(carried.world_size, self._world.size)
+        self._rejoin = Rejoin(
+            runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle, self._reports
+        )
         self._begun = False
         self._last_step = -1
         self._came_in = BEGIN
@@ -104,9 +125,9 @@ class UnitRunner:
         gate = self._world.gate
         return gate is not None and gate.draining > 0 and not gate.ahead
 
-    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None], total: int) -> None:
+    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None], total: int, held_by_mesh: str = "") -> None:
         """Stand at run.steps(): ranks go on at once, from a checkpoint if there is one; a spare warms up and waits until a plan
-        names it."""
+        names it. ``held_by_mesh``: why its axes do not fit another number of ranks."""
         if self._begun:
             raise StepError(
                 "run.steps() was called twice.",
@@ -116,10 +137,14 @@ class UnitRunner:
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
-        if self._durable is not None and not self.waiting_spare:
+        if self._durable is not None and not self.waiting_spare and self._carried is None:
             self._resume(self._durable)
         self._world.scope = Scope.OUTSIDE
-        self._reports.fixed = fixed_because(self._state, self._world)
+        self._say_how_it_changes(held_by_mesh)
+        if self._carried is not None:
+            self._rejoin.arrive()
+            self._came_in = self.passed
+            return
         if not self.waiting_spare:
             if self._world.broken:
                 raise CollectiveBroken(
@@ -133,6 +158,37 @@ class UnitRunner:
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False
+
+    def _say_how_it_changes(self, held_by_mesh: str) -> None:
+        """With the number of ranks: in place, by entering main again, or not at all."""
+        reports = self._reports
+        if because := fixed_because(self._state, self._world):
+            reports.fixed = held_by_mesh or held_because(self._state, self._world, self._axes)
+            reports.reenters = not reports.fixed and self._runtime.boot is not None
+            reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
+
+    @property
+    def lost_before_steps(self) -> bool:
+        """``main`` was entered again, and is not at run.steps() yet; the world that it was entered for is gone."""
+        return self._carried is not None and not self._begun and self._world.broken
+
+    @property
+    def leaving(self) -> bool:
+        """As `Rejoin.leaving`."""
+        return self._rejoin.leaving
+
+    def let_go(self) -> Carried:
+        """``main`` was left: let go of all that belongs to it. Returns what stays."""
+        self._settle()
+        self._hook.remove()
+        if self._exact is not None:
+            self._exact.detach()
+        nothing = TrackedState()
+        nothing.lineage = self._state.lineage
+        self._snapshots.become(nothing)
+        if self._durable is not None:
+            self._durable.become(nothing)
+        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size)
 
     def _resume(self, durable: DurableCheckpoints) -> None:
         position = durable.resume()
@@ -312,6 +368,7 @@ class UnitRunner:
 
     def _committed(self, at: Position, attempt: int, seconds: float) -> None:
         self._page.enter(Activity.BETWEEN, at)
+        self._snapshots.drop_former()
         if self._exact is not None and not at.phase:
             self._exact.committed()
         self._pace.committed()
@@ -319,6 +376,8 @@ class UnitRunner:
         assert gate is not None, "a unit is committed by its gate"
         if self._replicas.committed(gate.changed_late):
             self._reports.ready(self._world.replica_class)
+        if not self._replicas.some_are_unique and self._replicas.known(at):
+            self._snapshots.drop_upto(self._world.began.step)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
         self._reports.committed(at, attempt, seconds, self._delivered_ids())

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SEVERED_S = 0.2
 """A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
 
-__all__ = ["Abandoned", "Scope", "Superseded", "World"]
+__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World"]
 
 
 T = TypeVar("T")
@@ -47,6 +47,10 @@ class Abandoned(BaseException):
 
 class Superseded(Exception):
     """A newer generation was announced while this one was being joined."""
+
+
+class Reenter(BaseException):
+    """The world is to have other ranks, for which the script has to make everything anew: leave ``main``, and enter it again."""
 
 
 class Scope(Enum):
@@ -69,7 +73,11 @@ class World:
         self.generation = 0
         """The one that this worker's communicators belong to; 0 before the first."""
         self.began = BEGIN
-        """What was committed when the run began or was resumed."""
+        """What was committed when the run began or was resumed, or its ``main`` was entered again."""
+        self.layout = Generation(0)
+        """In which the ranks got the shards that they have: of all snapshots."""
+        self.met = 0
+        """Collectives and groups that the script has called for before run.steps(): others have, as well."""
         self.replica_class = ""
         self.unit_passed = False
         """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
@@ -84,10 +92,13 @@ class World:
         self._broken = False
         self._failed: tuple[float, str] | None = None
         """When a collective of this generation failed by itself, and why; until it is told."""
+        self._place = 0, 1
         self._announced = 0
         self._pause_in = 0
         """The generation that is to pause, and then to end; 0: none was."""
         self._plan: Plan | None = None
+        self.joined: Plan | None = None
+        """Of this generation."""
         self._seated: tuple[Member, ...] = ()
         """Who is who, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
@@ -101,7 +112,12 @@ class World:
         self._fixed: Callable[[str, int, int], Communicator] | None = None
 
     # -- groups
-    def create_default(self, rank: int, size: int) -> ElasticGroup:
+    def stand_as(self, rank: int, size: int) -> None:
+        """What the default group is made for next."""
+        self._place = rank, size
+
+    def create_default(self) -> ElasticGroup:
+        rank, size = self._place
         group = ElasticGroup(self, range(size), rank, "default", "default_pg", "world")
         self.groups.append(group)
         return group
@@ -112,6 +128,10 @@ class World:
             raise StepError(
                 "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
             )
+        with self._changed:
+            self._check_whole()
+            plan = self._plan
+        self.met += self.size > 1
         key = self.families.add(ranks, desc)
         if self.rank not in ranks:
             return None
@@ -119,10 +139,14 @@ class World:
         self.groups.append(group)
         if self._fixed is not None and len(ranks) > 1:
             group.communicator = self._fixed(group.key, group.rank(), group.size())
-        elif self.generation and self._plan is not None:
-            builder = Builder(self._plan, [group], self.device, self._token, patient=True, done=self._wake)
+        elif self.generation and plan is not None:
+            builder = Builder(plan, [group], self.device, self._token, patient=True, done=self._wake)
             builder.start()
-            self._wait_built(self._plan, builder)
+            try:
+                self._wait_built(plan, builder)
+            except Superseded:
+                builder.abandon()
+                raise
             group.communicator = builder.communicators.get(group)
         return group
 
@@ -150,16 +174,22 @@ class World:
         self.page.collective_entered()
         if group.size() == self.size:
             self.order.called(name, result)
+        if self.scope is Scope.SETUP:
+            self._check_whole()
+            self.met += group.size() > 1
         if not self._broken:
             return self.generation or None
-        if self.scope is Scope.SETUP and self.generation:
-            raise CollectiveBroken(
-                "a peer was lost before the first step.", remedy="none needed: the world starts again."
-            )
         if self.unit_passed:
             self.broke_late(result)
         self.leave_phase()
         return None
+
+    def _check_whole(self) -> None:
+        """Before run.steps(): what a loopback gives would be kept."""
+        if self._broken and self.generation:
+            raise CollectiveBroken(
+                "a peer was lost before the first step.", remedy="none needed: the world starts again."
+            )
 
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
@@ -283,6 +313,18 @@ class World:
             act()
             return True
 
+    def unless_overtaken(self, plan: Plan) -> Callable[[Callable[[], None]], bool]:
+        """As `unless_broken`, between two generations: not once ``plan`` is not the newest that was announced."""
+
+        def unless(act: Callable[[], None]) -> bool:
+            with self._changed:
+                if self._announced != plan.generation:
+                    return False
+                act()
+                return True
+
+        return unless
+
     def on_break(self, command: BreakGeneration, snapshots: Callable[[], tuple[Step, ...]]) -> WorkerParked | None:
         with self._changed:
             if command.generation <= self._announced:
@@ -327,7 +369,7 @@ class World:
                     self._passed, self._gate = self._entered, plan.gate
                 else:
                     self._entered = self._passed
-            if not mine.fresh and self.counts_as(plan, mine):
+            if not mine.fresh and plan.reshard is None and self.counts_as(plan, mine):
                 self._start_build(plan)
             self._changed.notify_all()
 
@@ -378,12 +420,40 @@ class World:
                 group.communicator = builder.communicators.get(group)
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
+            self.joined = plan
             self._seated = plan.members
             self._broken = False
             self._failed = None
             self.flights.new_generation()
             self.page.new_generation(plan.generation)
         threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each
+        del dropped
+
+    def begin_again(self, plan: Plan, rank: int) -> None:
+        """This process is about to enter ``main`` again, as ``rank`` of another world: no group of the former one is left. What is
+        committed stays. Raises `Superseded`."""
+        with self._changed:
+            if self._announced != plan.generation:
+                raise Superseded
+            dropped = [group.communicator for group in self.groups]
+            if self._builder is not None:
+                self._builder.abandon()
+            self._builder = None
+            self.groups.clear()
+            self.families = Families()
+            self._place = rank, plan.world_size
+            self._passed = self._entered = self.began = plan.committed
+            self._gate = plan.gate
+            self._seated = plan.members
+            self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
+            self._broken = True
+            self.scope, self.met = Scope.SETUP, 0
+            self.unit_passed = self.in_phase = False
+            self.order = CollectiveOrder()
+        self.broke_late = lambda result: None  # noqa: ARG005
+        self.may_leave_phase = lambda: True
+        self.flights.new_generation()
+        threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()
         del dropped
 
     def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
@@ -451,7 +521,7 @@ class World:
     def _start_build(self, plan: Plan) -> None:
         if self._builder is not None:
             self._builder.abandon()
-        patient = plan.generation == 1 or (not plan.restores and plan.committed == BEGIN)
+        patient = plan.generation == 1 or plan.reshard is not None or (not plan.restores and plan.committed == BEGIN)
         self._builder = Builder(plan, list(self.groups), self.device, self._token, patient=patient, done=self._wake)
         self._builder.start()
 

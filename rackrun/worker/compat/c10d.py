@@ -1,4 +1,5 @@
-"""torch.distributed's registry of groups, torch 2.10 to 2.13: an elastic default group, and a promoted spare's new place."""
+"""torch.distributed's registry of groups, torch 2.10 to 2.13: an elastic default group, a promoted spare's new place, and a new
+beginning in the same process."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["adopt_default_group", "install", "missing", "promote_groups", "register_backend"]
+__all__ = ["adopt_default_group", "forget_groups", "install", "missing", "promote_groups", "register_backend"]
 
 _elastic = False
+_destroy: Callable[[], None] = dist.destroy_process_group
+"""torch's own."""
 _asked_for: list[dist.ProcessGroup] = []
 """What the default group made, until torch before 2.13 calls the backend for it."""
 
 
 def missing() -> list[str]:
-    needed = ("_world", "_get_default_group")
+    needed = ("_world", "_get_default_group", "destroy_process_group")
     return [f"distributed_c10d.{name} is gone" for name in needed if not hasattr(c10d, name)]
 
 
@@ -69,6 +72,14 @@ def adopt_default_group() -> None:
     """From now on the default group is ours, and stays."""
     global _elastic  # noqa: PLW0603 - so is torch's
     _elastic = True
+
+
+def forget_groups() -> None:
+    """Empty torch's registries, so that another default group can be made: names are counted from 0 again, as in a new process."""
+    global _elastic  # noqa: PLW0603 - so is torch's
+    _elastic = False
+    _destroy()
+    _asked_for.clear()
 
 
 def promote_groups(moved: Sequence[tuple[Any, Sequence[int]]]) -> None:

@@ -66,20 +66,23 @@ def reset(module: DistributedDataParallel) -> None:
 
 def hook(
     module: DistributedDataParallel, reduce: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
-) -> None:
-    """Have ``reduce`` sum the buckets: DDP then divides nothing. Raises `StepError` where the script has a hook of its own."""
+) -> Callable[[], None]:
+    """Have ``reduce`` sum the buckets: DDP then divides nothing. Returns what lets go of it, without which the reducer, which
+    Python cannot look into, would hold on to it for ever. Raises `StepError` where the script has a hook of its own."""
     if getattr(module, "_delay_all_reduce_params", None):
         raise StepError(
             "DDP(delay_all_reduce_named_params=...) reduces gradients past every hook.",
             remedy="leave that argument out.",
         )
+    held = [reduce]
     try:
-        module.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+        module.register_comm_hook(None, lambda _, bucket: held[0](bucket))
     except RuntimeError as error:
         raise StepError(
             'the script has registered a communication hook of DDP, which reduction="exact" needs itself.',
             remedy='do not register one, or use reduction="fast".',
         ) from error
+    return held.clear
 
 
 def parameters_of(module: DistributedDataParallel) -> set[int]:

@@ -13,12 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = [
     "begin",
+    "forget_meshes",
     "has_meshes",
     "install",
     "is_gathered",
+    "mesh_of_several_axes",
     "missing",
     "params",
     "promote_sharded",
@@ -28,6 +31,8 @@ __all__ = [
 ]
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
+_beginnings = 0
+"""How often the groups were forgotten."""
 
 
 def missing() -> list[str]:
@@ -43,6 +48,8 @@ def install() -> None:
 
     def remembered(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        if getattr(self, "_thread_id", None) is not None:
+            self._thread_id += _beginnings  # type: ignore[operator] # or it would equal one of former groups, in caches of any thread
         _meshes.append(weakref.ref(self))
 
     def told(params: list[Any], group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +64,19 @@ def install() -> None:
 def has_meshes() -> bool:
     """A DeviceMesh was made, and somebody still holds it."""
     return any(ref() is not None for ref in _meshes)
+
+
+def mesh_of_several_axes() -> bool:
+    """One of those has more than one."""
+    return any(mesh.ndim > 1 for ref in _meshes if (mesh := ref()) is not None)
+
+
+def forget_meshes() -> None:
+    """The groups of all meshes are gone: what DTensor has remembered of them goes as well, and no new mesh will equal an old one."""
+    global _beginnings  # noqa: PLW0603 - of the process, as the groups are
+    _beginnings += 1
+    _clear_sharding_prop_cache()
+    _meshes.clear()
 
 
 def begin(module: nn.Module) -> None:

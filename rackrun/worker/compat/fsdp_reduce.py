@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from rackrun.errors import StepError
 from rackrun.worker.compat import fsdp
 
-__all__ = ["clear_local_gradients", "divert", "local_gradients", "missing", "parameters_of"]
+__all__ = ["clear_local_gradients", "divert", "local_gradients", "missing", "parameters_of", "restore"]
 
 _NEEDED = {
     *("fsdp_params", "unsharded_grads", "reduce_scatter_group", "reduce_scatter_comm", "reduce_dtype"),
@@ -98,6 +98,12 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
 
     diverted._rackrun_original = reduce  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_reduce = diverted
+
+
+def restore() -> None:
+    """What `divert` has done."""
+    reduce: Any = _fsdp_param_group.foreach_reduce
+    _fsdp_param_group.foreach_reduce = getattr(reduce, "_rackrun_original", reduce)
 
 
 class _Summed:

@@ -1,0 +1,61 @@
+"""Runs the user's ``main``, and enters it again when the ranks are to have other shards: in the same process, with everything that
+the script builds made anew.
+
+What stays: the connection to the agent and the thread that listens to it, the heartbeat page, the memory in which snapshots lie, and
+checkpoints that are being written. What goes: the model and all that knows of it, processes that load data, groups and meshes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from rackrun.link.page import Activity
+from rackrun.worker.rejoin import leave
+from rackrun.worker.run import Run
+from rackrun.worker.runtime import Runtime
+from rackrun.worker.units import Carried
+from rackrun.worker.world import Superseded
+
+__all__ = ["run_main"]
+
+T = TypeVar("T")
+
+
+def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Callable[[Run], T]) -> T:
+    """``make`` gives each `Run`."""
+    run = make(None)
+    while True:
+        try:
+            result = main(run)
+            run.finish()
+            if not run.leaves(None):
+                return result
+        except BaseException as error:
+            if not run.leaves(error):
+                raise
+        carried = run.let_go()
+        result = run = None  # type: ignore[assignment]
+        gc.collect()  # models are full of cycles, and there is to be room for the next
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _begin_again(runtime)
+        run = make(carried)
+
+
+def _begin_again(runtime: Runtime) -> None:
+    world, page = runtime.world, runtime.page
+    while True:
+        page.enter(Activity.RECOVERING, world.passed)
+        plan = world.wait_plan()
+        if plan.reshard is None:
+            leave(runtime.member_of(plan).rank, "has left main, so that it has no state to go on with.")
+        try:
+            runtime.begin_again(plan)
+        except Superseded:
+            continue
+        page.enter(Activity.SETUP, world.passed)
+        return
