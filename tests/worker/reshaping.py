@@ -49,7 +49,7 @@ class Change:
     """All are told to pause when somebody tells of this as committed, and change then; None: as soon as a member is lost, or something
     is damaged."""
     rollback: int | None = None
-    edit: Callable[[Plan], Plan] = lambda plan: plan
+    edit: Callable[[Reshaped, Plan], Plan] = lambda _, plan: plan
     lost: int | None = None
     """The slot of a worker that is killed once all have paused: nothing but what it has sealed is left of it."""
 
@@ -135,6 +135,11 @@ class Reshaped(TinyCluster):
             self._asked = True
             self._tell_to_pause(message.generation)
 
+    def snapshot_of(self, slot: int, named: int) -> int:
+        """The descriptor of the memory that holds it."""
+        child = next(one for worker, one in self._children.items() if worker.slot == f"t/{slot}")
+        return child.fds[1 + child.page.snapshots()[named]]
+
     # -- helpers
     def _members(self) -> list[Worker]:
         assert self._plan is not None
@@ -192,7 +197,7 @@ class Reshaped(TinyCluster):
             layout=generation,
             reshard=of,
         )
-        plan = change.edit(plan)
+        plan = change.edit(self, plan)
         self._old = (of, committed, gate) if plan.reshard is not None else None
         dropped = before - set(here)
         self.seen.append(Seen(plan))

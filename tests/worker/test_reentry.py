@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from harness import Ended, TinyCluster, _hash, say
 from reshaping import Change, Reshaped, differences
-from scripts import Script, adam, fit, net
+from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rackrun.core.ids import Position
+from rackrun.checkpoint.durable import DurableStore
+from rackrun.core.commands import Plan, Restore
+from rackrun.core.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.run import Run
 
 Make = Callable[[Run], nn.Module]
@@ -39,10 +46,61 @@ def hsdp(run: Run) -> nn.Module:
     return fsdp(run, run.mesh)
 
 
-def script(make: Make, *, in_main: Callable[[Run], None] = lambda _: None) -> Script:
-    """Trains, with a phase after every fifth step, and says in the end what all ranks hold together."""
+def of_members(_: Reshaped, plan: Plan) -> Plan:
+    """Replicas have all: who goes has nothing that is needed."""
+    assert plan.reshard is not None
+    here = {f"/{member.slot}/{member.incarnation}" for member in plan.members}
+    images = tuple(one if any(one.endswith(end) for end in here) else "" for one in plan.reshard.images)
+    return msgspec.structs.replace(plan, reshard=msgspec.structs.replace(plan.reshard, images=images))
+
+
+def as_it_is(_: Reshaped, plan: Plan) -> Plan:
+    return plan
+
+
+def nothing_again(ended: Ended) -> None:
+    assert len(ended.told) == len({(rank, at) for rank, at, _ in ended.told})
+    assert not ended.rolled_back, ended
+
+
+def dies_in(generation: int, slot: str) -> Callable[[Run], None]:
+    def die(run: Run) -> None:
+        if (run.generation, run._world._slot) == (generation, slot):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def waits_for_a_break_in(generation: int) -> Callable[[Run], None]:
+    def wait(run: Run) -> None:
+        if run.generation == generation:
+            run._world.wait_broken()
+
+    return wait
+
+
+def script(
+    make: Make,
+    *,
+    in_main: Callable[[Run], None] = lambda _: None,
+    at_steps: Callable[[Run], None] = lambda _: None,
+    dies_after: Mapping[str, int] | None = None,
+    workers: int = 0,
+    steps: int = STEPS,
+) -> Script:
+    """Trains, with a phase after every fifth step, and says in the end what all ranks hold together. ``dies_after``: so many steps in
+    a world of generation 2, by slot."""
+    entered: list[int] = []
 
     def main(run: Run) -> None:
+        entered.append(run.generation)
+        done: list[int] = []
+
+        def between(step: int) -> None:
+            done.append(step)
+            if run.generation == 2 and (dies_after or {}).get(run._world._slot) == len(done):
+                os.kill(os.getpid(), signal.SIGKILL)
+
         in_main(run)
         model = make(run)
         optimizer = adam(model)
@@ -51,11 +109,16 @@ def script(make: Make, *, in_main: Callable[[Run], None] = lambda _: None) -> Sc
             state = optimizer.state_dict()["state"]
             held = {path: whole(tensor) for path, tensor in model.named_parameters()}
             held |= {f"{index}/{key}": whole(value) for index, values in state.items() for key, value in values.items()}
-            say(whole={path: _hash(t.contiguous().numpy().tobytes()) for path, t in held.items()}, rank=run.rank)
+            say(
+                whole={path: _hash(t.contiguous().numpy().tobytes()) for path, t in held.items()},
+                rank=run.rank,
+                entered=len(entered),
+            )
 
         run.at_end(at_end)
         run.every(5, lambda: None)
-        fit(run, model, optimizer, steps=STEPS)
+        at_steps(run)
+        fit(run, model, optimizer, steps=steps, between=between, workers=workers)
 
     return main
 
@@ -84,7 +147,8 @@ def reshape() -> Iterator[Reshape]:
 
 @pytest.mark.parametrize("distant", [False, True])
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
-    ended, _ = reshape(
+    """The fourth of the second time was a spare."""
+    ended, cluster = reshape(
         script(fsdp),
         Change((0, 1, 2), told_after=Position(3)),
         Change((0, 1, 2, 4), told_after=Position(7)),
@@ -93,6 +157,183 @@ def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: 
         distant=distant,
     )
     assert not differences(ended, undisturbed(fsdp)), ended
-    assert [plan.world_size for plan in ended.plans] == [3, 4]
-    first, second = (plan.committed.step for plan in ended.plans)
-    assert first < second
+    nothing_again(ended)
+    first, second = ended.plans
+    assert (first.world_size, second.world_size) == (3, 4)
+    for seen, plan in zip(cluster.seen, ended.plans, strict=True):
+        old, new = (snapshot_id(layout, plan.committed.step) for layout in (plan.reshard.layout, plan.layout))
+        for worker, held in seen.pages.items():
+            assert new in held, "sealed before it is told"
+            assert old in held or worker.slot == "t/4", "the old one is still there"
+        assert {ready.fixed for ready in seen.ready.values()} == {""}
+        assert all(ready.reenters for ready in seen.ready.values())
+    for report in cluster.parked[1].values():
+        assert not [one for one in report.snapshots if step_in(first.layout, one) is None], (
+            "nothing of the former layout"
+        )
+
+
+def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -> None:
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+
+    def replicas_have_the_same(_: Reshaped, plan: Plan) -> Plan:
+        assert plan.reshard is not None
+        images = plan.reshard.images
+        return msgspec.structs.replace(
+            plan, reshard=msgspec.structs.replace(plan.reshard, images=(*images[:2], *images[:2]))
+        )
+
+    ended, cluster = reshape(
+        script(hsdp), Change((0, 1), told_after=Position(3), edit=replicas_have_the_same), mesh=mesh
+    )
+    assert not differences(ended, undisturbed(hsdp, mesh=tuple(mesh.items()))), ended
+    nothing_again(ended)
+    (seen,) = cluster.seen
+    assert {ready.mesh for ready in seen.ready.values()} == {(("dp_replicate", 1), ("dp_shard", 2))}
+
+
+def test_replicas_may_enter_main_again_as_well(reshape: Reshape) -> None:
+    ended, cluster = reshape(script(ddp), Change((2, 0), told_after=Position(3), edit=of_members), ranks=3)
+    assert not differences(ended, undisturbed(ddp, 3)), ended
+    nothing_again(ended)
+    assert [ready.fixed for ready in cluster.seen[0].ready.values()] == ["", ""]
+    assert not any(ready.reenters for ready in cluster.seen[0].ready.values()), "but need not"
+
+
+# -- losses in the middle of it ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [fsdp, ddp])
+def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapshots(
+    make: Make, reshape: Reshape
+) -> None:
+    """Sharded ranks have nothing to do with each other in main: some have resumed. Of DDP they wait for each other there."""
+    ended, _ = reshape(
+        script(make, in_main=dies_in(2, "t/1")),
+        Change((0, 1, 2), told_after=Position(3), edit=of_members if make is ddp else as_it_is),
+        Change((2, 0)),
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(make)), ended
+    first, second = ended.plans
+    assert first.reshard == second.reshard
+    assert {said["entered"] for said in ended.said.values()} == {3}
+
+
+def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_lost(reshape: Reshape) -> None:
+    """Nobody goes on before the fourth is there: it holds a shard that no other has."""
+    ended, _ = reshape(
+        script(fsdp, in_main=dies_in(2, "t/1"), at_steps=waits_for_a_break_in(2)),
+        Change((0, 1, 2), told_after=Position(3)),
+        Change((0, 4, 2)),
+        spares=1,
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    nothing_again(ended)
+    assert {rank: said["entered"] for rank, said in ended.said.items()} == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshape: Reshape) -> None:
+    """The former layout's snapshot of the same step is not taken for it."""
+
+    def from_the_first(cluster: Reshaped, plan: Plan) -> Plan:
+        assert plan.reshard is not None
+        (first,) = (seen.plan for seen in cluster.seen)
+        lost = Restore(rank=Rank(1), snapshot=plan.reshard.images[1])
+        return msgspec.structs.replace(
+            plan, reshard=None, layout=first.layout, rollback=Step(first.committed.step), restores=(lost,)
+        )
+
+    ended, _ = reshape(
+        script(fsdp, dies_after={"t/1": 2}),
+        Change((0, 1, 2), told_after=Position(3)),
+        Change((0, 4, 2), edit=from_the_first),
+        spares=1,
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    assert ended.plans[1].rollback == ended.plans[0].committed.step
+    assert {rank: said["entered"] for rank, said in ended.said.items()} == {0: 2, 1: 1, 2: 2}
+
+
+def test_a_damaged_snapshot_is_told_of_and_never_used(reshape: Reshape, capfd: Any) -> None:
+    def spoil(cluster: Reshaped, plan: Plan) -> Plan:
+        fd = cluster.snapshot_of(3, plan.committed.step)
+        at = os.fstat(fd).st_size // 2
+        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
+        return plan
+
+    ended, cluster = reshape(
+        script(fsdp),
+        Change((0, 1, 2), told_after=Position(6), edit=spoil),
+        Change((0, 1, 2), rollback=4),
+        snapshot_every=4,
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    told, (first, second) = cluster.damaged[0], ended.plans
+    assert first.reshard is not None
+    assert (told.step, told.where) == (first.committed.step, first.reshard.images[3])
+    assert second.committed.step == 4
+    assert "cannot be used" in capfd.readouterr().err
+
+
+def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
+    def raises(run: Run) -> None:
+        if run.generation == 2 and run.rank == 0:
+            raise ValueError("the script's own")
+
+    ended, _ = reshape(script(fsdp, in_main=raises), Change((0, 1, 2), told_after=Position(3)), snapshot_every=100)
+    assert ended.exit_code == 1
+    assert ended.failure is not None
+    assert ended.failure.type == "builtins.ValueError"
+
+
+# -- what stays, and what does not -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [fsdp, ddp])
+def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
+    """Nor processes, nor descriptors: the third entry finds what the second has found."""
+    models: list[weakref.ref[nn.Module]] = []
+    found: list[list[int]] = []
+
+    def counted(run: Run) -> nn.Module:
+        if models:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            alive = sum(ref() is not None for ref in models)
+            found.append([alive, len(children), len(os.listdir("/proc/self/fd"))])
+        say(found=found)
+        model = make(run)
+        models.append(weakref.ref(model))
+        return model
+
+    edit = of_members if make is ddp else as_it_is
+    ended, _ = reshape(
+        script(counted, workers=1),
+        Change((0, 1, 2), told_after=Position(3), edit=edit),
+        Change((2, 1, 0), told_after=Position(7)),
+        snapshot_every=100,
+    )
+    assert ended.exit_code == 0, ended
+    for said in ended.said.values():
+        (alive, children, second), (_, _, third) = said["found"]
+        assert (alive, children) == (0, 0)
+        assert second == third
+
+
+def test_checkpoints_on_disk_go_on_across_it(reshape: Reshape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_KEEP", "20")
+    ended, _ = reshape(script(fsdp), Change((0, 1, 2), told_after=Position(4)), snapshot_every=100)
+    assert ended.exit_code == 0, ended
+    store = DurableStore(tmp_path, "run")
+    wrote = {}
+    for info in store.generations():
+        with store.open(info.generation) as reader:
+            wrote[info.generation] = reader.world_size
+    before = {step for step, ranks in wrote.items() if ranks == 4}
+    after = {step for step, ranks in wrote.items() if ranks == 3}
+    assert before
+    assert max(before) <= ended.plans[0].committed.step < min(after)
+    assert max(after) == STEPS - 1
+    again = TinyCluster(script(fsdp, steps=STEPS + 2), ranks=2, spares=0, batch=(24, 2), reduction="exact").run()
+    assert min(again.losses) == STEPS
+    assert again.exit_code == 0, again
