@@ -76,12 +76,13 @@ class Sources:
 
     def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
         """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
-        if event.where:
-            self.snapshots.damaged(event.where, event.step)
-            if self.world.old is not None:
-                self.world.old.damaged(event.where, event.step)
+        step, old = step_in(self.world.layout, event.step), self.world.old
+        if event.where and step is not None:
+            self.snapshots.damaged(event.where, step)
+        elif event.where and old is not None and (step := step_in(old.layout, event.step)) is not None:
+            old.damaged(event.where, step)
         if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
-            because = f"the snapshot of step {event.step} for rank {record.rank} cannot be used ({event.because})"
+            because = f"the snapshot of step {event.step if step is None else step} for rank {record.rank} cannot be used ({event.because})"
             self.plan_again(because, event.at_ms)
 
 

@@ -188,7 +188,7 @@ class Rejoin:
                 self._snapshots.hand_over(plan.committed, world.unless_overtaken(plan))
             except MemoryPlanError as error:
                 leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
-        if world.superseded(plan.generation):
+        if not world.unless_overtaken(plan)(world.give_up_state):
             raise Superseded
         self.leaving = True
         raise Reenter
@@ -260,7 +260,7 @@ class Rejoin:
             self._snapshots.keep(plan.committed.step, world.unless_overtaken(plan), besides=old)
         except MemoryPlanError as error:
             leave(world.rank, f"has no memory for a snapshot of its new state: {error}")
-        if world.superseded(plan.generation):
+        if not world.unless_overtaken(plan)(world.has_state_again):
             raise Superseded
 
     def _address(self, mine: Member) -> str:

@@ -99,6 +99,8 @@ class World:
         self._plan: Plan | None = None
         self.joined: Plan | None = None
         """Of this generation."""
+        self._has_state = True
+        """Not between leaving ``main`` and being filled again."""
         self._seated: tuple[Member, ...] = ()
         """Who is who, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
@@ -340,6 +342,7 @@ class World:
                 entered=self._entered,
                 gate=self._gate,
                 snapshots=snapshots(),
+                layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),
             )
             communicators = [group.communicator for group in self.groups if group.communicator]
@@ -428,6 +431,13 @@ class World:
             self.page.new_generation(plan.generation)
         threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each
         del dropped
+
+    def give_up_state(self) -> None:
+        """Under the lock (`unless_overtaken`), as what follows."""
+        self._has_state = False
+
+    def has_state_again(self) -> None:
+        self._has_state = True
 
     def begin_again(self, plan: Plan, rank: int) -> None:
         """This process is about to enter ``main`` again, as ``rank`` of another world: no group of the former one is left. What is

@@ -48,6 +48,7 @@ class Story:
         pid = self.folder / "pid" / slot
         number = int(pid.read_text())
         pid.unlink()
+        (self.folder / "came" / slot).unlink(missing_ok=True)
         os.kill(number, signal.SIGKILL)
         self.gone.append(slot)
         self.go_on(self.ranks - len(self.gone))
@@ -77,18 +78,20 @@ def _trains(status: dict[str, Any], ranks: int, limit: int) -> bool:
 
 @pytest.fixture
 def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Trained]:
-    """``story(ranks, steps, reduction, change) -> Trained``; ``change(story)`` does what happens to it."""
+    """``story(mode, ranks, steps, reduction, change) -> Trained``; ``change(story)`` does what happens to it."""
     runs = 0
 
-    def run(ranks: int, steps: int, reduction: str, change: Callable[[Story], None], *options: object) -> Trained:
+    def run(mode: str, ranks: int, steps: int, reduction: str, change: Callable[[Story], None]) -> Trained:
         nonlocal runs
         folder = tmp_path / f"story-{runs}"
         runs += 1
-        for name in ("marks", "held", "pid", "come"):
+        for name in ("marks", "held", "pid", "come", "came"):
             (folder / name).mkdir(parents=True)
         (folder / "limit").write_text("0")
-        command = ["--standalone", "--nproc-per-node", ranks, "--policy", "swap,shrink,wait", *options]
-        job = start_rackrun([*command, SCRIPT, steps, folder, reduction])
+        command = ["--standalone", "--nproc-per-node", ranks, "--policy", "swap,shrink,wait"]
+        if mode == "fsdp":
+            command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
+        job = start_rackrun([*command, SCRIPT, mode, steps, folder, reduction])
         told = Story(job, folder, ranks)
         job.wait_for(lambda status: status["core"]["phase"] == "training", WAIT_S)
         told.go_on(ranks)
@@ -127,15 +130,19 @@ def assert_nothing_is_lost_or_used_twice(trained: Trained, steps: int) -> None:
         assert len(delivered) == len(set(delivered)) == 32, f"step {step}\n{trained}"
 
 
+STORIES = [("ddp", 3, 1), ("fsdp", 3, 1), ("ddp", 8, 1), ("ddp", 8, 2), ("fsdp", 8, 1), ("fsdp", 8, 2)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "seed"), [(3, 1), *(pytest.param(8, seed, marks=pytest.mark.stories) for seed in (1, 2))]
+    ("mode", "ranks", "seed"),
+    [pytest.param(*one, marks=[pytest.mark.stories] if at else []) for at, one in enumerate(STORIES)],
 )
 def test_down_to_one_rank_and_up_again_it_is_the_same_training(
-    ranks: int, seed: int, story: Callable[..., Trained]
+    mode: str, ranks: int, seed: int, story: Callable[..., Trained]
 ) -> None:
     steps = 3 * APART * ranks + APART
-    reference = story(ranks, steps, "exact", lambda story: None)
-    trained = story(ranks, steps, "exact", down_and_up(seed))
+    reference = story(mode, ranks, steps, "exact", lambda story: None)
+    trained = story(mode, ranks, steps, "exact", down_and_up(seed))
     assert min(trained.sizes) == 1, trained
     assert trained.sizes[-1] == ranks, trained
     assert trained.gates == reference.gates, trained
@@ -147,8 +154,8 @@ def test_down_to_one_rank_and_up_again_it_is_the_same_training(
 @pytest.mark.stories
 def test_with_the_fast_reduction_it_is_the_same_but_for_rounding(story: Callable[..., Trained]) -> None:
     """Over the first steps after a change; what rounding makes of it later is another training of the same worth."""
-    reference = story(4, 60, "fast", lambda story: None)
-    trained = story(4, 60, "fast", down_and_up(5))
+    reference = story("ddp", 4, 60, "fast", lambda story: None)
+    trained = story("ddp", 4, 60, "fast", down_and_up(5))
     assert_nothing_is_lost_or_used_twice(trained, 60)
     changed = 20
     for (step, phase), (loss, *samples) in trained.gates.items():

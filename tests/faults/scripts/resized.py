@@ -1,6 +1,6 @@
 """A small training in a world whose size a test decides: it ends ranks, lets others come, and says how far they may go.
 
-resized.py STEPS FOLDER REDUCTION. ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the
+resized.py MODE STEPS FOLDER REDUCTION: MODE is ``ddp`` or ``fsdp``. ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the
 process in each slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of
 its weights to ``FOLDER/held/RANK``.
 """
@@ -16,13 +16,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
 import rackrun
 from rackrun.link.boot import current
 
-STEPS, FOLDER, REDUCTION = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+MODE, STEPS, FOLDER, REDUCTION = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 WIDTH = 24
 
 
@@ -54,7 +56,14 @@ def main(run: rackrun.Run) -> None:
         nn.Tanh(),
         nn.Linear(64, WIDTH),
     )
-    model = DDP(layers, bucket_cap_mb=0.01)
+    model: nn.Module = layers
+    if MODE == "fsdp":
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(layers)
+    else:
+        model = DDP(layers, bucket_cap_mb=0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -69,16 +78,20 @@ def main(run: rackrun.Run) -> None:
         optimizer.zero_grad()
         scheduler.step()
 
-    if boot is not None and boot.spare:
+    def export() -> None:
+        digest = hashlib.sha256()
+        for parameter in layers.parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().numpy().tobytes())
+        (FOLDER / "held" / str(run.rank)).write_text(digest.hexdigest())
+
+    run.at_end(export)
+    if boot is not None and boot.spare and not (FOLDER / "came" / slot).exists():
         wait_for((FOLDER / "come" / slot).exists)
-        (FOLDER / "come" / slot).unlink()
+        (FOLDER / "come" / slot).rename(FOLDER / "came" / slot)
     for step in run.steps(STEPS):
         wait_for(lambda step=step: step <= int((FOLDER / "limit").read_text() or 0))  # type: ignore[misc]
         train_step(step)
-    digest = hashlib.sha256()
-    for parameter in layers.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    (FOLDER / "held" / str(run.rank)).write_text(digest.hexdigest())
 
 
 if __name__ == "__main__":
