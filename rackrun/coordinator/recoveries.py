@@ -65,6 +65,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     committed_ms: float | None = None
     """Every rank of the new world has committed a unit."""
     lost: tuple[LostRank, ...] = ()
+    joined: tuple[SlotId, ...] = ()
+    """Whose workers are ranks more of a world that has grown."""
     world_size: int = 0
     restores: tuple[str, ...] = ()
     """Who got its state from where: ``rank 2 from rank 0``."""
@@ -116,12 +118,17 @@ class Recovery(msgspec.Struct, kw_only=True):
         restart = self.kind == "restart"
         who = "; ".join(
             f"rank {one.rank} {'leaves' if self.planned else 'lost on'} {one.slot} ({one.how})"
-            + ("" if restart else _successor(one))
+            + ("" if restart or self.kind == "resize" else _successor(one))
             for one in self.lost
         )
+        if self.joined:
+            verb = "joins" if len(self.joined) == 1 else "join"
+            who = "; ".join(filter(None, [who, f"{', '.join(self.joined)} {verb} at a step boundary"]))
         parts = [who or f"generation {self.generation}: {self.because}"]
         if restart:
             parts.append(f" -> all {self.world_size} workers start again")
+        elif self.kind == "resize":
+            parts.append(f" -> {self.world_size} ranks go on")
         if self.overtaken:
             parts.append(", overtaken by another failure")
         elif self.seconds is not None:
@@ -299,6 +306,10 @@ class RecoveryWatch:
                 if recovery.kind != "restart":
                     resized = before.world_size != plan.world_size
                     recovery.kind = "resize" if resized else "swap" if recovery.lost else "regroup"
+                    was = {(m.slot, m.incarnation) for m in before.members}
+                    recovery.joined = tuple(
+                        m.slot for m in plan.members if resized and (m.slot, m.incarnation) not in was
+                    )
             self._settle_restart()
         self._how.clear()
         self._fenced.clear()
@@ -319,7 +330,7 @@ class RecoveryWatch:
             self._end()
 
     def _lost(self, before: Plan, after: Plan) -> tuple[LostRank, ...]:
-        now = {m.rank: m for m in after.members}
+        now = {m.rank: m for m in after.members} if before.world_size == after.world_size else {}
         alive = {(m.slot, m.incarnation) for m in after.members}
         return tuple(
             LostRank(

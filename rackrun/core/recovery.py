@@ -397,13 +397,14 @@ class Recovery:
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
         world, committed, state = self.world, prospect.committed, prospect.state
         assert state is not None, "checked by the decision"
-        because = self._explain(committed, state, chosen)
+        spares = len(self.rack.ready_spares()) - len(chosen)
         for rank, spare in chosen.items():
             world.seat(rank, spare)
         gate, reshard = prospect.gate, None
         if world.old is not None:
             reshard = world.old.reshard(state, world.members, self.rack)
             state, committed, gate = self._cut_anew(world.old, state)
+        because = self._explain(prospect.committed, state, chosen, spares)
         for rank, record in world.members.items():
             record.move(Trigger.RESUME, f"generation {world.generation}, rank {rank}")
             record.stateful = record.stateful and rank not in state.fresh and reshard is None
@@ -445,13 +446,14 @@ class Recovery:
         back = state.rollback if old.gone_back else None
         return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate
 
-    def _explain(self, committed: Position, state: StatePlan, chosen: dict[Rank, WorkerRecord]) -> str:
+    def _explain(
+        self, committed: Position, state: StatePlan, chosen: dict[Rank, WorkerRecord], spares_left: int
+    ) -> str:
         parts = [self._told()]
         if chosen:
             slots = ", ".join(record.worker.slot for _, record in sorted(chosen.items()))
-            left = len(self.rack.ready_spares()) - len(chosen)
             verb = "takes" if len(chosen) == 1 else "take"
-            parts.append(f"{slots} {verb} over, {left} {'spare' if left == 1 else 'spares'} left")
+            parts.append(f"{slots} {verb} over, {spares_left} {'spare' if spares_left == 1 else 'spares'} left")
         if self._resized:
             parts.append(self._resized)
         if state.rollback is not None:

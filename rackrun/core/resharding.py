@@ -29,7 +29,7 @@ class OldWorld:
     """The last unit that was committed in it; after a rollback, the one that all went back to."""
     gate: tuple[float, ...]
     ranks: Mapping[Worker, Rank]
-    """Who was which rank."""
+    """Who was which rank, and had its state."""
     classes: Mapping[Rank, str]
     snapshots: Snapshots
     gone_back: bool = False

@@ -138,7 +138,7 @@ class Resizing:
     def _unlike(self, ranks: Collection[Rank]) -> str:
         """Whoever goes has to be a replica of whoever stays, and of whoever comes."""
         found = {self.classes.get(rank, "") for rank in ranks}
-        if len(found) == 1 and not next(iter(found)).endswith(" alone"):
+        if len(found) == 1 and (one := next(iter(found))) and not one.endswith(" alone"):
             return ""
         return "the ranks are not each other's replicas, or have not been compared yet (before step 2)"
 
@@ -150,13 +150,20 @@ class Resizing:
         return ((mesh.axes[0][0] if mesh is not None else "dp", size),)
 
     def _as_it_was(self, committed: Position, gate: tuple[float, ...]) -> OldWorld:
-        world = self.world
+        world, plan = self.world, self.world.plan
+        torn = world.torn()
+        if torn and plan is not None and plan.rollback is not None:
+            committed, gate = (
+                Position(plan.rollback),
+                (),
+            )  # not all have gone back: what they stand at is no one history
         return OldWorld(
             layout=world.layout,
             size=world.size,
             committed=committed,
             gate=gate,
-            ranks={record.worker: rank for rank, record in world.members.items()},
+            gone_back=torn,
+            ranks={record.worker: rank for rank, record in world.stateful().items()},
             classes=dict(self.classes),
             snapshots=self.sources.snapshots,
         )

@@ -129,7 +129,7 @@ def test_a_smaller_world_is_a_resize(story: Story) -> None:
     story.finish()
     (recovery,) = story.told_of
     assert recovery.kind == "resize"
-    assert "rank 2 lost on tray-00/2 (tray lost: its agent is gone) -> nobody, the world shrinks" in recovery.line()
+    assert "rank 2 lost on tray-00/2 (tray lost: its agent is gone) -> 2 ranks go on" in recovery.line()
 
 
 def test_a_stall_is_named_as_what_it_was_not_as_the_kill_that_ended_it(story: Story) -> None:

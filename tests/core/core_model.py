@@ -21,6 +21,7 @@ from rackrun.core.commands import (
     PauseWorkers,
     Plan,
     ReleaseWorkers,
+    Reshard,
     Restore,
     ResumeGeneration,
     SetTimer,
@@ -48,7 +49,7 @@ from rackrun.core.events import (
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
 
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""
@@ -82,7 +83,9 @@ class Process:
     torn: bool = False
     """It began to go back to its snapshot: until it resumes, its memory is neither the old state nor the new one."""
     sealed: tuple[int, int] = (0, -1)
-    """Generation and step of its newest snapshot."""
+    """Generation and id of its newest snapshot."""
+    layout: int = 0
+    """Of its state, and of the snapshots that it takes."""
     given: set[tuple[int, int]] = field(default_factory=lambda: {(0, -1)})
     """Of those of which its agent has sent stripes, with success or not."""
     up: deque[Event] = field(default_factory=deque)
@@ -104,6 +107,9 @@ class Cluster:
         """``racks``: trays tell of their GPUs, two trays to an NVLink clique."""
         self.racks, self.core_config = racks, config
         self.exact = True
+        self.reenters = False
+        """Sharded worlds may change their size: all enter main again."""
+        self.reshards = 0
         self.planned_swaps = 0
         self.unfit: set[SlotId] = set()
         self.core = ControlPlane(config)
@@ -116,7 +122,7 @@ class Cluster:
         self.rotten: set[tuple[SlotId, int, int]] = set()
         """Snapshots of which a bit has flipped: slot, incarnation, step."""
         self.files: dict[tuple[SlotId, int], dict[int, int]] = {}
-        """Beside ``arenas``: no two snapshots are the same bytes."""
+        """Beside ``arenas``: no two snapshots are the same bytes. Both are by `snapshot_id`."""
         self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, Chain]]] = {}
         """(tray, generation, keeper, step) -> whose stripes are in it, and of which file."""
         self.plans: dict[int, Plan] = {}
@@ -185,6 +191,11 @@ class Cluster:
         assert command.because
         assert [m.rank for m in plan.members] == list(range(plan.world_size))
         assert len({m.slot for m in plan.members}) == plan.world_size == len({m.incarnation for m in plan.members})
+        if plan.reshard is not None:
+            self.reshards += 1
+            assert not plan.restores
+            assert all(plan.reshard.images)
+            return
         restored = {restore.rank for restore in plan.restores}
         assert restored == {m.rank for m in plan.members if m.fresh}
         for restore in plan.restores:
@@ -308,7 +319,7 @@ class Cluster:
             out.append("finish")
         if process.entered_in is None and process.passed >= 0 and process.passed % 2 == 1:
             arena = self.arenas.get((process.slot, process.incarnation), {})
-            if process.passed not in arena:
+            if _id(process) not in arena:
                 out.append("seal")
         if process.sealed not in process.given and self._set_of(process):
             out.append("stripe")
@@ -345,8 +356,15 @@ class Cluster:
                 self._say(process, WorkerSevered, generation=process.generation, because="connection reset")
             case "start":
                 self._say(process, WorkerElastic)
-                fixed = "" if self.shards == "replicas" else "it is sharded"
-                self._say(process, WorkerReady, replica_class=self._class(process.rank), fixed=fixed, exact=self.exact)
+                reenters = self.shards != "replicas" and self.reenters
+                self._say(
+                    process,
+                    WorkerReady,
+                    replica_class=self._class(process.rank),
+                    fixed="" if self.shards == "replicas" or reenters else "it is sharded",
+                    reenters=reenters,
+                    exact=self.exact,
+                )
                 process.state = "waiting" if process.rank is None else "running"
                 process.stateful = process.rank is not None
             case "enter":
@@ -378,13 +396,15 @@ class Cluster:
         process.paused = True
         self._say(process, WorkerPaused, generation=process.generation)
 
-    def _seal(self, process: Process) -> None:
+    def _seal(self, process: Process, *, besides: int = -1) -> None:
+        """There is room for two: this one, and ``besides`` or the newest other."""
         arena = self.arenas.setdefault((process.slot, process.incarnation), {})
-        arena[process.passed] = process.chain
-        self.files.setdefault((process.slot, process.incarnation), {})[process.passed] = len(self.log)
-        process.sealed = (process.generation, process.passed)
-        for step in sorted(arena)[:-2]:
-            del arena[step]
+        arena[_id(process)] = process.chain
+        self.files.setdefault((process.slot, process.incarnation), {})[_id(process)] = len(self.log)
+        process.sealed = (process.generation, _id(process))
+        others = sorted(named for named in arena if named != _id(process))
+        for named in [one for one in others if one != (besides if besides in arena else others[-1])]:
+            del arena[named]
 
     def _stripe(self, process: Process) -> None:
         process.given.add(process.sealed)
@@ -439,6 +459,7 @@ class Cluster:
             entered=Position(entered),
             gate=(float(passed),),
             snapshots=tuple(Step(step) for step in sorted(arena)),
+            layout=Generation(process.layout) if process.stateful else None,
             replica_class=self._class(process.rank),
         )
 
@@ -446,7 +467,9 @@ class Cluster:
         """A plan arrives: from here on, who is fresh has nothing to lose."""
         me = next(m for m in plan.members if (m.slot, m.incarnation) == (process.slot, process.incarnation))
         assert plan.generation > process.generation, "an old plan"
-        if not me.fresh:
+        if plan.reshard is not None:
+            self._hand_over(process, plan, plan.reshard)
+        elif not me.fresh:
             assert process.stateful, "state is expected of a member that has none"
             if plan.rollback is None:
                 assert plan.committed.step >= process.told, "what was committed is committed no more"
@@ -454,20 +477,52 @@ class Cluster:
                 assert process.passed <= plan.committed.step <= has, "a plan that this survivor cannot follow"
         process.told = plan.committed.step if plan.rollback is None else plan.rollback
         process.state, process.plan, process.rank = "resuming", plan, me.rank
-        process.stateful = process.stateful and not me.fresh
-        process.finished = process.finished and not me.fresh and plan.rollback is None
+        process.stateful = process.stateful and not me.fresh and plan.reshard is None
+        process.finished = process.finished and process.stateful and plan.rollback is None
         process.generation = plan.generation
         process.reported = False
         process.torn = process.stateful and (process.torn or plan.rollback is not None)
+
+    def _hand_over(self, process: Process, plan: Plan, of: Reshard) -> None:
+        """Who has its old state still, and is asked for it, seals it, and leaves main."""
+        here = f"{tray_of(process.slot)}:2/{process.slot}/{process.incarnation}"
+        stands = process.stateful and process.layout == of.layout and plan.rollback is None
+        if not (stands and here in of.images):
+            return
+        at = plan.committed.step
+        has = process.passed + (process.entered_in is not None)
+        assert process.passed <= at <= has, "a plan that this survivor cannot follow"
+        if process.passed < at:
+            self._apply(process)
+        self._seal(process)
+
+    def _from_images(self, plan: Plan, of: Reshard) -> Chain | None:
+        """What all the old ranks had, in one history; None as long as somebody has still to seal."""
+        found: set[Chain] = set()
+        named = snapshot_id(of.layout, Step(plan.committed.step))
+        for where in of.images:
+            _, tray, index, incarnation = where.split("/")
+            key = (SlotId(f"{tray}/{index}"), int(incarnation))
+            if named not in self.arenas.get(key, {}):
+                owner = self.processes[key]
+                waits = owner.alive and owner.generation < plan.generation
+                assert waits or not owner.alive, "a snapshot that nobody keeps"
+                return None
+            found.add(self.arenas[key][named])
+        assert len(found) == 1, "the old ranks have two histories"
+        return found.pop()
 
     def _restored(self, process: Process) -> Chain | None:
         """The state that the plan means for this member; None as long as it cannot be had."""
         plan = process.plan
         assert plan is not None
+        if plan.reshard is not None:
+            return self._from_images(plan, plan.reshard)
         at = plan.committed.step if plan.rollback is None else plan.rollback
         if process.stateful:
+            assert process.layout == plan.layout, "shards of another layout"
             if plan.rollback is not None:
-                return self.arenas[process.slot, process.incarnation][at]
+                return self.arenas[process.slot, process.incarnation][_named(plan, at)]
             assert not process.torn, "a state that is half gone back is taken for a clean one"
             if process.passed < at:
                 assert process.entered_in is not None
@@ -480,7 +535,14 @@ class Cluster:
         """Step and place, when the snapshot that this member goes back to is not what it was."""
         plan = process.plan
         assert plan is not None
-        step = plan.committed.step if plan.rollback is None else plan.rollback
+        if plan.reshard is not None:
+            named = snapshot_id(plan.reshard.layout, Step(plan.committed.step))
+            for where in plan.reshard.images:
+                _, tray, index, incarnation = where.split("/")
+                if (SlotId(f"{tray}/{index}"), int(incarnation), named) in self.rotten:
+                    return named, where
+            return None
+        step = _named(plan, plan.committed.step if plan.rollback is None else plan.rollback)
         if plan.rollback is None and process.stateful:
             return None
         where, key = "", (process.slot, process.incarnation, step)
@@ -509,9 +571,9 @@ class Cluster:
             _, tray, index, incarnation = restore.snapshot.split("/")
             arena = self.arenas.get((SlotId(f"{tray}/{index}"), int(incarnation)))
             assert arena is not None or not self.up_trays.get(TrayId(tray)), "a snapshot that nobody keeps"
-            return arena[at] if arena else None
+            return arena[_named(plan, at)] if arena else None
         if restore.rebuild:
-            return self._rebuild(restore, at)
+            return self._rebuild(restore, _named(plan, at))
         for source in restore.sources:
             member = plan.members[source]
             peer = self.processes[member.slot, member.incarnation]
@@ -550,10 +612,12 @@ class Cluster:
         plan = process.plan
         assert chain is not None
         assert plan is not None
-        process.chain = chain
-        if plan.rollback is not None:
+        process.chain, process.layout = chain, plan.layout
+        if plan.reshard is not None:
+            self._seal(process, besides=snapshot_id(plan.reshard.layout, Step(plan.committed.step)))
+        elif plan.rollback is not None:
             arena = self.arenas.get((process.slot, process.incarnation), {})
-            for step in [step for step in arena if step > plan.rollback]:
+            for step in [step for step in arena if step > _named(plan, plan.rollback)]:
                 del arena[step]
         process.entered_in = None
         process.torn = False
@@ -601,6 +665,15 @@ class Cluster:
             assert len(chains) == 1
             assert len(chains.pop()) == self.units
         return self.stopped
+
+
+def _id(process: Process) -> int:
+    """Of the snapshot that it would take now."""
+    return snapshot_id(Generation(process.layout), Step(process.passed))
+
+
+def _named(plan: Plan, step: int) -> Step:
+    return snapshot_id(plan.layout, Step(step))
 
 
 def _rank(process: Process) -> int:

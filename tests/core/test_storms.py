@@ -44,7 +44,7 @@ def storm(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         rules=parse_rules(rng.choice(["", "swap,move,shrink,wait,restart"])),
     )
     cluster = kind(config, slots, units, rng.choice(["replicas", "replicas", "pairs", "unique"]))
-    cluster.exact = rng.random() < 0.7
+    cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.5
     return play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02, 0.05]))
 
 
@@ -101,6 +101,28 @@ def storm_of_two_trays(seed: int) -> Cluster:
     )
     cluster = Cluster(config, 1, rng.randint(10, 40), "unique")
     return play(cluster, trays, rng, ["trays", "trays", "trays", "tray", "rot"], 0.02)
+
+
+def storm_of_shards(seed: int) -> Cluster:
+    """Hardly any spare, and who is lost is not waited for: all enter main again, with other shards, or with other pairs."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 5), rng.randint(1, 2)
+    tied = slots == 2 and rng.random() < 0.5
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=0 if tied else rng.randint(0, min(2, trays * slots - 1)),
+        mesh=(("dp", trays), ("tp", 2)) if tied else (),
+        start_over=rng.random() < 0.5,
+        no_progress_max=20,
+        min_ranks=1,
+        rules=parse_rules("swap,move,shrink,wait,restart"),
+        snapshot_copies=rng.choice(["mirror", "xor", "local"]),
+    )
+    cluster = Cluster(config, slots, rng.randint(5, 40), "pairs" if tied else rng.choice(["pairs", "unique"]))
+    cluster.reenters = True
+    kinds = ["kill", "kill", "kill", "segv", "hang", "silent", "tray", "timeout", "pair", "rot", "jam"]
+    return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
 
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
@@ -186,6 +208,7 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
         seen["swaps"] += sum(bool(plan.restores) and plan.rollback is None for plan in plans)
         seen["damaged"] += any("cannot be used" in line for line in cluster.log)
         seen["rollbacks"] += sum(plan.rollback is not None for plan in plans)
+        seen["reshards"] += cluster.reshards
         sizes = [plan.world_size for plan in plans]
         seen["shrinks"] += sum(size < before for before, size in itertools.pairwise(sizes))
         seen["grows"] += sum(size > before for before, size in itertools.pairwise(sizes))
@@ -197,6 +220,7 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
     assert seen["rollbacks"] > SEEDS / 20, seen
     assert seen["absorbs"] > SEEDS / 20, seen
     assert seen["shrinks"] > SEEDS / 20, seen
+    assert seen["reshards"] > SEEDS / 30, seen
     assert seen["grows"] > SEEDS / 30, seen
     assert seen["damaged"] > SEEDS / 300, seen
 
@@ -244,6 +268,23 @@ def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> No
             ], seed
             compared += core.compared
     assert compared > 25 * SEEDS // 60
+
+
+def test_in_a_storm_that_cuts_the_state_anew_all_shards_are_of_one_history() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 3):
+        try:
+            cluster = storm_of_shards(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        sizes = [plan.world_size for plan in cluster.plans.values()]
+        seen["reshards"] += cluster.reshards
+        seen["shrinks"] += sum(size < before for before, size in itertools.pairwise(sizes))
+        seen["grows"] += sum(size > before for before, size in itertools.pairwise(sizes))
+        seen[f"exit {cluster.stopped.exit_code if cluster.stopped else None}"] += 1
+    assert seen["exit 0"] > SEEDS / 6, seen
+    assert min(seen["shrinks"], seen["grows"]) > SEEDS / 12, seen
+    assert seen["reshards"] > SEEDS / 5, seen
 
 
 def test_what_is_rebuilt_of_two_that_are_lost_at_once_is_what_was_lost() -> None:
