@@ -31,8 +31,8 @@ from rackrun.agent.tray import Tray
 from rackrun.agent.uplink import End, Uplink, Urgency
 from rackrun.agent.watch import Watch
 from rackrun.checkpoint import isal
-from rackrun.core.commands import StopJob, WorkerCommand
-from rackrun.core.events import StopRequested, TrayJoined
+from rackrun.core.commands import DismissTray, StopJob, WorkerCommand
+from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined
 from rackrun.core.wire import encode
 from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
 
@@ -49,8 +49,8 @@ def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: boo
     """Serve the coordinator until the job ends; returns the process's exit code: 0 done, 2 refused, 3 coordinator lost.
 
     In a forked child, called from its main thread, ``parent`` is the launcher's pid (default: whoever it is now), and the
-    agent dies with it. ``standalone``: nobody's child; Ctrl-C and SIGTERM are then passed on to the coordinator, instead of
-    being left to the launcher.
+    agent dies with it. ``standalone``: nobody's child; Ctrl-C is then passed on to the coordinator, instead of being left to the
+    launcher. SIGTERM tells this tray to leave: once its ranks are elsewhere, or after ``config.grace_s``; a second one: at once.
     """
     if not standalone:
         proc.die_with(os.getppid() if parent is None else parent)
@@ -80,12 +80,15 @@ class _Agent:
         self._config = config
         self._standalone = standalone
         self._stop: asyncio.Future[StopJob]
+        self._leave: asyncio.Future[bool]
+        """Told to leave, and: nobody is here any more, or time is up."""
+        self._called_away = False
         self._tray: Tray
 
     async def run(self, server: ForkServer) -> int:
         config = self._config
         loop = asyncio.get_running_loop()
-        self._stop = loop.create_future()
+        self._stop, self._leave = loop.create_future(), loop.create_future()
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
         nccl_store = stores.serve() if torch.cuda.is_available() else None
@@ -111,17 +114,19 @@ class _Agent:
         mirror = Mirror(config.token, tray.destination, uplink.event)
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
+        loop.add_signal_handler(signal.SIGTERM, self._told_to_leave, uplink)
         if self._standalone:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self._signalled, uplink, number)
+            loop.add_signal_handler(signal.SIGINT, self._interrupted, uplink)
         connection = asyncio.create_task(
             _refuse(devices.contradiction) if devices.contradiction else uplink.run(), name="uplink"
         )
         try:
-            await asyncio.wait((connection, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((connection, self._stop, self._leave), return_when=asyncio.FIRST_COMPLETED)
             code, failed = EXIT_DONE, True
             if self._stop.done():
                 failed = self._stop.result().exit_code != 0
+            elif self._leave.done():
+                failed = not self._leave.result()
             else:
                 code = connection.result().value
             devices.stop()  # before its process is killed with all others
@@ -141,14 +146,29 @@ class _Agent:
             stores.close()
 
     def _obey(self, command: WorkerCommand) -> None:
-        if not isinstance(command, StopJob):
+        if isinstance(command, DismissTray):
+            self._go(orderly=True)
+        elif not isinstance(command, StopJob):
             self._tray.obey(command)
         elif not self._stop.done():
             self._stop.set_result(command)
 
-    def _signalled(self, uplink: Uplink, number: signal.Signals) -> None:
-        because = f"{number.name} to the agent of {self._config.tray}"
-        uplink.event(StopRequested(because=because, exit_code=128 + number))
+    def _interrupted(self, uplink: Uplink) -> None:
+        because = f"SIGINT to the agent of {self._config.tray}"
+        uplink.event(StopRequested(because=because, exit_code=128 + signal.SIGINT))
+
+    def _told_to_leave(self, uplink: Uplink) -> None:
+        if self._called_away:
+            self._go(orderly=False)
+            return
+        self._called_away = True
+        because = f"SIGTERM to the agent of {self._config.tray}"
+        uplink.event(DepartureAnnounced(tray=self._config.tray, because=because, exit_code=128 + signal.SIGTERM))
+        asyncio.get_running_loop().call_later(self._config.grace_s, lambda: self._go(orderly=False))
+
+    def _go(self, *, orderly: bool) -> None:
+        if not self._leave.done():
+            self._leave.set_result(orderly)
 
 
 async def _refuse(because: str) -> End:

@@ -109,8 +109,8 @@ class Tray:
             case c.ResumeGeneration():
                 self._resume = command
                 self._pass_on(command, [(member.slot, member.incarnation) for member in command.plan.members])
-            case c.StopJob():
-                raise AssertionError("the agent carries out StopJob")
+            case c.StopJob() | c.DismissTray():
+                raise AssertionError(f"the agent carries out {type(command).__name__}")
             case _:
                 assert_never(command)
 

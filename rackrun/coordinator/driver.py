@@ -21,11 +21,14 @@ from rackrun.coordinator.log import StepLog
 from rackrun.coordinator.metrics import Metrics
 from rackrun.coordinator.pace import Pace
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
+from rackrun.coordinator.requests import Requests
 from rackrun.core.commands import (
+    Answer,
     AskPolicy,
     BreakGeneration,
     Command,
     Decided,
+    DismissTray,
     DrainWorkers,
     FenceWorker,
     Notice,
@@ -37,7 +40,16 @@ from rackrun.core.commands import (
     StopJob,
     WorkerCommand,
 )
-from rackrun.core.events import Event, JournalFailed, PolicyAnswered, TimerFired, TrayJoined, TrayLost, WorkerElastic
+from rackrun.core.events import (
+    DepartureAnnounced,
+    Event,
+    JournalFailed,
+    PolicyAnswered,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+)
 from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
 from rackrun.link.channel import frame
@@ -72,7 +84,7 @@ class Observer(Protocol):
         """What snapshots survive from now on."""
 
     def notice(self, text: str) -> None:
-        """What the coordinator has decided, or has not, about hardware."""
+        """What the coordinator has decided, or has not, about hardware, and what became of what was asked for."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +120,7 @@ class Driver:
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
         self.recoveries: list[Recovery] = []
+        self.requests = Requests(self.finished)
         self._last_words = LastWords()
         self._core = core
         self._journal = journal
@@ -122,6 +135,8 @@ class Driver:
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
         """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
         self._pace = Pace()
+        self._going: set[TrayId] = set()
+        """Told to leave: they go by themselves."""
         self._inbox: deque[tuple[Event, float]] = deque()
         self._handling = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -141,6 +156,7 @@ class Driver:
         if event.tray in self._links:
             self._forget(event.tray, "its agent connected anew")
         self._links[event.tray] = link
+        self._going.discard(event.tray)
         self.metrics.trays.set(len(self._links))
         self.submit(event)
 
@@ -148,7 +164,7 @@ class Driver:
         """A connection has ended. Only the tray's current one counts."""
         if self._links.get(tray) is link:
             self._forget(tray, because)
-            if self.over is None:
+            if self.over is None and tray not in self._going:
                 self.fence(tray)
 
     def _forget(self, tray: TrayId, because: str) -> None:
@@ -239,6 +255,8 @@ class Driver:
         self._at_ms = max(self._at_ms, int(arrived_ms), event.at_ms if isinstance(event, TimerFired) else 0)
         event = msgspec.structs.replace(event, at_ms=self._at_ms)
         cause = self._journal.event(event)
+        if isinstance(event, DepartureAnnounced):
+            self._going.add(event.tray)
         self.watch.heard(event, arrived_ms)
         self.metrics.copies.heard(event)
         try:
@@ -278,12 +296,12 @@ class Driver:
                 self._send(command, (command.slot,))
             case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
                 self._send(command, (worker.slot for worker in command.workers))
-            case Notice():
-                self._observer.notice(command.text)
+            case DismissTray():
+                self._send_to(frame(command), (command.tray,))
             case AskPolicy():
                 self.ask(command)
-            case Decided():
-                pass  # in the journal, and seen by the watch
+            case Notice() | Answer() | Decided():
+                self._tell(command)
             case StopJob():
                 data = frame(command)
                 for link in self._links.values():
@@ -307,10 +325,19 @@ class Driver:
         self.submit(PolicyAnswered(question=command.question, trouble="has nobody who could ask it"))
 
     def _send(self, command: WorkerCommand, slots: Iterable[SlotId]) -> None:
-        data = frame(command)
-        for tray in dict.fromkeys(tray_of(slot) for slot in slots):
+        self._send_to(frame(command), dict.fromkeys(tray_of(slot) for slot in slots))
+
+    def _send_to(self, data: bytes, trays: Iterable[TrayId]) -> None:
+        for tray in trays:
             if link := self._links.get(tray):  # else: its TrayLost is handled already, or comes next
                 link.send(data)
+
+    def _tell(self, command: Notice | Answer | Decided) -> None:
+        """A decision is in the journal, and seen by the watch."""
+        if isinstance(command, Notice | Answer):
+            self._observer.notice(command.text)
+        if isinstance(command, Answer):
+            self.requests.heard(command)
 
     def _set_timer(self, command: SetTimer) -> None:
         def fire() -> None:

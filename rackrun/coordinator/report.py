@@ -155,7 +155,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         notices=tuple(
             NoticeReport(at_ms=at_ms, text=msgspec.json.decode(body)["text"])
             for at_ms, body in connection.execute(
-                "SELECT at_ms, body FROM events WHERE kind = 'command' AND name = 'Notice' ORDER BY id"
+                "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
             )
         ),
         goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),

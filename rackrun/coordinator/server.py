@@ -8,6 +8,9 @@
 ``GET /metrics``    for Prometheus
 ``POST /api/stop``  end at the next step boundary
 ``POST /api/close-breaker``  act on what the circuit breaker holds back
+``POST /api/drain``, ``/api/return``, ``/api/swap``  the fields of `DrainRequested` (``target``, ``because``, ``wait``),
+                    `ReturnRequested` (``target``), `SwapRequested` (``rank``, ``to``); the first `Answer`
+``GET /api/answer``  ``?request=NAME``: answers with the last `Answer`, when it is known
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
@@ -22,19 +25,25 @@ import contextlib
 import hmac
 import logging
 import socket
+import uuid
 
 import msgspec
 from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
+from rackrun.core.commands import Answer
 from rackrun.core.events import (
     BreakerClosed,
     CostsMeasured,
+    DepartureAnnounced,
     DeviceChecked,
     DeviceJudged,
+    DrainRequested,
     JournalFailed,
     PolicyAnswered,
+    ReturnRequested,
     StopRequested,
+    SwapRequested,
     TimerFired,
     TrayDescribed,
     TrayJoined,
@@ -48,8 +57,25 @@ from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
-_OUR_OWN = (TrayLost, TimerFired, JournalFailed, BreakerClosed, CostsMeasured, PolicyAnswered)
+_OUR_OWN = (
+    TrayLost,
+    TimerFired,
+    JournalFailed,
+    BreakerClosed,
+    CostsMeasured,
+    PolicyAnswered,
+    DrainRequested,
+    ReturnRequested,
+    SwapRequested,
+)
 """Events that only the coordinator may say."""
+
+
+_ASKED: dict[str, type[DrainRequested | ReturnRequested | SwapRequested]] = {
+    "/api/drain": DrainRequested,
+    "/api/return": ReturnRequested,
+    "/api/swap": SwapRequested,
+}
 
 
 class Server:
@@ -70,6 +96,10 @@ class Server:
                 web.get("/metrics", self._metrics),
                 web.post("/api/stop", self._stop),
                 web.post("/api/close-breaker", self._close_breaker),
+                web.post("/api/drain", self._ask),
+                web.post("/api/return", self._ask),
+                web.post("/api/swap", self._ask),
+                web.get("/api/answer", self._answer),
                 web.get("/api/end", self._end),
             ]
         )
@@ -100,7 +130,7 @@ class Server:
     async def _stop(self, request: web.Request) -> web.Response:
         self._check_token(request)
         because = "rackctl stop"
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
             because = str((await request.json())["because"])[:500]
         if self._driver.over is None:
             self._driver.submit(StopRequested(because=because, exit_code=143))
@@ -111,6 +141,25 @@ class Server:
         if self._driver.over is None:
             self._driver.submit(BreakerClosed())
         return web.json_response({"closed": True}, status=202)
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        name = uuid.uuid4().hex
+        own = {"request": name, "steps": self._driver.ledger.steps, "at_ms": 0}
+        try:
+            asked = msgspec.convert({**await request.json(), **own}, _ASKED[request.path])
+        except (ValueError, TypeError) as error:  # msgspec's is a ValueError
+            raise web.HTTPBadRequest(text=f"that cannot be asked: {error}") from error
+        requests = self._driver.requests
+        self._driver.submit(asked)
+        return _said(requests.newest(name) or requests.ended(name))
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        answer = await self._driver.requests.last(request.query.get("request", ""))
+        if answer is None:
+            raise web.HTTPNotFound(text="nobody has asked that, or it was long ago.")
+        return _said(answer)
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -203,8 +252,14 @@ class Server:
             self._driver.submit(event)
 
 
-def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed) -> TrayId:
-    return event.tray if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed) else tray_of(event.slot)
+def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed | DepartureAnnounced) -> TrayId:
+    if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed | DepartureAnnounced):
+        return event.tray
+    return tray_of(event.slot)
+
+
+def _said(answer: Answer) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
 class _Breach(Exception):

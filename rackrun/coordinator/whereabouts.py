@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.core.commands import FenceWorker, ReleaseWorkers, StartWorker, StopJob
+from rackrun.core.commands import Answer, FenceWorker, ReleaseWorkers, StartWorker, StopJob
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     DeviceChecked,
@@ -44,7 +44,7 @@ _Event: TypeAlias = (
     | WorkerFinished
     | WorkerExited
 )
-_Command: TypeAlias = StartWorker | FenceWorker | ReleaseWorkers | StopJob
+_Command: TypeAlias = StartWorker | FenceWorker | ReleaseWorkers | Answer | StopJob
 _events = msgspec.json.Decoder(_Event)
 _commands = msgspec.json.Decoder(_Command)
 _CALLED = {"out": "out of use"}
@@ -85,7 +85,9 @@ class Whereabouts:
     @property
     def spares_ready(self) -> int:
         """That may be used now; of a job that has ended, then."""
-        return sum(one.spare == "ready" and one.trouble not in ("out", "unfit") for one in self.standings.values())
+        return sum(
+            one.spare == "ready" and one.trouble not in ("out", "unfit", "drained") for one in self.standings.values()
+        )
 
     def known(self) -> list[Known]:
         """What is known of GPUs, one by one; neighbours on a tray of which the same is known are one."""
@@ -107,7 +109,7 @@ class Whereabouts:
         if self.rows_lost:
             found.append(f"{self.rows_lost} rows of the journal could not be written: what follows may be old")
         found += [past.broken] if past.broken else []
-        found += [str(one) for one in self.known() if one.trouble]
+        found += [str(one) for one in self.known() if one.trouble not in ("", "drained")]
         if self.exit_code is None and past.spares_wanted:
             found += self._short_of_spares()
         return found

@@ -7,7 +7,7 @@ is told; if that fails the shell sends nothing and answers with `JournalFailed`.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -16,10 +16,12 @@ from rackrun.core.events import Failure
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 __all__ = [
+    "Answer",
     "AskPolicy",
     "BreakGeneration",
     "Command",
     "Decided",
+    "DismissTray",
     "DrainWorkers",
     "FenceWorker",
     "Keeper",
@@ -27,6 +29,7 @@ __all__ = [
     "Notice",
     "PauseWorkers",
     "Plan",
+    "Refusal",
     "ReleaseWorkers",
     "Restore",
     "Reshard",
@@ -211,6 +214,33 @@ class ReleaseWorkers(_Command, frozen=True, kw_only=True):
     workers: tuple[Worker, ...]
 
 
+class DismissTray(_Command, frozen=True, kw_only=True):
+    """To an agent that was told to leave: nobody needs its tray any more."""
+
+    tray: TrayId
+    because: str
+
+
+Refusal: TypeAlias = Literal["", "unknown", "over", "plain", "policy", "early", "spares", "taken", "unfit"]
+
+
+class Answer(_Command, frozen=True, kw_only=True):
+    """To who asked for a drain, a return or a swap, and to who looks on."""
+
+    request: str
+    outcome: Literal["begun", "done", "refused"]
+    """``begun`` is followed by another answer, unless the job ends before."""
+    text: str
+    refusal: Refusal = ""
+    remedy: str = ""
+    drained: dict[SlotId, str] = {}
+    """All slots that nobody is to use from now on, and why."""
+    departing: dict[TrayId, str] = {}
+    """All trays that are told to leave."""
+    forgiven: tuple[SlotId, ...] = ()
+    """Slots whose losses do not count any more."""
+
+
 class Notice(_Command, frozen=True, kw_only=True):
     """For a person to know; nothing else follows from it here."""
 
@@ -252,6 +282,7 @@ WorkerCommand: TypeAlias = (
     | PauseWorkers
     | DrainWorkers
     | ReleaseWorkers
+    | DismissTray
     | StopJob
 )
-Command: TypeAlias = WorkerCommand | SetTimer | Notice | Decided | AskPolicy
+Command: TypeAlias = WorkerCommand | SetTimer | Notice | Answer | Decided | AskPolicy

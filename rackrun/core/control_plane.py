@@ -15,15 +15,19 @@ from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     BreakerClosed,
     CostsMeasured,
+    DepartureAnnounced,
     DeviceChecked,
     DeviceJudged,
+    DrainRequested,
     Event,
     JournalFailed,
     PolicyAnswered,
+    ReturnRequested,
     SnapshotDamaged,
     SnapshotMirrored,
     SnapshotStriped,
     StopRequested,
+    SwapRequested,
     TimerFired,
     TrayDescribed,
     TrayJoined,
@@ -70,6 +74,8 @@ class TrayView(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: tuple[SlotId, ...]
     against: dict[SlotId, str]
     """What is known to be wrong with its GPUs."""
+    withdrawn: dict[SlotId, str] = {}
+    """Slots that are drained, or about to be, and why."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +115,7 @@ class ControlPlane:
         self._job.meter.heard(event)
         if self._job.world.phase is not Phase.STOPPED:
             self._dispatch(event)
+            self._job.look(event.at_ms)
         commands = tuple(self._out)
         self._job.meter.told(commands, event.at_ms)
         self._out.clear()
@@ -130,6 +137,10 @@ class ControlPlane:
                 self._job.triage.checked(event)
             case BreakerClosed():
                 self._job.triage.close_breaker(event.at_ms)
+            case DrainRequested() | ReturnRequested() | SwapRequested():
+                self._job.control.ask(event)
+            case DepartureAnnounced():
+                self._job.departs(event)
             case TrayDescribed():
                 self._job.described(event)
             case PolicyAnswered():
@@ -187,8 +198,11 @@ class ControlPlane:
         if tray not in self._rack.trays:
             return
         address = self._rack.trays[tray].snapshots
+        if (why := self._rack.departing.get(tray)) is not None:
+            because = f"{because}; {why}"
         losses = self._rack.lose_tray(tray, because)
         self._job.triage.forget(tray)
+        self._job.control.tray_lost(tray)
         self._job.recovery.sources.forget_tray(tray)
         self._job.lost(losses, at_ms)
         self._job.recovery.sources.tray_lost(tray, address, at_ms)
@@ -239,6 +253,7 @@ class ControlPlane:
                     slots=rack.trays[tray].slots,
                     quarantined=tuple(s for s in rack.slots() if s.startswith(f"{tray}/") and rack.quarantined(s)),
                     against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
+                    withdrawn={s: why for s in rack.slots() if tray_of(s) == tray and (why := rack.withdrawn(s))},
                 )
                 for tray in sorted(rack.trays, key=natural)
             ),

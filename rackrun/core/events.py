@@ -12,21 +12,25 @@ from typing import TypeAlias
 import msgspec
 
 from rackrun.core.health import Verdict
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, TrayId
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.core.situation import Decision
 
 __all__ = [
     "BreakerClosed",
     "CostsMeasured",
+    "DepartureAnnounced",
     "DeviceChecked",
     "DeviceJudged",
+    "DrainRequested",
     "Event",
     "Failure",
     "JournalFailed",
     "PolicyAnswered",
+    "ReturnRequested",
     "SnapshotMirrored",
     "SnapshotStriped",
     "StopRequested",
+    "SwapRequested",
     "TimerFired",
     "TrayDescribed",
     "TrayJoined",
@@ -260,6 +264,46 @@ class PolicyAnswered(_Event, frozen=True, kw_only=True):
     """It raised, returned something else, or took too long."""
 
 
+class DrainRequested(_Event, frozen=True, kw_only=True):
+    """A person wants nobody on a tray or a slot (``rackctl drain``)."""
+
+    request: str
+    """Its name, which every `Answer` to it bears."""
+    target: str
+    because: str = ""
+    wait: bool = False
+    """For spares, if there are not enough now."""
+    steps: int = 0
+    """Committed since this coordinator began, as it is told."""
+
+
+class ReturnRequested(_Event, frozen=True, kw_only=True):
+    """A drained tray or slot may be used again (``rackctl return``)."""
+
+    request: str
+    target: str
+
+
+class SwapRequested(_Event, frozen=True, kw_only=True):
+    """A person wants a rank to go to a spare (``rackctl swap``)."""
+
+    request: str
+    rank: Rank
+    to: str = ""
+    """A spare's slot; "": the best one."""
+    steps: int = 0
+    """`DrainRequested.steps`"""
+
+
+class DepartureAnnounced(_Event, frozen=True, kw_only=True):
+    """A tray's agent has been told to leave, as a scheduler gives notice. It goes when it is dismissed, or when its grace is over."""
+
+    tray: TrayId
+    because: str
+    exit_code: int
+    """Of the job, if no other tray stays."""
+
+
 class StopRequested(_Event, frozen=True, kw_only=True):
     """A person or the scheduler wants the job to end at the next step boundary (Ctrl-C, SIGTERM, ``rackctl``)."""
 
@@ -295,6 +339,10 @@ Event: TypeAlias = (
     | DeviceJudged
     | DeviceChecked
     | BreakerClosed
+    | DrainRequested
+    | ReturnRequested
+    | SwapRequested
+    | DepartureAnnounced
     | TimerFired
     | CostsMeasured
     | PolicyAnswered

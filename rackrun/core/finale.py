@@ -29,6 +29,8 @@ class Finale:
     emit: Callable[[Command], None]
     stop: Stop
     stopping: StopRequested | None = None
+    _by_departure: bool = False
+    """Because all trays are told to leave: who asks then is still the first."""
     gone: dict[Rank, None] = field(default_factory=dict)
     """Ranks that have ended well: of a plain script, or after the release."""
 
@@ -73,9 +75,18 @@ class Finale:
         return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in self.gone]
 
     # -- somebody wants it to stop ---------------------------------------------------------------------------------
+    def departed(self, event: StopRequested, *, may_drain: bool) -> None:
+        """All trays are told to leave."""
+        if self.stopping is None:
+            self.requested(event, may_drain=may_drain)
+            self._by_departure = True
+
     def requested(self, event: StopRequested, *, may_drain: bool) -> None:
         """At the next step boundary if ``may_drain``; a second request does not wait for it."""
         world = self.world
+        if self._by_departure and self.stopping is not None and world.phase is not Phase.ENDING:
+            self.stopping, self._by_departure = event, False
+            return
         if self.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
             self.stop(event.exit_code, event.because)
             return

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from rackrun.core.commands import (
+    Answer,
     Command,
     FenceWorker,
     Notice,
@@ -56,12 +57,12 @@ __all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
 EVENTS = (
     TrayJoined, TrayLost, DeviceJudged, DeviceChecked, TimerFired, WorkerElastic, WorkerReady, WorkerFinished, WorkerExited,
 )  # fmt: skip
-COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, StopJob)
+COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
 """With `EVENTS`, all that is listened to."""
 
-Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "failing", "unfit", "withheld"]
+Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "drained", "failing", "unfit", "withheld"]
 """``lost``: its tray, or the worker that held its rank; ``out``: a verdict took it out of use; ``quarantined``: it lost too many workers;
-``failing``: on its way out; ``unfit``: not to be taken into use now; ``withheld``: a verdict that nobody acts on."""
+``drained``: a person, or its tray's notice, wants nobody there; ``failing``: on its way out; ``unfit``: not to be taken into use now; ``withheld``: a verdict that nobody acts on."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +177,10 @@ class Hindsight:
                     record = self._occupant(worker.slot, worker.incarnation)
                     if record is not None and record.alive:
                         record.move(Trigger.RELEASE)
+            case Answer():
+                self.rack.drained, self.rack.departing = dict(command.drained), dict(command.departing)
+                for slot in command.forgiven:
+                    self.rack.faults.pop(slot, None)
             case StopJob():
                 self.over = command
             case _:
@@ -302,6 +307,8 @@ class Hindsight:
             condemned = self.rack.occupants.get(slot)
             how = (condemned.fenced_for if condemned is not None else "") or self._gone.get(slot, "")
             return "lost", f"its worker is gone: {how or 'it was never started'}"
+        if (withdrawn := self.rack.withdrawn(slot)) and (verdict is None or verdict.response is not Response.FENCE):
+            return "drained", withdrawn
         if verdict is not None:
             whose = "" if slot == slot_id(tray, verdict.index) else f"of its tray's GPU {verdict.index}: "
             repair = f". Repair: {verdict.repair}" if verdict.repair else ""

@@ -21,11 +21,12 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
+from rackrun.core.control import Control
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
 from rackrun.core.culprit import MISUSES, Culprit
 from rackrun.core.endings import Endings
-from rackrun.core.events import Failure, StopRequested, TrayDescribed, TrayJoined, WorkerReady
+from rackrun.core.events import DepartureAnnounced, Failure, StopRequested, TrayDescribed, TrayJoined, WorkerReady
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
@@ -56,6 +57,7 @@ class JobMachine:
     world: World = field(default_factory=World)
     seating: Seating = field(init=False)
     recovery: Recovery = field(init=False)
+    control: Control = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
     forming: Forming = field(init=False)
@@ -72,11 +74,15 @@ class JobMachine:
         self.recovery = Recovery(
             self.config, self.world, self.rack, self.seating, self, self.emit, outlook, council, endings
         )
+        self.control = Control(
+            self.config, self.world, self.rack, self.seating, self.recovery, self.emit, self._ending, self.slot_empty
+        )
         self.swap = PlannedSwap(
             self.config,
             self.world,
             self.rack,
             self.seating,
+            self.control,
             self.emit,
             self.replace,
             self.recovery.absorb,
@@ -96,6 +102,7 @@ class JobMachine:
             self.emit,
             self._launch,
             self.triage.awaits,
+            self.relent,
             self.stop,
         )
         self.culprit = Culprit(self.config.gather_ms)
@@ -130,6 +137,8 @@ class JobMachine:
             self.triage.tick(at_ms)
         elif kind == "failed":
             self.triage.overdue(number, at_ms)
+        elif kind == "copies":
+            self.control.timer(number)
         elif kind == "pause":
             self.swap.timer(number, at_ms)
         elif kind == "policy":
@@ -239,6 +248,9 @@ class JobMachine:
     def await_fit(self, what: str) -> None:
         self.triage.awaits(what)
 
+    def relent(self) -> bool:
+        return self.control.relent()
+
     def _exits_overdue(self) -> None:
         if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
             return
@@ -338,6 +350,26 @@ class JobMachine:
     def hardware_changed(self, at_ms: int) -> None:
         self.slot_empty(at_ms)
         self._look_at_swaps(at_ms)
+
+    # -- what people ask ------------------------------------------------------------------------------------------
+    def look(self, at_ms: int) -> None:
+        """After every event: how far is what was asked?"""
+        if self.control.under_way:
+            self.control.look(at_ms)
+            if self.control.stirs():
+                self._look_at_swaps(at_ms)
+
+    def departs(self, event: DepartureAnnounced) -> None:
+        """A tray is told to leave. With the last one the job ends, in order."""
+        if not self.control.departs(event) and self.world.phase is not Phase.FORMING:
+            because = f"{event.because}, and no other tray stays"
+            stop = StopRequested(at_ms=event.at_ms, because=because, exit_code=event.exit_code)
+            self.finale.departed(stop, may_drain=self.world.phase in IN_PLACE)
+
+    def _ending(self) -> str:
+        if self.finale.stopping is not None:
+            return self.finale.stopping.because
+        return self.world.reason if self.world.phase is Phase.ENDING else ""
 
     # -- training --------------------------------------------------------------------------------------------------
     def trained(self, at_ms: int) -> None:

@@ -99,7 +99,7 @@ class Outlook:
         """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
         world, rack, config = self.world, self.rack, self.config
         lost, state, staff = world.lost(), prospect.state, prospect.staff
-        short = 1 if prospect.enough else len(lost) - len(rack.ready_spares())
+        short = self._short(enough=prospect.enough)
         coming = self._coming()
         back = None
         if state is not None:
@@ -135,6 +135,13 @@ class Outlook:
             costs=self.meter.costs(prospect.committed.step),
         )
 
+    def falls_short(self, *, enough: bool) -> bool:
+        """Even with all that starts, and all that could be started."""
+        return self._coming() < self._short(enough=enough)
+
+    def _short(self, *, enough: bool) -> int:
+        return 1 if enough else len(self.world.lost()) - len(self.rack.ready_spares())
+
     def _coming(self) -> int:
         """Workers that are not ready, and those that could be started."""
         rack = self.rack
@@ -151,7 +158,7 @@ class Outlook:
             return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
         spares = coming + len(self.rack.ready_spares())
         last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
-        return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}"
+        return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
 
     def _placeable(self, prospect: Prospect) -> bool:
         """Looked at where a restart may be taken although state is left: it must not end what could have gone on."""

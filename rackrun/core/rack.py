@@ -31,6 +31,10 @@ class RackMachine:
     """Who is in a slot, until its exit is known: a slot is empty only then."""
     faults: dict[SlotId, int] = field(default_factory=dict)
     devices: Devices = field(default_factory=Devices)
+    drained: dict[SlotId, str] = field(default_factory=dict)
+    """Where nobody is to be until a person returns it, and why."""
+    departing: dict[TrayId, str] = field(default_factory=dict)
+    """Those that are told to leave."""
     last_spare_loss: str = ""
     _incarnation: Incarnation = Incarnation(0)
 
@@ -45,6 +49,7 @@ class RackMachine:
         """Its workers have ended with it. Losses of workers that were condemned already are not repeated."""
         del self.trays[tray]
         self.devices.forget(tray)
+        self.departing.pop(tray, None)
         losses = []
         for slot in [slot for slot in self.occupants if tray_of(slot) == tray]:
             record = self.occupants.pop(slot)
@@ -56,7 +61,8 @@ class RackMachine:
 
     def store(self, last: str = "") -> str:
         """The store stays where it was as long as its tray lives (workers are connected to it); else the first's."""
-        stores = [self.trays[tray].store for tray in sorted(self.trays, key=natural)]
+        order = sorted(self.trays, key=natural)
+        stores = [self.trays[tray].store for tray in [tray for tray in order if not self.goes(tray)] or order]
         return last if last in stores else next(iter(stores), "")
 
     def mirrors(self) -> dict[TrayId, str]:
@@ -64,7 +70,7 @@ class RackMachine:
         order = sorted(self.trays, key=natural)
         found = {}
         for at, tray in enumerate(order):
-            others = [*order[at + 1 :], *order[:at]]
+            others = [other for other in (*order[at + 1 :], *order[:at]) if not self.goes(other)]
             away = [other for other in others if self.trays[other].host != self.trays[tray].host]
             for holder in (away or others)[:1]:
                 found[tray] = f"{self.trays[holder].snapshots}/{holder}"
@@ -84,9 +90,17 @@ class RackMachine:
     def quarantined(self, slot: SlotId) -> bool:
         return self.faults.get(slot, 0) >= QUARANTINE_LOSSES
 
+    def withdrawn(self, slot: SlotId) -> str:
+        """Why nobody is to come there, however its GPU is; "": somebody may."""
+        return self.drained.get(slot, "") or self.departing.get(tray_of(slot), "")
+
+    def goes(self, tray: TrayId) -> bool:
+        """All of it is withdrawn: nothing that is to last is put there."""
+        return all(self.withdrawn(slot_id(tray, index)) for index in range(self.trays[tray].slots))
+
     def usable(self, slot: SlotId) -> bool:
         """A worker may be started there, or take a rank over."""
-        return not self.quarantined(slot) and self.devices.may_be_taken(slot)
+        return not self.quarantined(slot) and not self.withdrawn(slot) and self.devices.may_be_taken(slot)
 
     def free_slots(self) -> list[SlotId]:
         """Where a worker can be started now, slots whose GPU is on its way out last."""
@@ -99,7 +113,13 @@ class RackMachine:
 
     def may_come(self, slot: SlotId) -> bool:
         """Nobody may start there now, for what may pass."""
-        return not self.quarantined(slot) and self.devices.may_come(slot)
+        return not self.quarantined(slot) and not self.withdrawn(slot) and self.devices.may_come(slot)
+
+    def held_back(self, most: int = 4) -> str:
+        """Slots of live trays that are drained, and why: for people; "" when there are none."""
+        found = [f"{slot} ({why})" for slot in self.slots() if (why := self.withdrawn(slot))]
+        more = f" and {len(found) - most} more" if len(found) > most else ""
+        return f"; not used: {', '.join(found[:most])}{more}" if found else ""
 
     def unfit(self, most: int = 4) -> str:
         """Slots of live trays that may not be taken into use now, and why: for people."""
@@ -178,7 +198,10 @@ class RackMachine:
 
     def fit_spares(self) -> list[WorkerRecord]:
         """Those on a GPU that is in order or, as the last choice, on its way out."""
-        return [record for record in self.spares() if self.devices.may_be_taken(record.worker.slot)]
+        slots = {record.worker.slot: record for record in self.spares()}
+        return [
+            record for slot, record in slots.items() if self.devices.may_be_taken(slot) and not self.withdrawn(slot)
+        ]
 
     def ready_spares(self) -> list[WorkerRecord]:
         """Those that may take a rank over now."""
@@ -199,9 +222,10 @@ class RackMachine:
 
     def seats(self, wanted: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
         """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few."""
-        kept = {rank: slot for rank, slot in wanted.items() if self.lives(slot) and not self.quarantined(slot)}
+        left = {slot: None for slot in self.slots() if not self.withdrawn(slot)}
+        kept = {rank: slot for rank, slot in wanted.items() if slot in left and not self.quarantined(slot)}
         homeless = [rank for rank in sorted(wanted) if rank not in kept]
-        free = _without(self.slots(), kept.values())
+        free = _without(list(left), kept.values())
         healthy_first = sorted(free, key=self.quarantined)  # stable: slot order within each
         if len(homeless) > len(healthy_first):
             return None

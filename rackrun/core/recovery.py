@@ -56,6 +56,7 @@ class Ladder(Protocol):
     def stop(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
     def start_spare(self, slot: SlotId) -> StartWorker: ...
     def await_fit(self, what: str) -> None: ...
+    def relent(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Recovery:
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
     resizing: Resizing = field(init=False)
+    wishes: dict[Rank, SlotId] = field(default_factory=dict)
+    """Spares that a person has named for ranks."""
     _gathering: bool = False
     _owed: bool = False
     """The snapshots of condemned workers are worth waiting for."""
@@ -240,12 +243,17 @@ class Recovery:
             return
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
         lost = world.lost()
+        staff = None if state is None else self.seating.staff(world.seats, lost, ready, self.wishes)
+        enough = len(ready) >= len(lost)
+        if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.ladder.relent():
+            self.decide(at_ms)  # what was being drained is there to be used
+            return
         prospect = Prospect(
             committed=committed,
             gate=gate,
             state=state,
-            staff=None if state is None else self.seating.staff(world.seats, lost, ready),
-            enough=len(ready) >= len(lost),
+            staff=staff,
+            enough=enough,
             may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
             would_stay=len(self.resizing.staying()) if lost else 0,
             why_no_shrink=self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost",

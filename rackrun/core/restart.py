@@ -45,6 +45,8 @@ class Restart:
     launch: Callable[[str], None]
     """Start every rank in its seat, for this reason."""
     await_fit: Callable[[str], None]
+    relent: Callable[[], bool]
+    """What was being drained is there to be used."""
     stop: Stop
 
     def begin(self, because: str, loss: Loss | None, at_ms: int) -> None:
@@ -74,6 +76,8 @@ class Restart:
             return
         world = self.world
         seats = self.seating.again(world.seats)
+        if seats is None and self.relent():
+            seats = self.seating.again(world.seats)
         if seats is None and self.seating.again(world.seats, hoping=True) is not None:
             self.await_fit(f"{world.size} ranks need a slot")
             return
@@ -89,7 +93,7 @@ class Restart:
         left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
         self.stop(
             3,
-            f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}",
+            f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}{self.rack.held_back()}",
             remedy="hold back more spares (--spares), or start with more trays.",
         )
 

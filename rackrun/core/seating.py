@@ -118,12 +118,25 @@ class Seating:
         return [f"rank {rank} ({coordinate}) sits on {seats[rank]}.", what]
 
     # -- later
-    def staff(self, seats: Mapping[Rank, SlotId], lost: Collection[Rank], ready: Collection[SlotId]) -> Staff | None:
-        """Who takes over for ``lost``; None when what is ``ready`` is not enough, or not in the right clique."""
+    def staff(
+        self,
+        seats: Mapping[Rank, SlotId],
+        lost: Collection[Rank],
+        ready: Collection[SlotId],
+        wishes: Mapping[Rank, SlotId] | None = None,
+    ) -> Staff | None:
+        """Who takes over for ``lost``; None when what is ``ready`` is not enough, or not in the right clique. ``wishes``: the spare
+        that a person has named for a rank; it counts where it can be."""
         if not lost:
             return Staff({}, {})
+        named = {rank: slot for rank, slot in (wishes or {}).items() if rank in lost and slot in ready}
+        if named:
+            left = [slot for slot in ready if slot not in named.values()]
+            others = self.staff({**seats, **named}, [rank for rank in lost if rank not in named], left)
+            if others is not None and self._in_clique({**seats, **named, **others.seats}, named):
+                return Staff({**named, **others.seats}, others.uprooted)
         if self.board is None:
-            spares = [record for record in self.rack.ready_spares() if record.worker.slot in ready]
+            spares = [record for record in self.rack.fit_spares() if record.worker.slot in ready]
             chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
             taken = {rank: record.worker.slot for rank, record in chosen.items()}
             return Staff(taken, {}) if len(taken) == len(lost) else None
@@ -135,6 +148,18 @@ class Seating:
         moves = {move.rank: move for move in found.moves}
         taken = {rank: seats[rank] for rank in lost} | {rank: move.target for rank, move in moves.items()}
         return Staff(taken, {rank: move.why for rank, move in moves.items() if rank not in lost})
+
+    def _in_clique(self, seats: Mapping[Rank, SlotId], ranks: Iterable[Rank]) -> bool:
+        """Each of ``ranks`` is where its bound group is, or groups may cross cliques."""
+        board, mesh = self.board, self.mesh
+        if board is None or mesh is None or self.config.cross_clique:
+            return True
+        number, clique = board.number, board.clique
+        groups = [mesh.groups[mesh.group_of[rank]].tolist() for rank in ranks]
+        return all(
+            len({int(clique[number[seats[Rank(one)]]]) for one in group if seats[Rank(one)] in number}) == 1
+            for group in groups
+        )
 
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
         """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
@@ -185,7 +210,7 @@ class Seating:
     def _fitness(self, slot: SlotId, *, hoping: bool) -> Fitness:
         devices = self.rack.devices
         taken = devices.may_be_taken(slot) or (hoping and devices.may_come(slot))
-        if not (taken and self.rack.lives(slot)):
+        if not (taken and self.rack.lives(slot)) or self.rack.withdrawn(slot):
             return Fitness.BAD
         return max(devices.fitness(slot), Fitness.AVOID) if self.rack.quarantined(slot) else devices.fitness(slot)
 

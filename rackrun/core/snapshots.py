@@ -28,6 +28,8 @@ class Snapshots:
     """By former workers, on their own trays; the last one's first."""
     _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
     """Of workers present and former, on other trays."""
+    told: dict[Rank, Generation] = field(default_factory=dict)
+    """Whose snapshots other trays keep: the newest generation in which they had one of it."""
     _rows: Rows = field(default_factory=Rows)
     _ends: deque[tuple[Generation, Position]] = field(default_factory=lambda: deque(maxlen=PLANS_MAX))
     """Of the last plans: which history goes on from each."""
@@ -55,6 +57,7 @@ class Snapshots:
                 steps = tuple(step for step in steps if Position(step) <= end)
         if self._ends and event.generation < self._ends[0][0] - 1:
             return
+        self.told[rank] = max(event.generation, self.told.get(rank, event.generation))
         copy = Kept(tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps)
         same = (copy.tray, copy.slot, copy.incarnation)
         others = [one for one in self._copies.get(rank, ()) if (one.tray, one.slot, one.incarnation) != same]
@@ -75,6 +78,7 @@ class Snapshots:
     def striped(self, rank: Rank, event: SnapshotStriped) -> None:
         """Keepers drop what is older, rows and copies."""
         self._rows.striped(rank, event)
+        self.told[rank] = max(event.generation, self.told.get(rank, event.generation))
         if event.besides >= 0:
             wanted = (event.step, event.besides)
             copies = self._copies.get(rank, ())
@@ -114,6 +118,7 @@ class Snapshots:
     def clear(self) -> None:
         self._left.clear()
         self._copies.clear()
+        self.told.clear()
         self._rows.clear()
 
     def _forget_as_the_agent_does(self, slot: SlotId) -> None:

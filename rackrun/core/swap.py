@@ -1,5 +1,5 @@
-"""A planned swap: a rank on a GPU that is on its way out is replaced between two steps, before it dies. No step is done again.
-In the same way ranks join a world that has shrunk.
+"""A planned swap: a rank is replaced between two steps, because its GPU is on its way out, or because a person wants it. No step is
+done again. In the same way ranks join a world that has shrunk.
 
 All ranks pause after one and the same step; then the rank is fenced, and the recovery that follows finds everybody at rest. Whatever
 breaks the pause (a loss, a timeout) is a recovery as any other; the swap is looked at again when all train.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.commands import Command, Notice, PauseWorkers, SetTimer
 from rackrun.core.config import JobConfig
+from rackrun.core.control import Control
 from rackrun.core.events import WorkerPaused
 from rackrun.core.ids import Generation, Rank
 from rackrun.core.policy import allows
@@ -30,6 +31,7 @@ class PlannedSwap:
     world: World
     rack: RackMachine
     seating: Seating
+    control: Control
     emit: Callable[[Command], None]
     replace: Callable[[dict[Rank, str], int], None]
     """These ranks go now, for these reasons."""
@@ -47,11 +49,10 @@ class PlannedSwap:
         world = self.world
         if world.phase is not Phase.TRAINING or self._pausing == world.generation:
             return
-        if not allows(self.config.rules, Rung.SWAP):
-            return  # to take a rank out would only end in something else
         if self._ends():
             return
-        because = "; ".join(f"rank {rank}: {why}" for rank, why in self._leaving().items())
+        leaving = self._leaving() if allows(self.config.rules, Rung.SWAP) else {}  # else it would end in something else
+        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
         told = f"a planned swap, at the next step boundary: {because}"
         if not because:
             because = self.joining()
@@ -94,12 +95,28 @@ class PlannedSwap:
         elif self.joining():
             self.grow("all pause, and the world grows", at_ms)
         else:
-            self.call_off("a planned swap is called off: no better GPU is ready, or none is needed any more", at_ms)
+            because = "a planned swap is called off: no better GPU is ready, or none is needed any more"
+            self.call_off(self.control.regroup() or because, at_ms)
 
     def _leaving(self) -> dict[Rank, str]:
         ready = [record.worker.slot for record in self.rack.ready_spares()]
+        if asked := self.control.asked(ready):
+            return self._with_sources_left(asked)
         leaving = self.seating.leaving(self.world.seats, ready)
-        return {
-            rank: self.rack.devices.because(self.world.seats[rank]) or f"its group moves to {slot}"
-            for rank, slot in leaving.items()
-        }
+        return self._with_sources_left(
+            {
+                rank: self.rack.devices.because(self.world.seats[rank]) or f"its group moves to {slot}"
+                for rank, slot in leaving.items()
+            }
+        )
+
+    def _with_sources_left(self, leaving: dict[Rank, str]) -> dict[Rank, str]:
+        """Replicas that all leave would leave nobody to restore them from: one of them, with its group, goes the next time."""
+        classes, mesh = self.control.recovery.classes, self.seating.mesh
+        staying: list[Rank] = []
+        for rank in sorted(leaving, reverse=True):
+            same = [one for one in self.world.ranks() if classes.get(one) and classes.get(one) == classes.get(rank)]
+            if len(same) > 1 and all(one in leaving and one not in staying for one in same):
+                group = mesh.groups[mesh.group_of[rank]].tolist() if mesh is not None else [rank]
+                staying += [Rank(one) for one in group]
+        return {rank: why for rank, why in leaving.items() if rank not in staying}

@@ -23,12 +23,13 @@ _LOOKS = {
     "nobody": Look("bright_black", "#f9fafb"),
     "failing": Look("bold yellow", "#fde68a"),
     "withheld": Look("bold blue", "#bfdbfe"),
+    "drained": Look("bold white", "#e5e7eb"),
     "unfit": Look("bold magenta", "#f5d0fe"),
     "quarantined": Look("bold bright_red", "#fecaca"),
     "out": Look("bold red", "#f87171"),
     "lost": Look("bold reverse", "#374151", "#ffffff"),
 }
-_LETTERS = {"failing": "F", "withheld": "W", "unfit": "U", "quarantined": "Q", "out": "X", "lost": "L"}
+_LETTERS = {"failing": "F", "withheld": "W", "unfit": "U", "quarantined": "Q", "drained": "D", "out": "X", "lost": "L"}
 _MEANINGS = {
     "rank": ("12", "rank"),
     "ready": ("S", "spare, ready"),
@@ -37,6 +38,7 @@ _MEANINGS = {
     "failing": ("F", "failing: left when a better GPU is ready"),
     "withheld": ("W", "judged, and not acted on"),
     "unfit": ("U", "not to be taken into use now"),
+    "drained": ("D", "drained, or about to be"),
     "quarantined": ("Q", "lost too many workers"),
     "out": ("X", "out of use"),
     "lost": ("L", "lost"),

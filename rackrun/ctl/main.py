@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 
 from rackrun.coordinator.report import read_report
+from rackrun.ctl.asking import Run, ask, running
 from rackrun.ctl.ckpt import ckpt
+from rackrun.ctl.control import add_control
 from rackrun.ctl.render import render_report, render_result, render_status
 from rackrun.ctl.topology import topology
 from rackrun.errors import RackrunError, UsageError
-from rackrun.launch.place import Endpoint, Result, find_run, read_json
+from rackrun.launch.place import Result, find_run, read_json
 
 __all__ = ["app", "main"]
 
@@ -32,12 +31,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_RUN = typer.Argument(metavar="[RUN]", help="Directory or id of a run. Default: the newest.", show_default=False)
-Run = Annotated[str | None, _RUN]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-_TIMEOUT_S = 5.0
 
 app.add_typer(ckpt)
+add_control(app)
 app.add_typer(topology)
 
 
@@ -61,7 +58,7 @@ def status(run: Run = None, as_json: Json = False) -> None:
         else:
             render_result(Console(), result)
         return
-    found = json.loads(_request(place, "/api/status"))
+    found = json.loads(ask(place, "/api/status"))
     if as_json:
         print(json.dumps({"running": True, **found}))
     else:
@@ -86,10 +83,8 @@ def report(run: Run = None, as_json: Json = False) -> None:
 @app.command(epilog="Example: rackctl stop out/")
 def stop(run: Run = None) -> None:
     """End a run at its next step boundary."""
-    place = find_run(run)
-    if read_json(place / "result.json", Result) is not None:
-        raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
-    _request(place, "/api/stop", data=b'{"because": "rackctl stop"}')
+    place = running(run)
+    ask(place, "/api/stop", data=b'{"because": "rackctl stop"}')
     print("stopping at the next step boundary")
 
 
@@ -99,47 +94,9 @@ def close_breaker(run: Run = None) -> None:
 
     See them with rackctl topology check --run.
     """
-    place = find_run(run)
-    if read_json(place / "result.json", Result) is not None:
-        raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
-    _request(place, "/api/close-breaker", data=b"{}")
+    place = running(run)
+    ask(place, "/api/close-breaker", data=b"{}")
     print("the breaker is closed")
-
-
-def _request(place: Path, path: str, data: bytes | None = None) -> str:
-    """Ask the run's coordinator. Raises UsageError when it is not there."""
-    endpoint = read_json(place / "endpoint.json", Endpoint)
-    gone = "see rackctl report for what it did."
-    if endpoint is None:
-        raise UsageError(
-            f"the run in {place} has no coordinator: it never began, or its launcher was killed.", remedy=gone
-        )
-    try:
-        token = (place / "token").read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise UsageError(
-            f"{place / 'token'} cannot be read: {error.strerror}.", remedy="be the user who started it."
-        ) from error
-    request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
-        f"{endpoint.url}{path}",
-        data=data,
-        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            text: Any = answer.read().decode()
-            return str(text)
-    except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace").strip()
-        raise UsageError(
-            f"the coordinator at {endpoint.url} refused: {said}.", remedy="is this the right run?"
-        ) from error
-    except OSError as error:
-        raise UsageError(
-            f"nobody answers at {endpoint.url}: the launcher (process {endpoint.pid}) of run {endpoint.run_id} is gone.",
-            remedy=gone,
-        ) from error
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
     for spare in core.get("spares", ()):
         table.add_row("spare", spare["slot"], str(spare["incarnation"]), spare["state"])
     console.print(table)
+    for tray in core.get("trays", ()):
+        for slot, why in tray.get("withdrawn", {}).items():
+            console.print(f"{slot} is not used: {why}", highlight=False, markup=False)
 
 
 def render_result(console: Console, result: Result) -> None:

@@ -13,6 +13,7 @@ from typing import assert_never
 
 from rackrun.core.commands import (
     BreakGeneration,
+    DismissTray,
     DrainWorkers,
     FenceWorker,
     PauseWorkers,
@@ -76,7 +77,7 @@ class ControlThread(threading.Thread):
                 self._world.on_pause(generation)
             case DrainWorkers():
                 self._world.drain = True
-            case StartWorker() | FenceWorker() | StopJob():
+            case StartWorker() | FenceWorker() | DismissTray() | StopJob():
                 pass  # the agent's business
             case _:
                 assert_never(command)

@@ -17,7 +17,8 @@ import pytest
 import rackrun
 from rackrun.agent import proc
 from rackrun.agent.config import ScriptConfig
-from rackrun.core.events import StopRequested, TrayJoined, WorkerExited, WorkerStalled
+from rackrun.core.commands import DismissTray
+from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
 
 SLEEPER = """
 import os, subprocess, time
@@ -290,7 +291,37 @@ async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig):
     assert rig.out.read_text() == ""
 
 
-async def test_an_agent_of_its_own_passes_sigterm_on_to_the_coordinator(rig, tmp_path):
+async def announced(rig) -> DepartureAnnounced:
+    os.kill(rig.agent, signal.SIGTERM)
+    return (await rig.coordinator.wait(lambda m: isinstance(m, DepartureAnnounced), "DepartureAnnounced")).message
+
+
+async def test_an_agent_that_is_told_to_leave_says_so_and_works_on_until_it_is_dismissed(rig):
+    await rig.start("import time\nprint('ran', flush=True)\ntime.sleep(600)")
+    told = await announced(rig)
+    assert (told.tray, told.because, told.exit_code) == ("tray-0", "SIGTERM to the agent of tray-0", 143)
+    await rig.start_worker()
+    await rig.line("ran")
+    await rig.fence(0, 1)
+    assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
+    await rig.coordinator.send(DismissTray(tray=told.tray, because=told.because))
+    assert await rig.agent_exit() == 0
+
+
+@pytest.mark.parametrize(("grace_s", "again"), [(0.2, False), (600.0, True)], ids=["grace over", "told twice"])
+async def test_an_agent_whose_time_is_up_ends_its_workers_and_leaves(rig, grace_s, again):
+    await rig.start(SLEEPER, grace_s=grace_s)
+    below = await two_sleepers(rig)
+    await announced(rig)
+    if again:
+        os.kill(rig.agent, signal.SIGTERM)
+    assert await rig.agent_exit() == 0
+    await rig.all_gone(below)
+    await rig.coordinator.exit_of(1)
+    await rig.coordinator.exit_of(2)
+
+
+async def test_an_agent_of_its_own_passes_sigint_on_to_the_coordinator(rig, tmp_path):
     config = rig.config("print('standalone ran')")
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     environment = {**os.environ, "PYTHONPATH": str(Path(rackrun.__file__).parents[1])}
@@ -302,9 +333,9 @@ async def test_an_agent_of_its_own_passes_sigterm_on_to_the_coordinator(rig, tmp
     rig.store = (await rig.coordinator.joined()).store
     await rig.start_worker()
     assert (await rig.coordinator.exit_of(1)).exit_code == 0
-    os.kill(rig.agent, signal.SIGTERM)
+    os.kill(rig.agent, signal.SIGINT)
     stop = (await rig.coordinator.wait(lambda m: isinstance(m, StopRequested), "StopRequested")).message
-    assert (stop.because, stop.exit_code) == ("SIGTERM to the agent of tray-0", 143)
+    assert (stop.because, stop.exit_code) == ("SIGINT to the agent of tray-0", 130)
     assert await rig.end() == 0
     assert rig.out.read_text() == "standalone ran\n"
     assert rig.err.read_text() == ""

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import aiohttp
 import pytest
 
 from rackrun.coordinator.journal import Journal
-from rackrun.core.events import JournalFailed, StopRequested, TimerFired, TrayLost, WorkerExited
-from rackrun.core.ids import Incarnation, SlotId
+from rackrun.core.commands import Answer, DismissTray
+from rackrun.core.events import (
+    DepartureAnnounced,
+    DrainRequested,
+    Event,
+    JournalFailed,
+    ReturnRequested,
+    StopRequested,
+    SwapRequested,
+    TimerFired,
+    TrayLost,
+    WorkerExited,
+)
+from rackrun.core.ids import Incarnation, SlotId, TrayId
 from rackrun.core.wire import PROTOCOL, Upward
 from tests.coordinator.fakes import DONE, TOKEN, ScriptedCore, agent, coordinator
 
@@ -17,13 +30,13 @@ GOOD = {"protocol": str(PROTOCOL), "tray": "tray-00"}
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}])
-@pytest.mark.parametrize("path", ["/agent", "/api/status", "/metrics", "/api/end"])
+@pytest.mark.parametrize("path", ["/agent", "/api/status", "/metrics", "/api/end", "/api/answer"])
 async def test_without_the_token_nobody_gets_in(journal: Journal, path: str, header: dict[str, str]) -> None:
     async with coordinator(ScriptedCore(), journal) as c, aiohttp.ClientSession(headers=header) as session:
         answer = await session.get(c.url + path, params=GOOD)
         assert answer.status == 401
         assert "--token-file" in await answer.text()
-        for action in ("stop", "close-breaker"):
+        for action in ("stop", "close-breaker", "drain", "return", "swap"):
             assert (await session.post(f"{c.url}/api/{action}")).status == 401
 
 
@@ -107,6 +120,84 @@ async def test_a_person_closes_the_breaker(journal: Journal) -> None:
     async with coordinator(core, journal) as c, _session() as session:
         assert (await session.post(f"{c.url}/api/close-breaker", json={})).status == 202
         assert core.names() == ["BreakerClosed"]
+
+
+def said(event: Event, outcome: str = "begun") -> tuple[Answer, ...]:
+    assert isinstance(event, DrainRequested | ReturnRequested | SwapRequested)
+    return (Answer(request=event.request, outcome=outcome, text=f"{outcome} it is"),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("drain", {"target": "tray-00", "because": "its fan", "wait": True}, "DrainRequested"),
+        ("return", {"target": "tray-00"}, "ReturnRequested"),
+        ("swap", {"rank": 3, "to": "tray-00/1"}, "SwapRequested"),
+    ],
+)
+async def test_what_is_asked_is_an_event_and_its_first_answer_comes_back(
+    journal: Journal, path: str, fields: dict[str, object], name: str
+) -> None:
+    core = ScriptedCore(**{name: said})
+    async with coordinator(core, journal) as c, _session() as session:
+        answer = await (await session.post(f"{c.url}/api/{path}", json=fields)).json()
+        assert (answer["outcome"], answer["text"]) == ("begun", "begun it is")
+        assert c.seen.notices == ["begun it is"]
+        (event,) = core.heard
+        assert type(event).__name__ == name
+        assert {field: getattr(event, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize("end", ["answered", "the job ends"])
+async def test_the_last_answer_can_be_waited_for(journal: Journal, end: str) -> None:
+    core = ScriptedCore(DrainRequested=said, BreakerClosed=lambda _: said(core.heard[0], "done"), StopRequested=(DONE,))
+    async with coordinator(core, journal) as c, _session() as session:
+        first = await (await session.post(f"{c.url}/api/drain", json={"target": "tray-00"})).json()
+        wait = asyncio.create_task(_text(session, f"{c.url}/api/answer?request={first['request']}"))
+        await session.post(f"{c.url}/api/{'close-breaker' if end == 'answered' else 'stop'}", json={})
+        last = json.loads(await asyncio.wait_for(wait, 5))
+        assert last["text"] == ("done it is" if end == "answered" else "the job has ended: all done")
+        late = json.loads(await _text(session, f"{c.url}/api/answer?request={first['request']}"))
+        assert late == last, "whoever asks later"
+
+
+async def test_what_cannot_be_asked_is_refused_in_words(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(StopRequested=(DONE,)), journal) as c, _session() as session:
+        for path, body in (
+            ("drain", {}),
+            ("swap", {"rank": "x"}),
+            ("return", ["tray-00"]),
+            ("drain", {"target": None}),
+        ):
+            answer = await session.post(f"{c.url}/api/{path}", json=body)
+            assert answer.status == 400
+            assert "that cannot be asked" in await answer.text()
+        assert (await session.post(f"{c.url}/api/drain", data=b"{")).status == 400
+        assert (await session.get(f"{c.url}/api/answer?request=x")).status == 404
+        await session.post(f"{c.url}/api/stop", json={})
+        over = await (await session.post(f"{c.url}/api/drain", json={"target": "tray-00"})).json()
+        assert (over["outcome"], over["refusal"]) == ("refused", "over")
+
+
+async def test_only_the_coordinator_may_ask(journal: Journal) -> None:
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        await a.say(DrainRequested(request="x", target="tray-07"))
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        assert core.names() == ["TrayJoined", "TrayLost"]
+
+
+async def test_a_tray_that_is_told_to_leave_is_dismissed_and_not_fenced_when_it_goes(journal: Journal) -> None:
+    dismissal = DismissTray(tray=TrayId("tray-00"), because="SIGTERM")
+    core = ScriptedCore(DepartureAnnounced=(dismissal,), TrayLost=(DONE,))
+    async with coordinator(core, journal) as c:
+        fenced: list[TrayId] = []
+        c.driver.fence = fenced.append
+        async with agent(c.url) as a:
+            await a.say(DepartureAnnounced(tray=TrayId("tray-00"), because="SIGTERM", exit_code=143))
+            assert await a.hear() == dismissal
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        assert not fenced
 
 
 def _session() -> aiohttp.ClientSession:

@@ -54,5 +54,7 @@ class FollowedCore(ControlPlane):
             assert tray.quarantined == tuple(
                 slot for slot in past.rack.slots() if slot.startswith(f"{tray.tray}/") and past.rack.quarantined(slot)
             )
+        withdrawn = {slot: why for tray in view.trays for slot, why in tray.withdrawn.items()}
+        assert withdrawn == {slot: why for slot in past.rack.slots() if (why := past.rack.withdrawn(slot))}
         against = {slot: why for tray in view.trays for slot, why in tray.against.items()}
         assert dict(sorted(past.rack.devices.against().items())) == dict(sorted(against.items()))

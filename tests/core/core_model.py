@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from core_told import topology_of
 
 from rackrun.core.commands import (
+    Answer,
     BreakGeneration,
     Command,
+    DismissTray,
     DrainWorkers,
     FenceWorker,
     Notice,
@@ -112,6 +114,11 @@ class Cluster:
         self.reshards = 0
         self.planned_swaps = 0
         self.unfit: set[SlotId] = set()
+        self.drained: set[SlotId] = set()
+        self.departing: set[TrayId] = set()
+        self.answers: dict[str, list[Answer]] = {}
+        """To each request, in order."""
+        self.dismissed = 0
         self.core = ControlPlane(config)
         self.slots, self.units, self.shards = slots, units, shards
         self.now = 0
@@ -167,11 +174,31 @@ class Cluster:
                 self._send([Worker(m.slot, m.incarnation) for m in command.plan.members], command)
             case Notice():
                 assert command.text
+            case Answer():
+                self._hear(command)
+            case DismissTray():
+                self.dismissed += 1
+                self.tray_dies(command.tray)
             case ReleaseWorkers() | DrainWorkers() | PauseWorkers():
                 self._send(command.workers, command)
             case StopJob():
                 assert command.because
                 self.stopped = command
+
+    def _hear(self, answer: Answer) -> None:
+        self.drained, self.departing = set(answer.drained), set(answer.departing)
+        said = self.answers.setdefault(answer.request, [])
+        assert answer.text
+        assert all(one.outcome == "begun" for one in said), "an answer after the last one"
+        assert bool(answer.refusal) == (answer.outcome == "refused")
+        said.append(answer)
+        if answer.outcome == "done" and answer.request.startswith("drain"):
+            target = answer.request.split()[-1]
+            here = [p for p in self.processes.values() if p.alive and target in (p.slot, tray_of(p.slot))]
+            assert not here, "a drained place with somebody in it"
+
+    def withdrawn(self, slot: SlotId) -> bool:
+        return slot in self.drained or tray_of(slot) in self.departing
 
     def _send(self, workers: list[Worker] | tuple[Worker, ...], command: Command) -> None:
         for worker in workers:
@@ -184,6 +211,7 @@ class Cluster:
         before = self.plans[max(self.plans)].members if self.plans else ()
         new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in [(b.slot, b.incarnation) for b in before]]
         assert not self.unfit.intersection(new), "a rank on a GPU that may not be used"
+        assert not any(map(self.withdrawn, new)), "a rank in a place that is drained"
         assert plan.generation not in self.plans
         assert plan.generation >= self.announced
         self.announced = plan.generation
@@ -203,6 +231,7 @@ class Cluster:
             assert not set(restore.sources) & restored, "a source without state"
 
     def _start(self, command: StartWorker) -> None:
+        assert not self.withdrawn(command.slot), "a worker starts in a place that is drained"
         if not self.up_trays.get(tray_of(command.slot), False):
             return
         here = [p for p in self.processes.values() if p.slot == command.slot and p.alive]
@@ -250,6 +279,7 @@ class Cluster:
     def lease_lapses(self, tray: TrayId) -> None:
         """What its agent had still to deliver is never heard of."""
         del self.up_trays[tray]
+        self.departing.discard(tray)
         self.unfit = {slot for slot in self.unfit if tray_of(slot) != tray}
         for process in self.processes.values():
             if tray_of(process.slot) == tray:
@@ -391,10 +421,15 @@ class Cluster:
                     self._tell_of_damage(process, *bad)
 
     def _pause(self, process: Process) -> None:
-        if self.shards == "unique":
+        if self._some_are_alone(process):
             self._seal(process)
         process.paused = True
         self._say(process, WorkerPaused, generation=process.generation)
+
+    def _some_are_alone(self, process: Process) -> bool:
+        """Some rank has no replica: all have a snapshot of where they pause."""
+        classes = [self._class(rank) for rank in range(self.plans[process.generation].world_size)]
+        return any(classes.count(one) == 1 or not one for one in classes)
 
     def _seal(self, process: Process, *, besides: int = -1) -> None:
         """There is room for two: this one, and ``besides`` or the newest other."""

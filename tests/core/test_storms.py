@@ -13,9 +13,17 @@ from core_told import verdict_on
 
 from rackrun.core.commands import Notice
 from rackrun.core.config import JobConfig
-from rackrun.core.events import DeviceChecked, DeviceJudged
+from rackrun.core.events import (
+    DepartureAnnounced,
+    DeviceChecked,
+    DeviceJudged,
+    DrainRequested,
+    Event,
+    ReturnRequested,
+    SwapRequested,
+)
 from rackrun.core.health import Health
-from rackrun.core.ids import TrayId, slot_id, tray_of
+from rackrun.core.ids import Rank, TrayId, slot_id, tray_of
 from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
@@ -27,6 +35,7 @@ HEALTH = {
     "fabric": Health.FABRIC,
     "well": Health.OK,
 }
+ASKED = ["drain", "drain", "drain and wait", "return", "return", "swap", "swap", "swap", "notice", "grace"]
 KINDS = ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
 
 
@@ -83,6 +92,80 @@ def storm_in_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     cluster = kind(config, slots, rng.randint(5, 40), rng.choice(["replicas", "pairs", "unique"]), racks=True)
     kinds = ["kill", "degraded", "degraded", "lost", "app", "fabric", "well", "well", "unfit", "fit", "tray", "timeout"]
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
+
+
+def storm_of_requests(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+    """Trays and slots are drained and returned, ranks are swapped, trays are told to leave; among losses of every kind."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 5), rng.randint(1, 3)
+    racks = rng.random() < 0.4
+    pairs = rng.randint(1, (trays * slots - 1) // 2) if trays * slots > 2 else 0
+    tied = racks and pairs > 0 and rng.random() < 0.5
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=0 if tied else rng.randint(1, trays * slots - 1),
+        mesh=(("dp", pairs), ("tp", 2)) if tied else (),
+        start_over=rng.random() < 0.7,
+        max_restarts=4,
+        no_progress_max=20,
+        snapshot_copies=rng.choice(["mirror", "xor"]),
+        set_size=2,
+    )
+    cluster = kind(config, slots, rng.randint(10, 40), rng.choice(["replicas", "pairs", "unique"]), racks=racks)
+    kinds = [
+        *ASKED,
+        *ASKED,
+        "kill",
+        "tray",
+        "hang",
+        "timeout",
+        *(["degraded", "unfit", "fit", "well"] if racks else []),
+    ]
+    return play(cluster, trays, rng, kinds, rng.choice([0.02, 0.05]))
+
+
+def check(cluster: Cluster, tray: TrayId, index: int, *, fit: bool) -> None:
+    if fit:
+        cluster.unfit.discard(slot_id(tray, index))
+    else:
+        cluster.unfit.add(slot_id(tray, index))
+    why = () if fit else ("its fabric registration is not completed",)
+    cluster.tell(DeviceChecked(tray=tray, index=index, unfit=why))
+
+
+def ask(cluster: Cluster, rng: random.Random, kind: str) -> None:
+    leaving = [tray for tray, lives in cluster.up_trays.items() if lives and tray in cluster.departing]
+    if kind == "grace":  # it is over
+        for tray in leaving[:1]:
+            cluster.tray_dies(tray)
+    elif (event := request(cluster, rng, kind)) is not None:
+        cluster.tell(event)
+
+
+def request(cluster: Cluster, rng: random.Random, kind: str) -> Event | None:
+    """Something that a person, or a scheduler, may ask at any moment: also for what there is not."""
+    number = len(cluster.answers)
+    steps = max((process.passed + 1 for process in cluster.processes.values()), default=0)
+    tray = TrayId(f"tray-{rng.randrange(5)}")
+    target = tray if rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
+    match kind:
+        case "drain" | "drain and wait":
+            name = f"drain {number} {target}"
+            return DrainRequested(request=name, target=target, wait=kind != "drain", steps=steps)
+        case "return":
+            target = rng.choice(sorted(cluster.drained)) if cluster.drained else target
+            return ReturnRequested(request=f"return {number}", target=rng.choice([target, tray_of(target) or target]))
+        case "swap":
+            spares = [spare.slot for spare in cluster.core.view().spares]
+            to = rng.choice(spares) if spares and rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
+            rank, to = Rank(rng.randrange(cluster.core.view().world_size + 1)), rng.choice([to, ""])
+            return SwapRequested(request=f"swap {number}", rank=rank, to=to, steps=steps)
+        case _:
+            up = [one for one, lives in cluster.up_trays.items() if lives and one not in cluster.departing]
+            if len(up) < 2:
+                return None
+            return DepartureAnnounced(tray=rng.choice(up), because="SIGTERM", exit_code=143)
 
 
 def storm_of_two_trays(seed: int) -> Cluster:
@@ -167,17 +250,13 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
     elif kind in ("tray", "trays") and up:
         for tray in rng.sample(up, min(2 if kind == "trays" else 1, len(up))):
             cluster.tray_dies(tray)
+    elif kind in ASKED:
+        ask(cluster, rng, kind)
     elif kind in HEALTH and up:
         verdict = verdict_on(rng.randrange(cluster.slots), HEALTH[kind], fabric=kind == "fabric")
         cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
     elif kind in ("fit", "unfit") and up:
-        why = ("its fabric registration is not completed",) if kind == "unfit" else ()
-        tray, index = rng.choice(up), rng.randrange(cluster.slots)
-        if why:
-            cluster.unfit.add(slot_id(tray, index))
-        else:
-            cluster.unfit.discard(slot_id(tray, index))
-        cluster.tell(DeviceChecked(tray=tray, index=index, unfit=why))
+        check(cluster, rng.choice(up), rng.randrange(cluster.slots), fit=kind == "fit")
     elif kind == "jam":
         cluster.jammed.add(cluster.announced)
     elif kind == "rot":
@@ -220,7 +299,7 @@ def test_every_storm_ends_with_one_history_or_with_a_reason() -> None:
     assert seen["rollbacks"] > SEEDS / 20, seen
     assert seen["absorbs"] > SEEDS / 20, seen
     assert seen["shrinks"] > SEEDS / 20, seen
-    assert seen["reshards"] > SEEDS / 30, seen
+    assert seen["reshards"] > SEEDS / 100, seen
     assert seen["grows"] > SEEDS / 30, seen
     assert seen["damaged"] > SEEDS / 300, seen
 
@@ -256,10 +335,29 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_
     assert seen["planned"] > SEEDS / 40, seen
 
 
+def test_in_a_storm_of_requests_nobody_is_where_nobody_is_to_be_and_each_is_answered() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 3):
+        try:
+            cluster = storm_of_requests(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["dismissed"] += cluster.dismissed
+        seen["planned"] += cluster.planned_swaps
+        for name, said in cluster.answers.items():
+            seen[f"{name.split()[0].split(':')[0]} {said[-1].outcome}"] += 1
+            seen["called off"] += len(said) > 1 and said[-1].outcome == "refused"
+    assert seen["exit 0"] > SEEDS / 9, seen
+    assert min(seen["planned"], seen["drain done"], seen["swap done"], seen["return done"]) > SEEDS / 12, seen
+    assert min(seen["dismissed"], seen["called off"], seen["drain refused"]) > SEEDS / 30, seen
+
+
 def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> None:
     compared = 0
     for seed in range(SEEDS // 60):
-        for cluster in (storm(seed, Followed), storm_in_racks(seed, Followed)):
+        for cluster in (storm(seed, Followed), storm_in_racks(seed, Followed), storm_of_requests(seed, Followed)):
             core = cluster.core
             assert isinstance(core, FollowedCore)
             said = [command.text for command in core.past.said if isinstance(command, Notice)]

@@ -17,6 +17,7 @@ import signal
 import sqlite3
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +72,13 @@ class Fault:
     then: str = "KILL"
     """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
     has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after; ``GPU``: the driver says ``gpu`` of its GPU from
-    now on, and it hangs until ``until``."""
+    now on, and it hangs until ``until``; ``ASK``: the coordinator is asked ``ask``, and it hangs until ``until``; ``LEAVE``: its agent is told
+    to leave."""
     until: str = ""
-    """A fault's name, or ``command NAME``, ``event NAME``: the coordinator has written that into its journal since."""
+    """A fault's name, or ``command NAME``, ``event NAME``: the coordinator has written that into its journal since. Or ``command NAME 3``,
+    ``answer done 2``: so many of them are there, from the beginning."""
+    ask: dict[str, str | int] = dataclasses.field(default_factory=dict)
+    """``what`` (``drain``, ...), and the fields of the request; ``TRAY`` stands for one's own."""
     gpu: dict[str, int | list[int]] = dataclasses.field(default_factory=dict)
     """Fields of the fake driver's GPU (a list: index, value), and ``xid``: one that it reports."""
 
@@ -163,6 +168,12 @@ class Striker:
                 before = self._journalled(fault.until)
                 self._break_gpu(fault.gpu)
                 _wait_for(lambda: bool(fault.until) and self._journalled(fault.until) > before)
+            case "ASK":
+                before = self._journalled(fault.until)
+                self._ask(fault.ask)
+                _wait_for(lambda: self._journalled(fault.until) > before)
+            case "LEAVE":
+                os.kill(_parent(os.getppid()), signal.SIGTERM)
             case "mark":
                 pass
             case other:
@@ -182,14 +193,32 @@ class Striker:
         if "xid" in changes:
             rack.tray(tray).xid(int(index), changes["xid"])  # type: ignore[arg-type]
 
+    def _ask(self, ask: dict[str, str | int]) -> None:
+        tray = self._units._runtime.boot.slot.partition("/")[0]  # type: ignore[union-attr]
+        fields = {name: tray if value == "TRAY" else value for name, value in ask.items() if name != "what"}
+        place = Path(os.environ["RACKRUN_TEST_JOURNAL"]).parent
+        url, token = json.loads((place / "endpoint.json").read_text())["url"], (place / "token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        data = json.dumps(fields).encode()
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/api/{ask['what']}", data=data, headers=headers), timeout=WAIT_S
+        ) as answer:
+            assert answer.status == 200
+
     def _journalled(self, what: str) -> int:
-        """How often ``command NAME`` or ``event NAME`` is in the journal."""
+        """How often ``command NAME`` or ``event NAME`` is in the journal; with a number: 1, if that often."""
         kind, _, name = what.partition(" ")
-        if kind not in ("command", "event"):
+        name, _, least = name.partition(" ")
+        if kind not in ("command", "event", "answer"):
             return 0
+        if kind == "answer":
+            with contextlib.closing(sqlite3.connect(os.environ["RACKRUN_TEST_JOURNAL"], timeout=5.0)) as journal:
+                query = "SELECT count(*) FROM events WHERE name = 'Answer' AND json_extract(body, '$.outcome') = ?"
+                return int(journal.execute(query, (name,)).fetchone()[0] >= int(least or 1))
         with contextlib.closing(sqlite3.connect(os.environ["RACKRUN_TEST_JOURNAL"], timeout=5.0)) as journal:
             query = "SELECT count(*) FROM events WHERE kind = ? AND name = ?"
-            return int(journal.execute(query, (kind, name)).fetchone()[0])
+            found = int(journal.execute(query, (kind, name)).fetchone()[0])
+        return int(found >= int(least)) if least else found
 
     def _on_the_clock(self, fault: Fault) -> None:
         while not self._has_struck(fault.name):

@@ -1,0 +1,63 @@
+"""A question to the coordinator of a run, with its token."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rackrun.errors import UsageError
+from rackrun.launch.place import Endpoint, Result, find_run, read_json
+
+__all__ = ["TIMEOUT_S", "Run", "ask", "running"]
+
+_RUN = typer.Argument(metavar="[RUN]", help="Directory or id of a run. Default: the newest.", show_default=False)
+Run = Annotated[str | None, _RUN]
+TIMEOUT_S = 5.0
+
+
+def running(run: str | None) -> Path:
+    """Its directory. Raises UsageError when the run has ended."""
+    place = find_run(run)
+    if read_json(place / "result.json", Result) is not None:
+        raise UsageError(f"the run in {place} has ended already.", remedy="see rackctl status.")
+    return place
+
+
+def ask(place: Path, path: str, data: bytes | None = None, *, timeout_s: float | None = TIMEOUT_S) -> str:
+    """Ask the run's coordinator. ``timeout_s``: None, however long it takes. Raises UsageError when it is not there."""
+    endpoint = read_json(place / "endpoint.json", Endpoint)
+    gone = "see rackctl report for what it did."
+    if endpoint is None:
+        raise UsageError(
+            f"the run in {place} has no coordinator: it never began, or its launcher was killed.", remedy=gone
+        )
+    try:
+        token = (place / "token").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise UsageError(
+            f"{place / 'token'} cannot be read: {error.strerror}.", remedy="be the user who started it."
+        ) from error
+    request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
+        f"{endpoint.url}{path}",
+        data=data,
+        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            text: Any = answer.read().decode()
+            return str(text)
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace").strip()
+        raise UsageError(
+            f"the coordinator at {endpoint.url} refused: {said}.", remedy="is this the right run?"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"nobody answers at {endpoint.url}: the launcher (process {endpoint.pid}) of run {endpoint.run_id} is gone.",
+            remedy=gone,
+        ) from error

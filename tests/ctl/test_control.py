@@ -1,0 +1,76 @@
+"""``rackctl drain``, ``return``, ``swap`` of a job that trains: what they print, wait for, and refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import torch
+import rackrun
+
+@rackrun.elastic(global_batch_size=4, micro_batch_size=2, seed=1)
+def main(run):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(torch.utils.data.TensorDataset(torch.randn(64, 3)))
+
+    @run.step
+    def train(step):
+        for (x,) in data:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in run.steps(10**9):
+        train(step)
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
+    start_rackrun: Callable[..., Any], rackctl: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = start_rackrun(["--standalone", "--trays", "3", "--spares", "1", "train.py"])
+    job.wait_for(lambda s: s["progress"]["steps"] > 2 and s["core"]["spares"][0]["state"] == "ready", 40)
+    run = ("--run", job.out_dir)
+
+    unknown = rackctl("drain", "tray-05", *run)
+    assert unknown.code == 2
+    assert "there is no tray and no slot tray-05. Remedy: is tray-0" in unknown.err
+
+    drained = rackctl("drain", "tray-01", "--because", "its fan", *run)
+    assert drained.out.splitlines() == [
+        "drain of tray-01: rank 1 will leave at the next step boundary",
+        "tray-01 is empty",
+    ]
+    assert "tray-01/0 is not used: drained: its fan" in rackctl("status", job.out_dir).out
+    shown = json.loads(rackctl("topology", "show", *run, "--json").out)
+    assert [one["trouble"] for one in shown["slots"] if one["slot"] == "tray-01/0"] == ["drained"]
+
+    refused = rackctl("swap", 0, *run)
+    assert refused.code == 1
+    assert "swap of rank 0 is refused: rank 0 would have to move, and no spare is left" in refused.err
+
+    waiting = rackctl("drain", "tray-00", "--wait-for-spares", "--no-wait", *run)
+    assert waiting.out.endswith("it waits for spares\n")
+    assert rackctl("return", "tray-00", *run).out == "tray-00 may be used again\n"
+
+    assert rackctl("return", "tray-01", *run).out == "tray-01 may be used again\n"
+    swapped = rackctl("swap", 1, "--with", "tray-01/0", *run)
+    assert swapped.out.splitlines()[-1] == "rank 1 went from tray-02/0 to tray-01/0"
+    assert rackctl("stop", job.out_dir).code == 0
+    assert job.finish(40).exit_code == 143
+
+    late = rackctl("drain", "tray-01", *run)
+    assert late.code == 2
+    assert "has ended already" in late.err
+    assert "drain of tray-00 is called off: tray-00 was returned" in rackctl("report", job.out_dir).out
