@@ -377,7 +377,6 @@ class Recovery:
         self._resized = f"goes on with {self.world.size} of {before} ranks"
         for record in left_over:
             self.emit(self.rack.fence(record, "its replica has lost a rank: it will wait as a spare", swept_along=True))
-        self.snapshots.clear()
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
@@ -450,6 +449,7 @@ class Recovery:
         assert state.rollback is not None, "it is made of snapshots"
         old.settle(state.rollback)
         world.layout = world.generation
+        self.sources.snapshots = Snapshots()  # what an attempt before this one has left is in its own layout
         new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
         back = state.rollback if old.gone_back else None
         return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate

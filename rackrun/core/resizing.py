@@ -18,7 +18,6 @@ from rackrun.core.rack import RackMachine
 from rackrun.core.reshaping import Axes
 from rackrun.core.resharding import OldWorld
 from rackrun.core.seating import Seating
-from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources
 from rackrun.core.workers import WorkerRecord
 from rackrun.core.world import World
@@ -75,6 +74,8 @@ class Resizing:
         left_over = [record for rank, record in sorted(world.members.items()) if rank not in staying]
         if self._reenters(world.members.values()):
             self._enter_again(committed, gate)
+        else:
+            self.sources.snapshots.clear()
         self._renumber(axes, staying)
         for record in left_over:
             record.rank = None
@@ -169,10 +170,9 @@ class Resizing:
         )
 
     def _enter_again(self, committed: Position, gate: tuple[float, ...]) -> None:
-        """What is known of snapshots and classes is the old world's from here on."""
+        """What is known of snapshots and classes is the old world's, until the plan is made."""
         if self.world.old is None:
             self.world.old = self._as_it_was(committed, gate)
-        self.sources.snapshots = Snapshots()
 
     def _renumber(self, axes: Axes, ranks: Mapping[Rank, Rank]) -> None:
         world, classes = self.world, dict(self.classes)
