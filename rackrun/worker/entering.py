@@ -51,8 +51,9 @@ def _begin_again(runtime: Runtime) -> None:
     while True:
         page.enter(Activity.RECOVERING, world.passed)
         plan = world.wait_plan()
-        if plan.reshard is None:
-            leave(runtime.member_of(plan).rank, "has left main, so that it has no state to go on with.")
+        mine = runtime.member_of(plan)
+        if plan.reshard is None and not mine.fresh:
+            leave(mine.rank, "has left main, and has no state any more to go on with.")
         try:
             runtime.begin_again(plan)
         except Superseded:

@@ -59,15 +59,18 @@ class OldImage:
 
     @property
     def manifest(self) -> Manifest:
+        """Raises `Damaged`."""
         if self._manifest is None:
-            self._manifest = manifest_in(bytes(self._source.read(*self.layout.extents[PLAIN])))
+            self._manifest = manifest_in(bytes(self.read(*self.layout.extents[PLAIN])))
         return self._manifest
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
         self._source.expect(ranges)
 
     def read(self, start: int, stop: int) -> memoryview:
-        return self._source.read(start, stop)
+        """Verified; good until the next call. Raises `Damaged`."""
+        with _told_of(self.where):
+            return self._source.read(start, stop)
 
     def close(self) -> None:
         self._source.close()
@@ -96,7 +99,7 @@ class OldImages:
 
     def open(self, where: str) -> OldImage:
         """Raises `Damaged` when it cannot be had."""
-        with told_of(where):
+        with _told_of(where):
             image = OldImage(where, self._source(where))
             self._stack.callback(image.close)
             return image
@@ -112,7 +115,7 @@ class OldImages:
 
 
 @contextlib.contextmanager
-def told_of(where: str) -> Iterator[None]:
+def _told_of(where: str) -> Iterator[None]:
     """What goes wrong in it is `Damaged`, and names ``where``."""
     try:
         yield

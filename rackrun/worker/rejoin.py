@@ -27,6 +27,7 @@ from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
 from rackrun.worker.resharding import reshard
+from rackrun.worker.resizing import fixed_because
 from rackrun.worker.restore import run_restores, settle_restores
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
@@ -68,6 +69,9 @@ class Rejoin:
             try:
                 if plan.reshard is not None:
                     self._hand_over(plan, mine)
+                if mine.fresh and plan.world_size != world.size and fixed_because(self._state, world):
+                    self.leaving = True  # built for another world
+                    raise Reenter
                 if plan.layout < world.layout:
                     leave(world.rank, f"has the shards of generation {world.layout}, not of {plan.layout}.")
                 if plan.world_size != world.size or not (mine.fresh or world.counts_as(plan, mine)):

@@ -17,7 +17,7 @@ from rackrun.checkpoint.layout import TensorEntry
 from rackrun.core.commands import Reshard
 from rackrun.errors import StateLost
 from rackrun.worker.manifest import Manifest
-from rackrun.worker.old_images import OldImages, told_of
+from rackrun.worker.old_images import OldImages
 from rackrun.worker.refill import Refill, check_alike
 from rackrun.worker.state import TrackedState
 
@@ -56,8 +56,7 @@ def reshard(
             here = held is not None and held.global_shape == target.global_shape and held.dtype == target.dtype
             return mine if here and held is not None and held.box.contains(target.box) else None
 
-        with told_of(opened[0].where):
-            first = opened[0].manifest
+        first = opened[0].manifest
         try:
             refill = Refill(state, first, rank, layouts, range(len(opened)), source)
             for index, fetches in refill.fetches.items():
@@ -68,12 +67,7 @@ def reshard(
             raise StateLost(
                 f"rank {rank} cannot get its state from the {len(opened)} old ranks: {error.what}", remedy=error.remedy
             ) from error
-
-        def read(index: int, start: int, stop: int) -> memoryview:
-            with told_of(opened[index].where):
-                return opened[index].read(start, stop)
-
-        refill.run(read, _threads())
+        refill.run(lambda index, start, stop: opened[index].read(start, stop), _threads())
         return first
 
 

@@ -86,15 +86,17 @@ class Runtime:
         compat.adopt_default_group()
 
     def begin_again(self, plan: Plan) -> None:
-        """As a new process would: with a default group and no other, which has joined the generation of ``plan``. Raises `Superseded`."""
+        """As a new process would: with a default group and no other, which has joined the generation of ``plan``; or, where that does
+        not cut all shards anew, as a spare. Raises `Superseded`."""
         mine = self.member_of(plan)
         self.world.begin_again(plan, mine.rank)
         compat.forget_groups()
         compat.forget_meshes()
         os.environ |= {"RANK": str(mine.rank), "WORLD_SIZE": str(plan.world_size)}
         self._make_default_group(mine.rank, plan.world_size)
-        self.world.start_build(plan)
-        self.world.join(plan)
+        if plan.reshard is not None:
+            self.world.start_build(plan)
+            self.world.join(plan)
 
     def member_of(self, plan: Plan) -> Member:
         """This process, in a plan that has come to it."""

@@ -89,7 +89,7 @@ class UnitRunner:
         self._axes, self._carried = mesh, carried
         self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
-        self.waiting_spare = runtime.spare and carried is None
+        self.waiting_spare = not self._world.generation if carried else runtime.spare
         self._recorded: list[_Unit] = []
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
@@ -141,7 +141,7 @@ class UnitRunner:
             self._resume(self._durable)
         self._world.scope = Scope.OUTSIDE
         self._say_how_it_changes(held_by_mesh)
-        if self._carried is not None:
+        if self._carried is not None and not self.waiting_spare:
             self._rejoin.arrive()
             self._came_in = self.passed
             return
@@ -152,7 +152,8 @@ class UnitRunner:
                 )
             self._reports.ready(self._replicas.at_start())
             return
-        self._try_once(warm_up())
+        if self._carried is None:
+            self._try_once(warm_up())
         self._page.enter(Activity.WAITING)
         self._reports.ready("")
         self._recover()
@@ -183,6 +184,7 @@ class UnitRunner:
         self._hook.remove()
         if self._exact is not None:
             self._exact.detach()
+        self._world.let_go()
         nothing = TrackedState()
         nothing.lineage = self._state.lineage
         self._snapshots.become(nothing)

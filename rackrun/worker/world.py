@@ -439,9 +439,15 @@ class World:
     def has_state_again(self) -> None:
         self._has_state = True
 
+    def let_go(self) -> None:
+        """Of the script that was in ``main``."""
+        self.broke_late = lambda result: None  # noqa: ARG005
+        self.may_leave_phase = lambda: True
+        self.flights.new_generation()
+
     def begin_again(self, plan: Plan, rank: int) -> None:
         """This process is about to enter ``main`` again, as ``rank`` of another world: no group of the former one is left. What is
-        committed stays. Raises `Superseded`."""
+        committed stays; where the plan does not cut all shards anew, it is a newcomer, and begins as a spare does. Raises `Superseded`."""
         with self._changed:
             if self._announced != plan.generation:
                 raise Superseded
@@ -452,17 +458,20 @@ class World:
             self.groups.clear()
             self.families = Families()
             self._place = rank, plan.world_size
-            self._passed = self._entered = self.began = plan.committed
-            self._gate = plan.gate
+            if plan.reshard is None:
+                self.generation = 0
+                self._passed = self._entered = self.began = BEGIN
+                self._gate = ()
+                self._has_state = True  # as of any spare: the core knows that it has restored nothing yet
+            else:
+                self._passed = self._entered = self.began = plan.committed
+                self._gate = plan.gate
+            self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
-            self._broken = True
             self.scope, self.met = Scope.SETUP, 0
             self.unit_passed = self.in_phase = False
             self.order = CollectiveOrder()
-        self.broke_late = lambda result: None  # noqa: ARG005
-        self.may_leave_phase = lambda: True
-        self.flights.new_generation()
         threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()
         del dropped
 
@@ -531,7 +540,8 @@ class World:
     def _start_build(self, plan: Plan) -> None:
         if self._builder is not None:
             self._builder.abandon()
-        patient = plan.generation == 1 or plan.reshard is not None or (not plan.restores and plan.committed == BEGIN)
+        enters = plan.reshard is not None or plan.layout > 0  # whoever enters main comes as late as at the start
+        patient = plan.generation == 1 or enters or (not plan.restores and plan.committed == BEGIN)
         self._builder = Builder(plan, list(self.groups), self.device, self._token, patient=patient, done=self._wake)
         self._builder.start()
 

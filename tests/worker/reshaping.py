@@ -198,7 +198,7 @@ class Reshaped(TinyCluster):
             reshard=of,
         )
         plan = change.edit(self, plan)
-        self._old = (of, committed, gate) if plan.reshard is not None else None
+        self._old = (plan.reshard, committed, gate) if plan.reshard is not None else None
         dropped = before - set(here)
         self.seen.append(Seen(plan))
         self._finished.clear()
