@@ -455,6 +455,8 @@ class World:
             if self._builder is not None:
                 self._builder.abandon()
             self._builder = None
+            for group in self.groups:
+                group.communicator = None
             self.groups.clear()
             self.families = Families()
             self._place = rank, plan.world_size
