@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,7 @@ from rackrun.checkpoint.arena import Arena
 from rackrun.core.commands import StartWorker
 from rackrun.core.events import Event, SnapshotMirrored
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.link.boot import SNAPSHOT_JOB
+from rackrun.link.boot import MEMORY_HEADER, SNAPSHOT_JOB
 
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
@@ -85,6 +86,15 @@ async def test_what_was_put_is_given_back_byte_for_byte(holder: Holder, snapshot
     assert await holder.get("a/0/7/4") == (200, body)
     assert (await holder.get("a/0/7/2"))[0] == 404
     assert (await holder.get("a/0/8/4"))[0] == 404
+
+
+async def test_who_is_on_this_host_is_told_where_it_lies(holder: Holder, snapshot: Callable[[int], bytes]) -> None:
+    body = snapshot(4)
+    await holder.put("a/0/7/4", body)
+    url, part = f"http://{holder.address}/snapshot/a/0/7/4", {"Range": "bytes=10-19"}
+    async with aiohttp.ClientSession(headers=AUTHORIZATION) as session, session.get(url, headers=part) as answer:
+        assert await answer.read() == body[10:20]
+        assert Path(f"/proc/{answer.headers[MEMORY_HEADER]}").read_bytes() == body
 
 
 async def test_it_keeps_the_newest_and_the_one_that_is_named(holder: Holder, snapshot: Callable[[int], bytes]) -> None:

@@ -133,8 +133,8 @@ class Ended:
     """Rank, unit, attempt: every commit, as often as it was told."""
     paused: dict[int, Paused] = field(default_factory=dict)
     """By rank, when it was first told."""
-    meshes: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """By slot: what it was ready with."""
+    ready: dict[int, WorkerReady] = field(default_factory=dict)
+    """By slot, the last."""
     plans: list[Plan] = field(default_factory=list)
     """Every plan after the first."""
     story: list[str] = field(default_factory=list)
@@ -405,7 +405,7 @@ class TinyCluster:
             if isinstance(message, WorkerPaused):
                 self._paused(child, message)
             elif isinstance(message, WorkerReady):
-                self._ended.meshes[int(child.worker.slot.rpartition("/")[2])] = message.mesh
+                self._ended.ready[int(child.worker.slot.rpartition("/")[2])] = message
                 if child.spare and self._mark is not None:
                     self._mark.touch()
 

@@ -18,6 +18,7 @@ from harness import Ended, TinyCluster, _hash, say
 from reshaping import Change, Reshaped, differences
 from scripts import Script, adam, ddp, fit, net
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -202,6 +203,32 @@ def test_replicas_may_enter_main_again_as_well(reshape: Reshape) -> None:
     nothing_again(ended)
     assert [ready.fixed for ready in cluster.seen[0].ready.values()] == ["", ""]
     assert not any(ready.reenters for ready in cluster.seen[0].ready.values()), "but need not"
+
+
+def own_mesh(run: Run) -> nn.Module:
+    return fsdp(run, init_device_mesh("cpu", (1, run.world_size), mesh_dim_names=("dp_replicate", "dp_shard")))
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "because"),
+    [
+        (fsdp, None, ""),
+        (hsdp, {"dp_replicate": -1, "dp_shard": 2}, ""),
+        (own_mesh, None, "it is not known which axes its groups lie along"),
+        (hsdp, {"dp_replicate": 1, "dp_shard": -1}, "its mesh leaves axis dp_shard open"),
+    ],
+)
+def test_it_is_told_whether_main_may_be_entered_again(make: Make, mesh: Any, because: str, train: Any) -> None:
+    def main(run: Run) -> None:
+        model = make(run)
+        fit(run, model, adam(model), steps=1)
+
+    ended = train(main, ranks=2, spares=0, mesh=mesh)
+    assert ended.exit_code == 0, ended
+    for ready in ended.ready.values():
+        assert ready.reenters == (not because)
+        assert because in ready.fixed
+        assert bool(because) == bool(ready.fixed)
 
 
 # -- losses in the middle of it ----------------------------------------------------------------------------------------
