@@ -76,12 +76,12 @@ class Runtime:
             else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         )
         compat.install()
-        compat.register_backend(BACKEND, self.world.create_default)
+        compat.register_backend(BACKEND, lambda: self.world.create_default(*self._place))
         self._make_default_group(rank, size)
         return rank, size
 
     def _make_default_group(self, rank: int, size: int) -> None:
-        self.world.stand_as(rank, size)
+        self._place = rank, size
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         compat.adopt_default_group()
 

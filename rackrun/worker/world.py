@@ -92,7 +92,6 @@ class World:
         self._broken = False
         self._failed: tuple[float, str] | None = None
         """When a collective of this generation failed by itself, and why; until it is told."""
-        self._place = 0, 1
         self._announced = 0
         self._pause_in = 0
         """The generation that is to pause, and then to end; 0: none was."""
@@ -114,12 +113,7 @@ class World:
         self._fixed: Callable[[str, int, int], Communicator] | None = None
 
     # -- groups
-    def stand_as(self, rank: int, size: int) -> None:
-        """What the default group is made for next."""
-        self._place = rank, size
-
-    def create_default(self) -> ElasticGroup:
-        rank, size = self._place
+    def create_default(self, rank: int, size: int) -> ElasticGroup:
         group = ElasticGroup(self, range(size), rank, "default", "default_pg", "world")
         self.groups.append(group)
         return group
@@ -459,7 +453,6 @@ class World:
                 group.communicator = None
             self.groups.clear()
             self.families = Families()
-            self._place = rank, plan.world_size
             if plan.reshard is None:
                 self.generation = 0
                 self._passed = self._entered = self.began = BEGIN
