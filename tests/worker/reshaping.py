@@ -101,6 +101,8 @@ class Reshaped(TinyCluster):
                 else:
                     self._break()
             return
+        if isinstance(event, WorkerExited) and self._changes and self._changes[0].told_after is None:
+            self._took_over = True
         if not self._took_over:
             super()._event(event)
             return

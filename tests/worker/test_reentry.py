@@ -87,6 +87,7 @@ def script(
     *,
     in_main: Callable[[Run], None] = lambda _: None,
     at_steps: Callable[[Run], None] = lambda _: None,
+    before_a_step: Callable[[Run, int], None] = lambda *_: None,
     after_a_step: Callable[[Run], None] = lambda _: None,
     dies_after: Mapping[str, int] | None = None,
     workers: int = 0,
@@ -95,6 +96,7 @@ def script(
     """Trains, with a phase after every fifth step, and says in the end what all ranks hold together. ``dies_after``: so many steps in
     a world of generation 2, by slot."""
     entered: list[int] = []
+    phases: list[list[int]] = []
 
     def main(run: Run) -> None:
         entered.append(run.generation)
@@ -118,12 +120,21 @@ def script(
                 whole={path: _hash(t.contiguous().numpy().tobytes()) for path, t in held.items()},
                 rank=run.rank,
                 entered=len(entered),
+                phases=phases,
             )
 
         run.at_end(at_end)
-        run.every(5, lambda: None)
+        run.every(5, lambda: phases.append([run.generation, run._units.passed.step]))
         at_steps(run)
-        fit(run, model, optimizer, steps=steps, between=between, workers=workers)
+        fit(
+            run,
+            model,
+            optimizer,
+            steps=steps,
+            before=lambda step: before_a_step(run, step),
+            between=between,
+            workers=workers,
+        )
 
     return main
 
@@ -229,6 +240,17 @@ def test_it_is_told_whether_main_may_be_entered_again(make: Make, mesh: Any, bec
         assert ready.reenters == (not because)
         assert because in ready.fixed
         assert bool(because) == bool(ready.fixed)
+
+
+def test_a_phase_that_is_committed_is_not_run_again(reshape: Reshape) -> None:
+    def die(run: Run, step: int) -> None:
+        if (step, run.generation, run._world._slot) == (5, 1, "t/1"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ended, _ = reshape(script(ddp, before_a_step=die), Change((0, 2), edit=of_members), ranks=3)
+    assert not differences(ended, undisturbed(ddp, 3)), ended
+    assert ended.plans[0].committed == Position(4, 1)
+    assert {rank: said["phases"] for rank, said in ended.said.items()} == {0: [[1, 4], [2, 9]], 1: [[1, 4], [2, 9]]}
 
 
 # -- losses in the middle of it ----------------------------------------------------------------------------------------
