@@ -23,6 +23,7 @@ from rackrun.core.events import (
     JournalFailed,
     PolicyAnswered,
     ReturnRequested,
+    SlowRanksChanged,
     SnapshotDamaged,
     SnapshotMirrored,
     SnapshotStriped,
@@ -136,11 +137,13 @@ class ControlPlane:
             case DeviceChecked():
                 self._job.triage.checked(event)
             case BreakerClosed():
-                self._job.triage.close_breaker(event.at_ms)
+                self._job.close_breaker(event.at_ms)
             case DrainRequested() | ReturnRequested() | SwapRequested():
                 self._job.control.ask(event)
             case DepartureAnnounced():
                 self._job.departs(event)
+            case SlowRanksChanged():
+                self._job.slow_ranks(event)
             case TrayDescribed():
                 self._job.described(event)
             case PolicyAnswered():
