@@ -11,8 +11,8 @@ are slow: two of two it cannot tell, nor five of eight; then nobody is blamed.
 peers and stands out of the noise: of a row (by how much peers differ) and of its own (by how much it varies). It is slow no more
 after it was behind in at most `Limits.clear` rows of a window. So no single row, and no few, condemn anybody, and nobody flutters.
 
-*The past.* The best window of each rank, and of the world, is remembered. If the whole world has become slower there is nobody to
-blame; it is said.
+*The past.* The best window of each rank, and of the world, is remembered. If three quarters of the world's rows are
+`Limits.all_slower` times as long as three quarters of its best window's there is nobody to blame; it is said.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A slow rank's median is above its peers' by this many median absolute deviations of rows."""
     all_slower: float = 1.5
     all_as_before: float = 1.2
-    all_noise: float = 5.0
     settle: int = 3
     """Steps of a new generation, or of a new world, that are not looked at: a newcomer's first are slow for good reasons."""
 
@@ -185,14 +184,13 @@ class Stragglers:
             return self._told.everybody if self._everybody else 0.0
         middle = (len(whole) - 1) // 2
         rows: Floats = np.partition(self._windows.own, middle, axis=1)[:, middle]
-        usual = _lower_median(rows)
+        low, usual, high = np.quantile(rows, (0.25, 0.5, 0.75)).tolist()
         past = self._world_past
-        self._world_past = min(past, usual) if past else usual
+        self._world_past = min(past, high) if past else high
         if not past:
             return 0.0
-        noise = self.limits.all_noise * _lower_median(np.abs(rows - usual)) / usual
-        limit = self.limits.all_as_before if self._everybody else max(self.limits.all_slower, 1 + noise)
-        self._everybody = usual >= limit * past
+        limits = self.limits
+        self._everybody = usual >= limits.all_as_before * past if self._everybody else low >= limits.all_slower * past
         return round(usual / past, 2) if self._everybody else 0.0
 
     def _described(self, rank: int, now: Floats, times: Floats, past: Floats, hits: npt.NDArray[np.int64]) -> SlowRank:
