@@ -48,13 +48,13 @@ def who(verdict: Verdict) -> list[int]:
 
 
 # -- nobody is condemned ---------------------------------------------------------------------------------------------
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(ranks=st.integers(1, 12), sigma=st.floats(0.0, 0.6), seed=st.integers(0, 2**16))
 def test_noise_condemns_nobody(ranks: int, sigma: float, seed: int) -> None:
-    assert not judged(noisy(ranks, sigma), ranks, 200, seed)
+    assert not judged(noisy(ranks, sigma), ranks, 120, seed)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     ranks=st.integers(2, 8),
     blips=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.floats(1.5, 1e4)), max_size=12),
@@ -69,10 +69,10 @@ def test_blips_condemn_nobody_however_long_they_are(ranks: int, blips: list[tupl
                 times[rank % ranks] *= factor
         return times
 
-    assert not judged(own, ranks, 100)
+    assert not judged(own, ranks, 60)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(rank=st.integers(0, 3), rows=st.integers(1, Limits().hits - 1), factor=st.floats(1.5, 100.0))
 def test_a_spell_that_is_shorter_than_the_window_asks_for_condemns_nobody(rank: int, rows: int, factor: float) -> None:
     assert not judged(
@@ -95,7 +95,7 @@ def test_a_pipelines_heavier_stage_is_compared_with_itself() -> None:
 
 
 # -- who is slow is found --------------------------------------------------------------------------------------------
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     ranks=st.integers(2, 16),
     rank=st.integers(0, 15),
@@ -114,7 +114,7 @@ def test_a_rank_half_as_slow_again_is_found_within_a_window(
     assert 0.85 * factor < verdict.slow[0].times < 1.15 * factor
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(pair=st.sets(st.integers(0, 7), min_size=2, max_size=2), seed=st.integers(0, 2**16))
 def test_two_slow_ranks_of_eight_are_both_found(pair: set[int], seed: int) -> None:
     found = judged(noisy(8, 0.03, dict.fromkeys(pair, 1.6), 40), 8, 40 + WINDOW, seed)
@@ -167,7 +167,7 @@ def test_a_rank_that_is_slow_every_other_step_does_not_flutter() -> None:
 
 
 # -- all at once -----------------------------------------------------------------------------------------------------
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(ranks=st.integers(1, 12), factor=st.floats(1.7, 20.0), seed=st.integers(0, 2**16))
 def test_when_all_are_slow_at_once_it_is_said_and_nobody_is_blamed(ranks: int, factor: float, seed: int) -> None:
     found = judged(noisy(ranks, 0.03, dict.fromkeys(range(ranks), factor), 40), ranks, 40 + WINDOW, seed)

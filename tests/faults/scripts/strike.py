@@ -70,7 +70,8 @@ class Fault:
     """Not before the fault of this name has struck, or what ``until`` may name is in the journal."""
     delay_ms: float = 0.0
     then: str = "KILL"
-    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
+    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``slow``: so again whenever this process
+    passes here; ``wait``: until ``until``
     has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after; ``GPU``: the driver says ``gpu`` of its GPU from
     now on, and it hangs until ``until``; ``ASK``: the coordinator is asked ``ask``, and it hangs until ``until``; ``LEAVE``: its agent is told
     to leave."""
@@ -95,6 +96,7 @@ class Striker:
         self._faults = [Fault(**fault) for fault in json.loads(os.environ.get("RACKRUN_TEST_FAULTS", "[]"))]
         self._marks = Path(os.environ.get("RACKRUN_TEST_MARKS", "."))
         self._in_gate = False
+        self._slow: list[Fault] = []
         if not self._faults:
             return
         wanted = {fault.place for fault in self._faults}
@@ -113,6 +115,9 @@ class Striker:
         for fault in self._faults:
             if fault.place == place and self._is_met(fault) and self._claim(fault):
                 self._strike(fault)
+        for fault in self._slow:
+            if fault.place == place:
+                time.sleep(fault.delay_ms / 1e3)
 
     # -- when
     def _is_met(self, fault: Fault) -> bool:
@@ -159,6 +164,8 @@ class Striker:
                 for group in self._world.groups:
                     if group.communicator is not None:
                         group.communicator.break_()
+            case "slow":
+                self._slow.append(fault)
             case "sleep":
                 time.sleep(fault.delay_ms / 1e3)
             case "wait":
