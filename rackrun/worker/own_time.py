@@ -12,6 +12,7 @@ On a GPU the host does not wait; there nothing is told yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch.autograd import Variable
@@ -22,7 +23,8 @@ __all__ = ["OwnTime"]
 class OwnTime:
     """Of the unit in hand. Times are seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.passes = 0
         """Micro-batches so far, ghosts included."""
         self._waited = 0.0
@@ -55,7 +57,7 @@ class OwnTime:
 
     def landed(self) -> None:
         """A future is complete. Any thread."""
-        self._landed = time.monotonic()
+        self._landed = self._clock()
 
     def goes_on(self) -> None:
         """The main thread is at work: what it waited for is over."""
@@ -69,4 +71,4 @@ class OwnTime:
         return 0.0 if self._disturbed else max(0.0, seconds - self._waited)
 
     def _backward_computed(self) -> None:
-        self._computed = time.monotonic()
+        self._computed = self._clock()
