@@ -12,7 +12,8 @@ peers and stands out of the noise: of a row (by how much peers differ) and of it
 after it was behind in at most `Limits.clear` rows of a window. So no single row, and no few, condemn anybody, and nobody flutters.
 
 *The past.* The best window of each rank, and of the world, is remembered. If three quarters of the world's rows are
-`Limits.all_slower` times as long as three quarters of its best window's there is nobody to blame; it is said.
+`Limits.all_slower` times as long as three quarters of its best window's there is nobody to blame; it is said, until three quarters are
+short again.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Stragglers:
         if not past:
             return 0.0
         limits = self.limits
-        self._everybody = usual >= limits.all_as_before * past if self._everybody else low >= limits.all_slower * past
+        self._everybody = high >= limits.all_as_before * past if self._everybody else low >= limits.all_slower * past
         return round(usual / past, 2) if self._everybody else 0.0
 
     def _described(self, rank: int, now: Floats, times: Floats, past: Floats, hits: npt.NDArray[np.int64]) -> SlowRank:

@@ -17,15 +17,15 @@ from tests.faults.trained import RANKS, Trained
 pytestmark = pytest.mark.slow
 
 Train, Reference = Callable[..., Trained], Callable[..., Trained]
-STEPS = 48
+STEPS = 36
 PATIENCE_S = 30.0
 """A step may take as long as a loaded host makes it: these stories are not about hangs."""
 SLOW = 1
 NOT_SLOW = [rank for rank in range(RANKS) if rank != SLOW]
 
 
-def slow_from(step: int, rank: int = SLOW, delay_ms: float = 60.0) -> Fault:
-    """In each of its two micro-batches."""
+def slow_from(step: int, rank: int = SLOW, delay_ms: float = 150.0) -> Fault:
+    """In each of its two micro-batches: many times what a loaded host adds to a step of these."""
     return Fault(name=f"slow {rank}", place="forward", rank=rank, step=step, then="slow", delay_ms=delay_ms)
 
 
@@ -47,7 +47,8 @@ def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_agai
     assert [one["rank"] for one in found["slow"]] == [SLOW], trained
     last = rows(trained, f"SELECT max(step) FROM units WHERE generation = {found['generation']}")[0]
     own = {rank: own_s(trained, rank, 8, last) for rank in range(RANKS)}
-    assert own[SLOW] >= 0.12 > max(own[rank] for rank in NOT_SLOW), own
+    assert own[SLOW] >= 0.3, own
+    assert own[SLOW] > max(own[rank] for rank in NOT_SLOW), own
 
 
 @pytest.mark.stories
@@ -63,14 +64,14 @@ def test_by_default_a_slow_rank_is_told_of_and_stays(train: Train, reference: Re
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_one_blip_of_two_seconds_is_nothing(mode: str, train: Train, reference: Reference) -> None:
     """All are a little slow, so that every step is worth a look and a blip is one of them."""
-    blip = Fault(name="blip", place="forward", rank=SLOW, step=20, then="sleep", delay_ms=2000)
-    faults = [*(slow_from(1, rank, 25) for rank in range(RANKS)), blip]
+    blip = Fault(name="blip", place="forward", rank=SLOW, step=25, then="sleep", delay_ms=2000)
+    faults = [*(slow_from(1, rank, 100) for rank in range(RANKS)), blip]
     options = ["--slow-ranks", "swap", "--slow-after", 1]
     trained = train(mode, faults, steps=STEPS, options=options, patience_s=PATIENCE_S)
     trained.assert_same_training(reference(mode, STEPS), faults)
     assert not trained.recoveries, trained
     assert not rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged'"), trained
-    assert own_s(trained, SLOW, 20, 20) >= 2.0, trained
+    assert own_s(trained, SLOW, 25, 25) >= 2.0, trained
 
 
 def own_s(trained: Trained, rank: int, first: int, last: int) -> float:
