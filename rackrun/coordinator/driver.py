@@ -121,7 +121,7 @@ class Driver:
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
-        self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.registry)
+        self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
         self.recoveries: list[Recovery] = []
         self.requests = Requests(self.finished)
         self._last_words = LastWords()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -19,7 +18,7 @@ from rackrun.core.ids import Position, Rank
 from rackrun.core.stragglers import Limits, Seat, Stragglers
 from rackrun.core.wire import UnitCommitted
 
-__all__ = ["SlowWatch"]
+__all__ = ["SlowMetrics", "SlowWatch"]
 
 _OPEN_MAX = 64
 """Steps that some ranks have committed and others have not told of yet."""
@@ -27,21 +26,38 @@ _PARTING = ("pp",)
 """Ranks at different places along these axes do different work."""
 
 
-class SlowWatch(Collector):
+class SlowMetrics(Collector):
+    """For Prometheus, read when it asks."""
+
+    def __init__(self) -> None:
+        self.slow = 0
+        self.own_s: Callable[[], Sequence[float]] = tuple
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        own = GaugeMetricFamily(
+            "rackrun_own_seconds", "A step's own time: what a rank did not wait for others.", labels=["rank"]
+        )
+        for rank, seconds in enumerate(self.own_s()):
+            if not math.isnan(seconds):
+                own.add_metric([str(rank)], seconds)
+        yield own
+        yield GaugeMetricFamily("rackrun_slow_ranks", "Ranks that are slower than their peers for long.", self.slow)
+
+
+class SlowWatch:
     """``after_s``: so long a rank must have been behind, about; None: nobody looks."""
 
     def __init__(
-        self, after_s: float | None, changed: Callable[[SlowRanksChanged], None], registry: CollectorRegistry
+        self, after_s: float | None, changed: Callable[[SlowRanksChanged], None], metrics: SlowMetrics
     ) -> None:
-        self._changed = changed
+        self._changed, self._metrics = changed, metrics
         limits = Limits()
         self._stragglers = None if after_s is None else Stragglers(Limits(row_s=after_s / limits.window))
         self._plan: Plan | None = None
         self._axes: tuple[tuple[str, int], ...] = ()
         self._open: dict[Position, dict[Rank, UnitCommitted]] = {}
-        self._slow = 0
         if self._stragglers is not None:
-            registry.register(self)
+            metrics.own_s = self._stragglers.own_s
 
     def heard(self, event: Event) -> None:
         if isinstance(event, WorkerReady) and event.mesh and event.mesh != self._axes:
@@ -74,7 +90,7 @@ class SlowWatch(Collector):
             return  # disturbed, or not known
         verdict = stragglers.step(_for_equal_work(units), max(one.seconds for one in units))
         if verdict is not None:
-            self._slow = len(verdict.slow)
+            self._metrics.slow = len(verdict.slow)
             event = SlowRanksChanged(generation=plan.generation, slow=verdict.slow, everybody=verdict.everybody)
             self._changed(event)
 
@@ -84,18 +100,6 @@ class SlowWatch(Collector):
             groups = _groups(self._axes, self._plan.world_size)
             members = zip(self._plan.members, groups, strict=True)
             self._stragglers.world([Seat(member.slot, member.incarnation, group) for member, group in members])
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """For Prometheus."""
-        assert self._stragglers is not None
-        own = GaugeMetricFamily(
-            "rackrun_own_seconds", "A step's own time: what a rank did not wait for others.", labels=["rank"]
-        )
-        for rank, seconds in enumerate(self._stragglers.own_s):
-            if not math.isnan(seconds):
-                own.add_metric([str(rank)], seconds)
-        yield own
-        yield GaugeMetricFamily("rackrun_slow_ranks", "Ranks that are slower than their peers for long.", self._slow)
 
 
 def _for_equal_work(units: Sequence[UnitCommitted]) -> list[float]:

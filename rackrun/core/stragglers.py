@@ -140,7 +140,6 @@ class Stragglers:
         self._begin_row()
         return self._judge()
 
-    @property
     def own_s(self) -> tuple[float, ...]:
         """Of each rank, a step's median over the window; NaN when it has not been seen long enough."""
         return tuple(_medians(self._windows.own).tolist())

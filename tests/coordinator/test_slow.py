@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rackrun.coordinator.slow import SlowWatch
+from rackrun.coordinator.slow import SlowMetrics, SlowWatch
 from rackrun.core.commands import BreakGeneration, Plan, ResumeGeneration
 from rackrun.core.events import SlowRanksChanged, WorkerReady
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
@@ -22,7 +22,9 @@ class Watched:
     def __init__(self, after_s: float | None = 10.0, world: Plan = FOUR) -> None:
         self.changed: list[SlowRanksChanged] = []
         self.registry = CollectorRegistry()
-        self.watch = SlowWatch(after_s, self.changed.append, self.registry)
+        metrics = SlowMetrics()
+        self.registry.register(metrics)
+        self.watch = SlowWatch(after_s, self.changed.append, metrics)
         self.step = 0
         self.resume(world)
 
