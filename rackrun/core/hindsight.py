@@ -193,7 +193,7 @@ class Hindsight:
             case Answer():
                 self.rack.drained, self.rack.departing = dict(command.drained), dict(command.departing)
                 for slot in command.forgiven:
-                    self.rack.faults.pop(slot, None)
+                    self.rack.forgive(slot)
             case StopJob():
                 self.over = command
             case _:
@@ -327,8 +327,6 @@ class Hindsight:
             repair = f". Repair: {verdict.repair}" if verdict.repair else ""
             why = f"{whose}{verdict.health.value}: {verdict.reasons}{repair}"
             return "out" if verdict.response is Response.FENCE else "failing", why
-        if devices.on_probation(slot):
-            return "failing", devices.because(slot)
         if faults >= QUARANTINE_LOSSES:
             return "quarantined", f"it has lost {faults} workers by hangs, errors or failed starts"
         if unfit and rank is None:
@@ -336,6 +334,11 @@ class Hindsight:
         if withheld is not None:
             said = withheld.verdict
             return "withheld", f"{said.health.value}: {said.reasons}. Not acted on: {withheld.reason}"
+        return self._doubt(slot, faults)
+
+    def _doubt(self, slot: SlotId, faults: int) -> tuple[Trouble, str]:
+        if self.rack.devices.on_probation(slot):
+            return "failing", self.rack.devices.because(slot)
         lost = (
             f"it has lost {faults} of the {QUARANTINE_LOSSES} workers after which it is left out"
             if faults and slot not in self._left

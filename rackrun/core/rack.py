@@ -90,6 +90,12 @@ class RackMachine:
     def quarantined(self, slot: SlotId) -> bool:
         return self.faults.get(slot, 0) >= QUARANTINE_LOSSES
 
+    def forgive(self, slot: SlotId) -> bool:
+        """Nothing that happened there counts any more. Whether anything did."""
+        counted = self.faults.pop(slot, 0) > 0 or self.devices.on_probation(slot)
+        self.devices.end_probation(slot)
+        return counted
+
     def withdrawn(self, slot: SlotId) -> str:
         """Why nobody is to come there, however its GPU is; "": somebody may."""
         return self.drained.get(slot, "") or self.departing.get(tray_of(slot), "")

@@ -8,9 +8,9 @@ from typing import Literal
 import pytest
 from core_told import Told, every, only, plan_in, slow_rank
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.core.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
 from rackrun.core.config import JobConfig
-from rackrun.core.events import BreakerClosed, SlowRanksChanged
+from rackrun.core.events import BreakerClosed, ReturnRequested, SlowRanksChanged
 from rackrun.core.health import Health
 from rackrun.core.ids import Generation, Position
 from rackrun.core.slowness import SWAPS_MAX, WITHIN_MS
@@ -184,6 +184,14 @@ def test_a_tray_that_comes_back_is_not_on_probation() -> None:
     told.tray_lost("b")
     told.join("b", 2, clique="x")
     assert not any(why for tray in told.view.trays for why in tray.against.values())
+
+
+def test_a_slot_that_a_person_gives_back_is_not_on_probation(job: Told) -> None:
+    swapped(job, job.are_slow(3))
+    answer = only(Answer, job.tell(ReturnRequested(request="1", target="b/1")))
+    assert (answer.outcome, answer.forgiven) == ("done", ("b/1",))
+    job.exits("b/0")
+    assert plan_in(job.park_all(passed=9)).members[2].slot == "b/1", "its own tray's spare is the first choice again"
 
 
 def test_a_job_that_ends_swaps_nothing(job: Told) -> None:

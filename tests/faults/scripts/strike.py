@@ -115,6 +115,7 @@ class Striker:
         for fault in self._faults:
             if fault.place == place and self._is_met(fault) and self._claim(fault):
                 self._strike(fault)
+                self._slow += [fault] if fault.then == "slow" else []
         for fault in self._slow:
             if fault.place == place:
                 time.sleep(fault.delay_ms / 1e3)
@@ -164,8 +165,6 @@ class Striker:
                 for group in self._world.groups:
                     if group.communicator is not None:
                         group.communicator.break_()
-            case "slow":
-                self._slow.append(fault)
             case "sleep":
                 time.sleep(fault.delay_ms / 1e3)
             case "wait":
@@ -181,7 +180,7 @@ class Striker:
                 _wait_for(lambda: self._journalled(fault.until) > before)
             case "LEAVE":
                 os.kill(_parent(os.getppid()), signal.SIGTERM)
-            case "mark":
+            case "mark" | "slow":
                 pass
             case other:
                 raise ValueError(f"no such fault: {other}")
