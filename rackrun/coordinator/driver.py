@@ -22,6 +22,7 @@ from rackrun.coordinator.metrics import Metrics
 from rackrun.coordinator.pace import Pace
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
 from rackrun.coordinator.requests import Requests
+from rackrun.coordinator.slow import SlowWatch
 from rackrun.core.commands import (
     Answer,
     AskPolicy,
@@ -104,7 +105,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Driver:
-    """Runs one job. Await `finished` for its end."""
+    """Runs one job. Await `finished` for its end. ``slow_after_s``: as `SlowWatch`."""
 
     def __init__(
         self,
@@ -113,12 +114,14 @@ class Driver:
         *,
         run_id: str,
         observer: Observer,
+        slow_after_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.finished: asyncio.Future[StopJob] = asyncio.get_running_loop().create_future()
         self.ledger = Ledger()
         self.watch = RecoveryWatch(self._recovered)
         self.metrics = Metrics(run_id, lambda: self.watch.plan)
+        self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
         self.recoveries: list[Recovery] = []
         self.requests = Requests(self.finished)
         self._last_words = LastWords()
@@ -202,6 +205,7 @@ class Driver:
                     self._committed(message, now_ms)
                     self.watch.committed(message, now_ms)
                     self._pace.committed(message)
+                    self._slow.committed(message)
                 case UnitSealed():
                     self._last_words.heard(message, self.watch.plan)
                 case StateCopied():
@@ -259,6 +263,7 @@ class Driver:
             self._going.add(event.tray)
         self.watch.heard(event, arrived_ms)
         self.metrics.copies.heard(event)
+        self._slow.heard(event)
         try:
             commands = self._core.handle(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
@@ -270,6 +275,7 @@ class Driver:
             self._journal.command(command, self._at_ms, cause)
             self._carry_out(command)
             self.watch.told(command, arrived_ms, self.now_ms())
+            self._slow.told(command)
         self._elastic |= isinstance(event, WorkerElastic)  # others have no snapshots
         if self._elastic and self._protected != self._told_protected:
             self._told_protected = self._protected

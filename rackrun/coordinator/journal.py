@@ -16,7 +16,8 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
 ``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*
                it is announced
 ``recoveries``  generation, fault_ms, body (`rackrun.coordinator.recoveries.Recovery`)
-``units``      step, phase, rank, generation, attempt, committed_at_ms, seconds, gate (float64, little endian)
+``units``      step, phase, rank, generation, attempt, committed_at_ms, seconds, gate (float64, little endian), own_s (of the
+               seconds; 0: not known)
 ``ledger``     step, phase, rank, generation, count, digest (BLAKE2b, 16 bytes), ids (int64, little endian; NULL with
                ``--ledger digest``)
 ``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.core.wire.FillerTold` of that start)
@@ -50,7 +51,7 @@ from rackrun.errors import RackrunError
 
 __all__ = ["BATCH_ROWS", "FORMAT", "Journal", "JournalError", "LedgerMode", "digest_of"]
 
-FORMAT = 1
+FORMAT = 2
 BATCH_ROWS = 256
 BATCH_S = 0.1
 
@@ -65,7 +66,7 @@ CREATE TABLE IF NOT EXISTS generations (
 CREATE TABLE IF NOT EXISTS recoveries (generation INTEGER PRIMARY KEY, fault_ms REAL, body TEXT);
 CREATE TABLE IF NOT EXISTS units (
     step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, attempt INTEGER, committed_at_ms REAL, seconds REAL,
-    gate BLOB, PRIMARY KEY (step, phase, rank, generation)) WITHOUT ROWID;
+    gate BLOB, own_s REAL, PRIMARY KEY (step, phase, rank, generation)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ledger (
     step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, count INTEGER, digest BLOB, ids BLOB,
     PRIMARY KEY (step, phase, rank, generation));
@@ -76,7 +77,7 @@ _META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)"
 _GENERATION = "INSERT INTO generations (generation, stage, at_ms, wall, body) VALUES (?, ?, ?, ?, ?)"
 _RECOVERY = "INSERT OR REPLACE INTO recoveries VALUES (?, ?, ?)"
-_UNIT = "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_UNIT = "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _LEDGER = "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?)"
 _FILLER = "INSERT OR REPLACE INTO fillers VALUES (?, ?, ?, ?, ?)"
 
@@ -159,7 +160,7 @@ class Journal:
     def unit(self, unit: UnitCommitted, at_ms: float) -> None:
         where = (unit.at.step, unit.at.phase, unit.rank, unit.generation)
         gate = struct.pack(f"<{len(unit.gate)}d", *unit.gate)
-        self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate))
+        self._put(_UNIT, (*where, unit.attempt, at_ms, unit.seconds, gate, unit.own))
         if unit.ids:
             ids = unit.ids if self._ids else None
             self._put(_LEDGER, (*where, len(unit.ids) // 8, digest_of(unit.ids), ids))

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from rackrun.coordinator.copies import CopyMetrics
 from rackrun.coordinator.fillers import FillerMetrics
 from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.slow import SlowMetrics
 from rackrun.core.commands import Plan
 
 __all__ = ["Metrics"]
@@ -46,6 +47,8 @@ class Metrics:
         self.trays = Gauge("rackrun_trays", "Agents connected.", registry=self.registry)
         self.copies = CopyMetrics(self.registry, plan)
         self.fillers = FillerMetrics(self.registry)
+        self.slow = SlowMetrics()
+        self.registry.register(self.slow)
 
     def recovered(self, recovery: Recovery) -> None:
         self.recoveries.labels(recovery.kind).inc()

@@ -20,7 +20,7 @@ from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
 from rackrun.core.ids import Position
 
-__all__ = ["Goodput", "LedgerCheck", "Report", "Stage", "read_report"]
+__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_report"]
 
 _STAGES = (
     ("break", "fault_ms", "break_ms"),
@@ -85,6 +85,16 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.doubled or self.differing or self.missing or self.rows_lost)
 
 
+class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's own part of a step: what it did not wait for others."""
+
+    rank: int
+    seconds: float
+    """The median over all steps of which it is known."""
+    waits: float
+    """The share of those steps that it waited."""
+
+
 class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     text: str
@@ -104,6 +114,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerCheck
     fillers: tuple[FillerUse, ...] = ()
     """What ran beside spares while they waited, by slot."""
+    own_times: tuple[OwnTime, ...] = ()
+    """Of each rank, whoever held it."""
 
 
 class _Unit(msgspec.Struct, frozen=True):
@@ -113,6 +125,7 @@ class _Unit(msgspec.Struct, frozen=True):
     attempt: int
     committed_ms: float
     seconds: float
+    own_s: float
 
 
 def read_report(path: Path) -> Report:
@@ -134,7 +147,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     units = [
         _Unit(Position(step, phase), *rest)
         for step, phase, *rest in connection.execute(
-            "SELECT step, phase, rank, generation, attempt, committed_at_ms, seconds FROM units ORDER BY step, phase, rank"
+            "SELECT step, phase, rank, generation, attempt, committed_at_ms, seconds, own_s FROM units ORDER BY step, phase, rank"
         )
     ]
     last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
@@ -161,6 +174,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
         goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),
         ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
+        own_times=_own_times(units),
     )
 
 
@@ -174,6 +188,21 @@ def _stages(recovery: Recovery) -> tuple[Stage, ...]:
             stages.append(Stage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
             reached = max(reached, at)
     return tuple(stages)
+
+
+def _own_times(units: list[_Unit]) -> tuple[OwnTime, ...]:
+    known: dict[int, list[_Unit]] = defaultdict(list)
+    for unit in units:
+        if unit.at.phase == 0 and unit.own_s > 0:
+            known[unit.rank].append(unit)
+    return tuple(
+        OwnTime(
+            rank=rank,
+            seconds=median(unit.own_s for unit in found),
+            waits=max(0.0, 1 - sum(unit.own_s for unit in found) / sum(unit.seconds for unit in found)),
+        )
+        for rank, found in sorted(known.items())
+    )
 
 
 # -- where the time went ---------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from rackrun.core.events import (
     JournalFailed,
     PolicyAnswered,
     ReturnRequested,
+    SlowRanksChanged,
     StopRequested,
     SwapRequested,
     TimerFired,
@@ -67,6 +68,7 @@ _OUR_OWN = (
     DrainRequested,
     ReturnRequested,
     SwapRequested,
+    SlowRanksChanged,
 )
 """Events that only the coordinator may say."""
 

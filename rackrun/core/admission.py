@@ -105,7 +105,8 @@ class Admission:
                 f"{departing[0]} is told to leave ({self.rack.departing[departing[0]]})",
                 "start another agent.",
             )
-        if not known and not any(self.rack.quarantined(slot) for slot in slots):
+        held = [slot for slot in slots if self.rack.quarantined(slot) or self.rack.devices.on_probation(slot)]
+        if not known and not held:
             raise Refused("taken", f"{target} is not drained", "see rackctl status for what is.")
         devices = self.rack.devices
         unfit = {

@@ -238,7 +238,7 @@ class Answer(_Command, frozen=True, kw_only=True):
     departing: dict[TrayId, str] = {}
     """All trays that are told to leave."""
     forgiven: tuple[SlotId, ...] = ()
-    """Slots whose losses do not count any more."""
+    """Slots whose losses, or slowness, do not count any more."""
 
 
 class Notice(_Command, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let a group that belongs into one NVLink clique go on over the network, where no clique has room for it."""
     pause_timeout_ms: int = 60_000
     """Ranks that have not paused for a planned swap after this long are not waited for: the swap is made as after a loss."""
+    slow_ranks: Literal["notice", "swap", "off"] = "notice"
+    """What is done about a rank that is slower than its peers for long: it is said; it is replaced too; nobody looks."""
     snapshot_copies: Literal["local", "mirror", "xor", "rs"] = "mirror"
     """What other trays keep of snapshots."""
     set_size: int = 8

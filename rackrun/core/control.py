@@ -115,7 +115,7 @@ class Control:
             if isinstance(one, Drain) and not one.departing and any(slot in slots for slot in one.slots):
                 self._call_off(one, Refused("taken", f"{event.target} was returned", "ask again."))
         self.rack.drained = {slot: why for slot, why in self.rack.drained.items() if slot not in slots}
-        forgiven = tuple(slot for slot in slots if self.rack.faults.pop(slot, 0))
+        forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
         self._answer(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
         self.changed(event.at_ms)
 

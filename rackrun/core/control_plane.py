@@ -23,6 +23,7 @@ from rackrun.core.events import (
     JournalFailed,
     PolicyAnswered,
     ReturnRequested,
+    SlowRanksChanged,
     SnapshotDamaged,
     SnapshotMirrored,
     SnapshotStriped,
@@ -131,12 +132,8 @@ class ControlPlane:
                 self._job.timer(event.name, event.at_ms)
             case StopRequested():
                 self._job.stop_requested(event)
-            case DeviceJudged():
-                self._job.triage.judged(event)
-            case DeviceChecked():
-                self._job.triage.checked(event)
-            case BreakerClosed():
-                self._job.triage.close_breaker(event.at_ms)
+            case DeviceJudged() | DeviceChecked() | BreakerClosed() | SlowRanksChanged():
+                self._judged(event)
             case DrainRequested() | ReturnRequested() | SwapRequested():
                 self._job.control.ask(event)
             case DepartureAnnounced():
@@ -154,6 +151,17 @@ class ControlPlane:
                 record = self._rack.current(event)
                 if record is not None:
                     self._dispatch_worker(event, record)
+
+    def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
+        match event:
+            case DeviceJudged():
+                self._job.triage.judged(event)
+            case DeviceChecked():
+                self._job.triage.checked(event)
+            case BreakerClosed():
+                self._job.close_breaker(event.at_ms)
+            case SlowRanksChanged():
+                self._job.slow_ranks(event)
 
     def _dispatch_worker(self, event: WorkerEvent, record: WorkerRecord) -> None:
         if isinstance(event, WorkerExited):

@@ -19,6 +19,8 @@ class Devices:
     _unfit: dict[SlotId, tuple[str, ...]] = field(default_factory=dict)
     _refused: dict[SlotId, str] = field(default_factory=dict)
     """Slots of trays whose story cannot be: how their GPUs are does not matter."""
+    _probation: dict[SlotId, str] = field(default_factory=dict)
+    """Slots whose ranks were slow there, and how."""
 
     def judged(self, tray: TrayId, verdict: Verdict) -> None:
         slot = slot_id(tray, verdict.index)
@@ -37,9 +39,18 @@ class Devices:
         """What the tray tells of itself cannot be: none of its slots is used until it joins anew."""
         self._refused |= {slot_id(tray, index): why for index in range(slots)}
 
+    def put_on_probation(self, slot: SlotId, because: str) -> None:
+        self._probation[slot] = because
+
+    def end_probation(self, slot: SlotId) -> None:
+        self._probation.pop(slot, None)
+
+    def on_probation(self, slot: SlotId) -> bool:
+        return slot in self._probation
+
     def forget(self, tray: TrayId) -> None:
         """The tray is lost. The agent that comes back asks the hardware anew."""
-        for known in (self._verdicts, self._unfit, self._refused):
+        for known in (self._verdicts, self._unfit, self._refused, self._probation):
             for slot in [slot for slot in known if tray_of(slot) == tray]:
                 del known[slot]
 
@@ -57,7 +68,7 @@ class Devices:
         """For one that sits there already."""
         verdict = self.verdict(slot)
         if verdict is None:
-            return Fitness.USABLE
+            return Fitness.AVOID if slot in self._probation else Fitness.USABLE
         return Fitness.BAD if verdict.response is Response.FENCE else Fitness.AVOID
 
     def may_be_taken(self, slot: SlotId) -> bool:
@@ -75,9 +86,11 @@ class Devices:
     def because(self, slot: SlotId) -> str:
         """Why whoever sits there is to leave; "" when nothing speaks against it."""
         verdict = self.verdict(slot)
-        return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}" if verdict else ""
+        if verdict is None:
+            return self._probation.get(slot, "")
+        return f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
 
     def against(self) -> Mapping[SlotId, str]:
         """What is known to be wrong, slot by slot."""
         unfit = {slot: "; ".join(self.unfit(slot)) for slot in (*self._refused, *self._unfit)}
-        return {**unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}
+        return {**self._probation, **unfit, **{slot: str(verdict) for slot, verdict in self._verdicts.items()}}

@@ -27,6 +27,8 @@ __all__ = [
     "JournalFailed",
     "PolicyAnswered",
     "ReturnRequested",
+    "SlowRank",
+    "SlowRanksChanged",
     "SnapshotMirrored",
     "SnapshotStriped",
     "StopRequested",
@@ -234,6 +236,32 @@ class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
     """The only other step of which keepers keep rows from now on; -1: nothing is dropped."""
 
 
+class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that others wait for, step after step."""
+
+    rank: Rank
+    slot: SlotId
+    times: float
+    """Its own time over that of its peers: what they have to themselves. A plan of fewer micro-batches for it divides by this."""
+    own_ms: float
+    """Of a step, or a micro-batch of it: the median of the window."""
+    past: float
+    """The same over its own best; 0 when it has none. Near 1: it has always been so."""
+    rows: int
+    """So many rows of the window it was behind in."""
+    window: int
+
+
+class SlowRanksChanged(_Event, frozen=True, kw_only=True):
+    """Other ranks are slow than before (`rackrun.core.stragglers`), in the generation that trains."""
+
+    generation: Generation
+    slow: tuple[SlowRank, ...]
+    """All that are, by rank."""
+    everybody: float = 0.0
+    """All take so many times as long as they once did; 0: they do not."""
+
+
 class TimerFired(_Event, frozen=True, kw_only=True):
     name: str
 
@@ -343,6 +371,7 @@ Event: TypeAlias = (
     | ReturnRequested
     | SwapRequested
     | DepartureAnnounced
+    | SlowRanksChanged
     | TimerFired
     | CostsMeasured
     | PolicyAnswered

@@ -32,6 +32,7 @@ from rackrun.core.events import (
     DeviceChecked,
     DeviceJudged,
     Event,
+    SlowRanksChanged,
     TimerFired,
     TrayDescribed,
     TrayJoined,
@@ -46,6 +47,7 @@ from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot
 from rackrun.core.layout import natural
 from rackrun.core.rack import QUARANTINE_LOSSES, RackMachine
 from rackrun.core.seating import Seating, Staff
+from rackrun.core.slowness import Slowness
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Trigger, WorkerRecord, WorkerState
 from rackrun.topology.errors import TopologyError
@@ -55,7 +57,8 @@ from rackrun.topology.model import Gpu, Rack, Topology, Tray
 __all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
 
 EVENTS = (
-    TrayJoined, TrayLost, DeviceJudged, DeviceChecked, TimerFired, WorkerElastic, WorkerReady, WorkerFinished, WorkerExited,
+    TrayJoined, TrayDescribed, TrayLost, DeviceJudged, DeviceChecked, BreakerClosed, SlowRanksChanged, TimerFired, WorkerElastic,
+    WorkerReady, WorkerFinished, WorkerExited,
 )  # fmt: skip
 COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
 """With `EVENTS`, all that is listened to."""
@@ -92,6 +95,7 @@ class Hindsight:
     rack: RackMachine = field(default_factory=RackMachine)
     seating: Seating = field(init=False)
     triage: Triage = field(init=False)
+    slowness: Slowness = field(init=False)
     said: list[Command] = field(default_factory=list)
     """What triage says once more: the job's own notices about its hardware."""
     generation: Generation = Generation(0)
@@ -114,6 +118,7 @@ class Hindsight:
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
         self.triage = Triage(self.rack, self.said.append, lambda _slots, _because, _at: None, lambda _at: None)
+        self.slowness = Slowness(self.config, self.rack.devices, self.said.append, lambda _at: None)
 
     # -- what happened
     def heard(self, event: Event) -> None:
@@ -131,12 +136,8 @@ class Hindsight:
                     self._learn(list(self.rack.trays.values()), event.at_ms)
             case TrayLost():
                 self._tray_lost(event.tray, event.because)
-            case DeviceJudged():
-                self.triage.judged(event)
-            case DeviceChecked():
-                self.triage.checked(event)
-            case BreakerClosed():
-                self.triage.close_breaker(event.at_ms)
+            case DeviceJudged() | DeviceChecked() | BreakerClosed() | SlowRanksChanged():
+                self._judged(event)
             case TrayDescribed():
                 self._described(event)
             case TimerFired() if event.name == "breaker":
@@ -150,6 +151,18 @@ class Hindsight:
                     self._worker(record, event)
             case _:
                 pass
+
+    def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
+        match event:
+            case DeviceJudged():
+                self.triage.judged(event)
+            case DeviceChecked():
+                self.triage.checked(event)
+            case BreakerClosed():
+                self.triage.close_breaker(event.at_ms)
+                self.slowness.close_breaker(self.seats, event.at_ms)
+            case SlowRanksChanged():
+                self.slowness.heard(event, self.generation, self.seats)
 
     def _described(self, event: TrayDescribed) -> None:
         known = self.rack.trays.get(event.tray)
@@ -180,7 +193,7 @@ class Hindsight:
             case Answer():
                 self.rack.drained, self.rack.departing = dict(command.drained), dict(command.departing)
                 for slot in command.forgiven:
-                    self.rack.faults.pop(slot, None)
+                    self.rack.forgive(slot)
             case StopJob():
                 self.over = command
             case _:
@@ -321,6 +334,11 @@ class Hindsight:
         if withheld is not None:
             said = withheld.verdict
             return "withheld", f"{said.health.value}: {said.reasons}. Not acted on: {withheld.reason}"
+        return self._doubt(slot, faults)
+
+    def _doubt(self, slot: SlotId, faults: int) -> tuple[Trouble, str]:
+        if self.rack.devices.on_probation(slot):
+            return "failing", self.rack.devices.because(slot)
         lost = (
             f"it has lost {faults} of the {QUARANTINE_LOSSES} workers after which it is left out"
             if faults and slot not in self._left

@@ -26,7 +26,15 @@ from rackrun.core.costs import Meter
 from rackrun.core.council import Council
 from rackrun.core.culprit import MISUSES, Culprit
 from rackrun.core.endings import Endings
-from rackrun.core.events import DepartureAnnounced, Failure, StopRequested, TrayDescribed, TrayJoined, WorkerReady
+from rackrun.core.events import (
+    DepartureAnnounced,
+    Failure,
+    SlowRanksChanged,
+    StopRequested,
+    TrayDescribed,
+    TrayJoined,
+    WorkerReady,
+)
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
@@ -36,6 +44,7 @@ from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
 from rackrun.core.restart import Restart
 from rackrun.core.seating import Seating
+from rackrun.core.slowness import Slowness
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
@@ -60,6 +69,7 @@ class JobMachine:
     control: Control = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
+    slowness: Slowness = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
@@ -90,6 +100,7 @@ class JobMachine:
             self.grow,
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
+        self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
         self.forming = Forming(
             self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
         )
@@ -346,6 +357,15 @@ class JobMachine:
         for loss in losses:
             self.emit(self.rack.fence(loss.record, loss.because))
         self.lost(losses, at_ms)
+
+    def slow_ranks(self, event: SlowRanksChanged) -> None:
+        if self.world.plan is not None:
+            self.slowness.heard(event, self.world.plan.generation, self.world.seats)
+
+    def close_breaker(self, at_ms: int) -> None:
+        self.triage.close_breaker(at_ms)
+        if self.world.plan is not None:
+            self.slowness.close_breaker(self.world.seats, at_ms)
 
     def hardware_changed(self, at_ms: int) -> None:
         self.slot_empty(at_ms)

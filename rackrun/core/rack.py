@@ -90,6 +90,12 @@ class RackMachine:
     def quarantined(self, slot: SlotId) -> bool:
         return self.faults.get(slot, 0) >= QUARANTINE_LOSSES
 
+    def forgive(self, slot: SlotId) -> bool:
+        """Nothing that happened there counts any more. Whether anything did."""
+        counted = self.faults.pop(slot, 0) > 0 or self.devices.on_probation(slot)
+        self.devices.end_probation(slot)
+        return counted
+
     def withdrawn(self, slot: SlotId) -> str:
         """Why nobody is to come there, however its GPU is; "": somebody may."""
         return self.drained.get(slot, "") or self.departing.get(tray_of(slot), "")
@@ -208,17 +214,21 @@ class RackMachine:
         return [record for record in self.fit_spares() if record.state is WorkerState.READY]
 
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
-        """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order."""
-        ready = list(spares)
+        """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order; those on slots to avoid last."""
+        ready = sorted(spares, key=lambda spare: self.devices.fitness(spare.worker.slot))
         chosen: dict[Rank, WorkerRecord] = {}
         for rank, slot in sorted(lost.items()):
-            near = next((spare for spare in ready if tray_of(spare.worker.slot) == tray_of(slot)), None)
+            best = [spare for spare in ready if self._as_fit(spare, ready[0])]
+            near = next((spare for spare in best if tray_of(spare.worker.slot) == tray_of(slot)), None)
             if near is not None:
                 chosen[rank] = near
                 ready.remove(near)
         far = [rank for rank in sorted(lost) if rank not in chosen]
         chosen.update(zip(far, ready, strict=False))
         return chosen
+
+    def _as_fit(self, one: WorkerRecord, other: WorkerRecord) -> bool:
+        return self.devices.fitness(one.worker.slot) is self.devices.fitness(other.worker.slot)
 
     def seats(self, wanted: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
         """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few."""

@@ -164,8 +164,13 @@ class Seating:
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
         """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
         devices = self.rack.devices
-        if self.board is None or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
+        if all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
             return {}
+        if self.board is None:
+            spares = [record for record in self.rack.ready_spares() if record.worker.slot in ready]
+            better = [spare for spare in spares if devices.fitness(spare.worker.slot) is Fitness.USABLE]
+            failing = {rank: slot for rank, slot in seats.items() if devices.fitness(slot) is not Fitness.USABLE}
+            return {rank: spare.worker.slot for rank, spare in self.rack.choose(failing, better).items()}
         found = self._place(seats, {slot: devices.fitness(slot) for slot in (*seats.values(), *ready)}, ready)
         return {move.rank: move.target for move in found.moves} if found else {}
 

@@ -44,6 +44,10 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     attempt: int = 0
     seconds: float = 0.0
     """From the unit's first attempt to its gate on this rank."""
+    own: float = 0.0
+    """Of these, what this rank did not wait for others; 0 when that is not known."""
+    passes: int = 0
+    """Micro-batches that it computed in the committed attempt, ghosts included."""
     gate: tuple[float, ...] = ()
     ids: bytes = b""
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rackrun.coordinator.fillers import FillerUse
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.coordinator.report import LedgerCheck, RecoveryReport, Report
+from rackrun.coordinator.report import LedgerCheck, OwnTime, RecoveryReport, Report
 from rackrun.launch.place import Result
 
 __all__ = ["render_report", "render_result", "render_status"]
@@ -79,6 +79,8 @@ def render_report(console: Console, report: Report) -> None:
         )
         return
     _goodput(console, report)
+    if report.own_times:
+        _own_times(console, report.own_times)
     _ledger(console, report.ledger)
 
 
@@ -155,6 +157,22 @@ def _goodput(console: Console, report: Report) -> None:
     ):
         share = seconds / goodput.wall_s if goodput.wall_s else 0.0
         table.add_row(f"  {name}", f"{seconds:9.2f} s", f"{share:6.1%}")
+    console.print(table)
+
+
+def _own_times(console: Console, times: Sequence[OwnTime], shown: int = 4) -> None:
+    """The longest; all others wait for those."""
+    usual = sorted(one.seconds for one in times)[(len(times) - 1) // 2]
+    console.print()
+    console.print(
+        f"own time of a step, without waiting: median rank {1e3 * usual:.1f} ms; the longest:", highlight=False
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for one in sorted(times, key=lambda one: (-one.seconds, one.rank))[:shown]:
+        factor = f"x {one.seconds / usual:.2f}" if usual else ""
+        table.add_row(
+            f"  rank {one.rank}", f"{1e3 * one.seconds:9.1f} ms", factor, f"waits {one.waits:.0%} of the time"
+        )
     console.print(table)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import Std
@@ -88,6 +89,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     min_ranks: int
     """How far the world may shrink; 0: not."""
     policy: Policy
+    slow_ranks: Literal["notice", "swap", "off"]
+    slow_after_s: float
     quiet: bool
     role: str
     local_addr: str | None
@@ -182,6 +185,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         min_ranks=_min_ranks(args.min_ranks),
         policy=policy(args.policy, args.policy_weights, args.wait_for_hardware),
+        slow_ranks=args.slow_ranks,
+        slow_after_s=_slow_after_s(args.slow_after),
         quiet=args.quiet,
         role=args.role,
         local_addr=args.local_addr,
@@ -246,6 +251,12 @@ def _rendezvous_config(text: str) -> dict[str, str]:
         return dict(_parse_rendezvous_config(text))
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {text!r}: {error}.", remedy="give KEY=VALUE[,KEY=VALUE].") from error
+
+
+def _slow_after_s(seconds: float) -> float:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UsageError(f"--slow-after {seconds} is no time.", remedy="give seconds, more than 0.")
+    return seconds
 
 
 def _milliseconds(config: dict[str, str], keys: tuple[str, ...], default_s: float) -> int:

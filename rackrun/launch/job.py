@@ -60,6 +60,7 @@ async def host(
         set_parity=options.redundancy.parity,
         max_restarts=options.max_restarts,
         start_over=options.start_over,
+        slow_ranks=options.slow_ranks,
         join_timeout_ms=options.join_timeout_ms,
         last_call_ms=options.last_call_ms,
         min_ranks=options.min_ranks,
@@ -69,7 +70,13 @@ async def host(
         repair_patience_ms=options.policy.repair_patience_ms,
     )
     journal.fact("config", msgspec.json.encode(config).decode())
-    driver = Driver(ControlPlane(config), journal, run_id=endpoint.run_id, observer=screen)
+    driver = Driver(
+        ControlPlane(config),
+        journal,
+        run_id=endpoint.run_id,
+        observer=screen,
+        slow_after_s=None if options.slow_ranks == "off" else options.slow_after_s,
+    )
     server = Server(driver, run_id=endpoint.run_id, token=token)
     await server.start(listening)
     place.announce(endpoint)

@@ -62,6 +62,11 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "much in that: goodput (default 1), cost (0), resilience (1)."),
         add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "
             "all ranks stand still for a tray to come back or to be added, where no spare and no free slot is left. Default: not."),
+        add("--slow-ranks", "--slow_ranks", action=env, choices=("notice", "swap", "off"), default="notice", help="When a rank is "
+            "slower than its peers, step after step: notice, say so; swap, replace it at a step boundary too, if a better "
+            "slot has a spare; off, do not look."),
+        add("--slow-after", "--slow_after", action=env, type=float, default=10.0, metavar="SECONDS", help="So long, and in at "
+            "least 15 of 20 steps, a rank must have been slower before that counts. Default: 10."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),

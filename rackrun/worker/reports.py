@@ -78,7 +78,7 @@ class Reports:
         if self._channel is not None and self._boot is not None:
             self._channel.send(WorkerFinished(slot=self._boot.slot, incarnation=self._boot.incarnation))
 
-    def committed(self, at: Position, attempt: int, seconds: float, ids: np.ndarray[Any, Any]) -> None:
+    def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
         if self._channel is not None and self._boot is not None:
             self._channel.send(
                 UnitCommitted(
@@ -89,6 +89,8 @@ class Reports:
                     at=at,
                     attempt=attempt,
                     seconds=seconds,
+                    own=own,
+                    passes=self._world.own_time.passes,
                     gate=self._world.gate or (),
                     ids=ids.astype("<i8").tobytes(),
                 )

@@ -245,6 +245,7 @@ class UnitRunner:
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
         self._page.progress()
+        self._world.own_time.passes += 1
         step.weight = 0.0 if shard.ghost else 1.0 / shards
         step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
         if not shard.ghost:
@@ -382,7 +383,9 @@ class UnitRunner:
             self._snapshots.drop_upto(self._world.began.step)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
-        self._reports.committed(at, attempt, seconds, self._delivered_ids())
+        known = attempt == 0 and self._world.device.type == "cpu"
+        own = self._world.own_time.of(seconds) if known else 0.0
+        self._reports.committed(at, attempt, seconds, own, self._delivered_ids())
         self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
         for values in self._logs:
             self._reports.logged(values, at)

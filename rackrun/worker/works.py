@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ class Guarded(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
+        began = time.monotonic()
         if self._future is not None:
             self._future.wait()
         elif self._world.device.type == "cuda":
@@ -84,6 +86,7 @@ class Guarded(dist.Work):
                     self._settle(error)
                 elif self._world.leave_behind(self._generation):
                     self.leave()
+        self._world.own_time.waited(time.monotonic() - began)
         self._world.leave_phase()
         return True
 
@@ -105,6 +108,7 @@ class Guarded(dist.Work):
                 return Done(self._result).get_future()
             self._future = torch.futures.Future(devices=_devices(self._result))
             self._world.flights.take_off(self)
+            self._world.own_time.future_given()
             inner.add_done_callback(self._inner_done)
         return self._future
 
@@ -134,6 +138,7 @@ class Guarded(dist.Work):
         world.page.collective_completed()
         if self._future is not None:
             world.flights.land(self)
+            world.own_time.landed()
             self._future.set_result(self._result)
 
     def is_completed(self) -> bool:

@@ -27,6 +27,7 @@ from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
 from rackrun.worker.group import ElasticGroup
+from rackrun.worker.own_time import OwnTime
 
 if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
@@ -86,6 +87,7 @@ class World:
         self.drain = False
         self.flights = Flights()
         self.order = CollectiveOrder()
+        self.own_time = OwnTime()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -168,6 +170,7 @@ class World:
                 remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end.",
             )
         self.page.collective_entered()
+        self.own_time.goes_on()
         if group.size() == self.size:
             self.order.called(name, result)
         if self.scope is Scope.SETUP:
@@ -274,6 +277,7 @@ class World:
             if sums is not None:
                 self._passed, self._gate, self.unit_passed = at, sums, True
                 return
+        self.own_time.disturbed()
         self.wait_plan()  # which carries the verdict
         if self._passed < at:
             raise Abandoned
@@ -286,6 +290,7 @@ class World:
     def begin_unit(self, *, phase: bool) -> None:
         self.in_phase = phase
         self.order.begin_unit()
+        self.own_time.begin()
         self.flights.some_left_behind = False
         self.scope = Scope.UNIT
         self.unit_passed = False

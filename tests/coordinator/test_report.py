@@ -150,6 +150,23 @@ def test_the_report_is_json_and_text(journal: Journal) -> None:
     assert "32 samples in 8 units" in text
 
 
+def test_own_times_show_who_is_waited_for(journal: Journal) -> None:
+    for step in range(8, 11):
+        for rank, own in ((0, 0.03), (1, 0.09)):
+            journal.unit(msgspec.structs.replace(unit(step, rank, generation=2, ids=ids(step, rank)), own=own), 1500.0)
+    report = report_of(journal)
+    assert [(one.rank, one.seconds, round(one.waits, 3)) for one in report.own_times] == [
+        (0, 0.03, 0.7),
+        (1, 0.09, 0.1),
+    ]
+    console = Console(width=120, record=True, file=StringIO())
+    render_report(console, report)
+    text = console.export_text()
+    assert "own time of a step, without waiting: median rank 30.0 ms" in text
+    assert text.index("rank 1   ") < text.index("rank 0   ")
+    assert "x 3.00" in text
+
+
 def test_a_loss_that_was_no_number_does_not_make_the_journal_unreadable(journal: Journal, tmp_path: Path) -> None:
     broken = msgspec.structs.replace(plan(3, *WORLD, committed=Position(7)), gate=(math.nan, 4.0))
     journal.persist(ResumeGeneration(plan=broken, because="again"), 1500)

@@ -15,6 +15,8 @@ from rackrun.core.events import (
     DeviceJudged,
     Event,
     Failure,
+    SlowRank,
+    SlowRanksChanged,
     SnapshotDamaged,
     SnapshotMirrored,
     TimerFired,
@@ -86,6 +88,12 @@ class Told:
     def checks(self, slot: str, *unfit: str) -> Sequence[Command]:
         tray, _, index = slot.partition("/")
         return self.tell(DeviceChecked(tray=TrayId(tray), index=int(index), unfit=unfit))
+
+    def are_slow(self, *slow: int, times: float = 1.5, everybody: float = 0.0) -> Sequence[Command]:
+        """These ranks, and no others."""
+        found = tuple(slow_rank(rank, self.view.ranks[rank].slot, times) for rank in slow)
+        generation = Generation(self.view.generation)
+        return self.tell(SlowRanksChanged(generation=generation, slow=found, everybody=everybody))
 
     def pauses(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerPaused(**self._who(slot), generation=Generation(self.view.generation)))
@@ -226,6 +234,10 @@ def verdict_on(index: int, health: Health, fabric: bool = False, scope: Scope = 
         repair=repair,
         evidence=(evidence,) if what else (),
     )
+
+
+def slow_rank(rank: int, slot: str, times: float = 1.5) -> SlowRank:
+    return SlowRank(rank=Rank(rank), slot=SlotId(slot), times=times, own_ms=48.0, past=1.5, rows=15, window=20)
 
 
 def only(kind: type[C], commands: Sequence[Command]) -> C:

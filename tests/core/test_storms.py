@@ -9,21 +9,23 @@ from collections import Counter
 
 from core_followed import Followed, FollowedCore
 from core_model import SHORT, TIMEOUTS, Cluster
-from core_told import verdict_on
+from core_told import slow_rank, verdict_on
 
 from rackrun.core.commands import Notice
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    BreakerClosed,
     DepartureAnnounced,
     DeviceChecked,
     DeviceJudged,
     DrainRequested,
     Event,
     ReturnRequested,
+    SlowRanksChanged,
     SwapRequested,
 )
 from rackrun.core.health import Health
-from rackrun.core.ids import Rank, TrayId, slot_id, tray_of
+from rackrun.core.ids import Generation, Rank, TrayId, slot_id, tray_of
 from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
@@ -134,6 +136,14 @@ def check(cluster: Cluster, tray: TrayId, index: int, *, fit: bool) -> None:
     cluster.tell(DeviceChecked(tray=tray, index=index, unfit=why))
 
 
+def some_are_slow(cluster: Cluster, rng: random.Random) -> SlowRanksChanged:
+    newest = max(cluster.plans)
+    members = cluster.plans[newest].members
+    slow = rng.sample(members, rng.randint(0, min(2, len(members))))
+    found = tuple(slow_rank(member.rank, member.slot, 1.5 + rng.random()) for member in slow)
+    return SlowRanksChanged(generation=Generation(newest), slow=found)
+
+
 def ask(cluster: Cluster, rng: random.Random, kind: str) -> None:
     leaving = [tray for tray, lives in cluster.up_trays.items() if lives and tray in cluster.departing]
     if kind == "grace":  # it is over
@@ -208,6 +218,24 @@ def storm_of_shards(seed: int) -> Cluster:
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
 
+def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+    """Ranks become slow, and fast again, also while others are lost."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(1, 4), rng.randint(2, 3)
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=rng.randint(1, min(3, trays * slots - 1)),
+        start_over=True,
+        no_progress_max=20,
+        slow_ranks="swap",
+    )
+    shards = rng.choice(["replicas", "pairs", "unique"])
+    cluster = kind(config, slots, rng.randint(10, 40), shards, racks=rng.random() < 0.5)
+    kinds = ["slow", "slow", "slow", "slow", "slow", "close", "return", "degraded", "well", "kill", "timeout", "tray"]
+    return play(cluster, trays, rng, kinds, 0.03)
+
+
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
     for tray in (TrayId(f"tray-{number}") for number in range(trays)):
         if tray not in cluster.up_trays:
@@ -257,6 +285,8 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
         cluster.tell(DeviceJudged(tray=rng.choice(up), verdict=verdict))
     elif kind in ("fit", "unfit") and up:
         check(cluster, rng.choice(up), rng.randrange(cluster.slots), fit=kind == "fit")
+    elif kind in ("slow", "close"):
+        cluster.tell(BreakerClosed() if kind == "close" else some_are_slow(cluster, rng))
     elif kind == "jam":
         cluster.jammed.add(cluster.announced)
     elif kind == "rot":
@@ -354,10 +384,27 @@ def test_in_a_storm_of_requests_nobody_is_where_nobody_is_to_be_and_each_is_answ
     assert min(seen["dismissed"], seen["called off"], seen["drain refused"]) > SEEDS / 30, seen
 
 
+def test_in_a_storm_of_slow_ranks_they_are_replaced_and_no_history_is_lost() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 10):
+        try:
+            cluster = storm_of_slow_ranks(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["planned"] += cluster.planned_swaps
+        seen["held back"] += any("is slow, and not replaced" in line for line in cluster.log)
+    assert seen["exit 0"] > SEEDS / 20, seen
+    assert seen["planned"] > SEEDS / 30, seen
+    assert seen["held back"] > SEEDS / 100, seen
+
+
 def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> None:
     compared = 0
     for seed in range(SEEDS // 60):
-        for cluster in (storm(seed, Followed), storm_in_racks(seed, Followed), storm_of_requests(seed, Followed)):
+        kinds = (storm, storm_in_racks, storm_of_requests, storm_of_slow_ranks)
+        for cluster in (one(seed, Followed) for one in kinds):
             core = cluster.core
             assert isinstance(core, FollowedCore)
             said = [command.text for command in core.past.said if isinstance(command, Notice)]

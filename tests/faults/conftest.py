@@ -23,7 +23,8 @@ Train = Callable[..., Trained]
 @pytest.fixture
 def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
     """``train(mode, faults, spares=1, trays=1, checkpoints=None, copies="") -> Trained``: a whole job; whatever happens, none
-    of it is left. ``policy``, where its module is in the folder ``path``. ``rack``: on its trays, with its driver. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
+    of it is left. ``policy``, where its module is in the folder ``path``. ``options``: more of rackrun's; ``patience_s``: no step is called
+    a hang before. ``rack``: on its trays, with its driver. ``checkpoints`` is a folder to write one to after every other step, and to go on from."""
     runs = 0
 
     def run(
@@ -38,13 +39,16 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         policy: str = "",
         path: Path | None = None,
         filler: str = "",
+        steps: int = STEPS,
+        options: Sequence[object] = (),
+        patience_s: float = 0.0,
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
         runs += 1
         for name in ("marks", "held"):
             (folder / name).mkdir(parents=True)
-        options = ["--spares", spares, "--ledger", "ids"]
+        options = ["--spares", spares, "--ledger", "ids", *options]
         env = {}
         if rack is None:
             options += ["--nproc-per-node", (RANKS + spares) // trays, "--trays", trays]
@@ -68,7 +72,9 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             "RACKRUN_TEST_MARKS": str(folder / "marks"),
             "RACKRUN_TEST_JOURNAL": str(tmp_path / f"run-{runs - 1}" / "journal.sqlite"),
         }
-        job = start_rackrun(["--standalone", *options, SCRIPT, mode, STEPS, folder / "held"], env=env)
+        if patience_s:
+            env["RACKRUN_TEST_PATIENCE"] = str(patience_s)
+        job = start_rackrun(["--standalone", *options, SCRIPT, mode, steps, folder / "held"], env=env)
         trained = read(job.finish(DEADLINE_S), folder)
         print(trained, file=sys.stderr)
         return trained
@@ -83,16 +89,17 @@ def references() -> dict[str, Trained]:
 
 @pytest.fixture
 def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], Trained]:
-    """``reference(mode)``: the training without a fault, run once."""
+    """``reference(mode)``: the training without a fault, run once. ``reference(mode, steps)``: of so many."""
 
-    def of(mode: str) -> Trained:
-        if mode not in references:
-            trained = train(mode)
+    def of(mode: str, steps: int = STEPS) -> Trained:
+        key = f"{mode} {steps}"
+        if key not in references:
+            trained = train(mode, steps=steps)
             assert trained.ran.exit_code == 0, trained
             assert not trained.recoveries, trained
             assert sorted(trained.held) == [*(f"{rank}.json" for rank in range(RANKS)), "export.json"], trained
-            assert len(trained.samples) == STEPS, trained
-            references[mode] = trained
-        return references[mode]
+            assert len(trained.samples) == steps, trained
+            references[key] = trained
+        return references[key]
 
     return of

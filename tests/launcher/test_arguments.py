@@ -46,6 +46,10 @@ OURS = {
     "--wait_for_hardware",
     "--preload",
     "--quiet",
+    "--slow-after",
+    "--slow-ranks",
+    "--slow_after",
+    "--slow_ranks",
     "--snapshot-copies",
     "--snapshot_copies",
 }
@@ -116,6 +120,15 @@ def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pyte
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")
     assert parse([script]).max_restarts == 0
     assert parse(["--max_restarts=5", script]).max_restarts == 5
+
+
+def test_slow_ranks_are_told_of_unless_something_else_is_asked_for(script: str) -> None:
+    assert (parse([script]).slow_ranks, parse([script]).slow_after_s) == ("notice", 10.0)
+    asked = parse(["--slow-ranks", "swap", "--slow-after", "2.5", script])
+    assert (asked.slow_ranks, asked.slow_after_s) == ("swap", 2.5)
+    for never in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UsageError, match=f"--slow-after {float(never)} is no time"):
+            parse(["--slow-after", never, script])
 
 
 def test_copies_of_snapshots_are_named_as_checkpoints_are(script: str) -> None:

@@ -70,7 +70,8 @@ class Fault:
     """Not before the fault of this name has struck, or what ``until`` may name is in the journal."""
     delay_ms: float = 0.0
     then: str = "KILL"
-    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``wait``: until ``until``
+    """``KILL``, ``STOP``; ``AGENT``, ``LAUNCHER``: kill that instead; ``CUT``: its connections break, it lives on; ``sleep``: for ``delay_ms``; ``slow``: so again whenever this process
+    passes here; ``wait``: until ``until``
     has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after; ``GPU``: the driver says ``gpu`` of its GPU from
     now on, and it hangs until ``until``; ``ASK``: the coordinator is asked ``ask``, and it hangs until ``until``; ``LEAVE``: its agent is told
     to leave."""
@@ -95,6 +96,7 @@ class Striker:
         self._faults = [Fault(**fault) for fault in json.loads(os.environ.get("RACKRUN_TEST_FAULTS", "[]"))]
         self._marks = Path(os.environ.get("RACKRUN_TEST_MARKS", "."))
         self._in_gate = False
+        self._slow: list[Fault] = []
         if not self._faults:
             return
         wanted = {fault.place for fault in self._faults}
@@ -113,6 +115,10 @@ class Striker:
         for fault in self._faults:
             if fault.place == place and self._is_met(fault) and self._claim(fault):
                 self._strike(fault)
+                self._slow += [fault] if fault.then == "slow" else []
+        for fault in self._slow:
+            if fault.place == place:
+                time.sleep(fault.delay_ms / 1e3)
 
     # -- when
     def _is_met(self, fault: Fault) -> bool:
@@ -174,7 +180,7 @@ class Striker:
                 _wait_for(lambda: self._journalled(fault.until) > before)
             case "LEAVE":
                 os.kill(_parent(os.getppid()), signal.SIGTERM)
-            case "mark":
+            case "mark" | "slow":
                 pass
             case other:
                 raise ValueError(f"no such fault: {other}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from torch.utils.data import Dataset
 import rackrun
 
 MODE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+PATIENCE_S = float(os.environ.get("RACKRUN_TEST_PATIENCE", "0"))
+"""How long a step may take without being called a hang; 0: as rackrun finds."""
 WIDTH = 18  # over four ranks: shards of different sizes
 
 
@@ -109,6 +112,8 @@ def main(run: rackrun.Run) -> None:
     run.at_end(export)
     for step in run.steps(STEPS):
         strike.here("between steps")
+        if PATIENCE_S:
+            run.expect(PATIENCE_S)
         run.log(loss=train_step(step))
     strike.here("after the loop")
     held.run = run  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""What of a unit was a rank's own time: all but what it waited in collectives."""
+
+from __future__ import annotations
+
+import torch
+
+from rackrun.worker.own_time import OwnTime
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def backward(*, bucket: float, rest: float, landed: float, clock: Clock, own: OwnTime, together: int = 1) -> None:
+    """One that gives collectives' futures when ``bucket`` seconds of it are computed, computes for ``rest`` more, and then waits until
+    they are all done, ``landed`` seconds after that, as DDP's does."""
+    leaf = torch.ones(1, requires_grad=True)
+
+    def last_gradient(_gradient: torch.Tensor) -> None:
+        clock.now += rest
+
+    def full_bucket(_gradient: torch.Tensor) -> None:
+        clock.now += bucket
+        for _ in range(together):
+            own.future_given()
+
+        def finalize() -> None:  # torch's callback comes after ours
+            clock.now += landed
+            own.landed()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finalize)
+
+    early = leaf * 2
+    early.register_hook(last_gradient)
+    late = early * 2
+    late.register_hook(full_bucket)
+    late.sum().backward()
+
+
+def test_what_is_waited_in_a_collective_is_not_its_own() -> None:
+    own = OwnTime()
+    own.begin()
+    own.waited(0.3)
+    own.waited(0.1)
+    assert round(own.of(1.0), 9) == 0.6
+
+
+def test_a_unit_begins_with_nothing_waited() -> None:
+    own = OwnTime()
+    own.waited(0.3)
+    own.passes = 2
+    own.begin()
+    assert (own.of(1.0), own.passes) == (1.0, 0)
+
+
+def test_the_wait_at_the_end_of_a_backward_pass_is_not_its_own() -> None:
+    clock = Clock()
+    own = OwnTime(clock)
+    own.begin()
+    backward(bucket=0.2, rest=0.3, landed=0.5, clock=clock, own=own, together=3)
+    clock.now += 0.1
+    assert round(own.of(1.1), 9) == 0.6
+
+
+def test_a_collective_that_is_done_before_the_last_gradient_was_not_waited_for() -> None:
+    clock = Clock()
+    own = OwnTime(clock)
+    own.begin()
+    leaf = torch.ones(1, requires_grad=True)
+    out = leaf * 2
+
+    def full_bucket(_gradient: torch.Tensor) -> None:
+        own.future_given()
+        own.landed()
+        clock.now += 0.4  # what is left to compute
+
+    out.register_hook(full_bucket)
+    out.sum().backward()
+    assert own.of(0.4) == 0.4
+
+
+def test_each_of_several_backward_passes_has_its_own_wait() -> None:
+    clock = Clock()
+    own = OwnTime(clock)
+    own.begin()
+    for _ in range(3):
+        backward(bucket=0.1, rest=0.1, landed=0.2, clock=clock, own=own)
+        own.goes_on()
+        clock.now += 0.1
+    assert round(own.of(1.5), 9) == 0.9
+
+
+def test_of_a_unit_in_which_the_world_broke_nothing_is_known() -> None:
+    own = OwnTime()
+    own.begin()
+    own.disturbed()
+    assert own.of(1.0) == 0.0
+    own.begin()
+    assert own.of(1.0) == 1.0
