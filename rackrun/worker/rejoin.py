@@ -225,6 +225,9 @@ class Rejoin:
             except Superseded:
                 joined = False
                 continue
+            except RuntimeError as error:
+                world.collective_failed(world.generation, error)
+                continue
             break
         self._pace.new_generation(nobody_lost=False)
         if self._durable is not None:
@@ -255,6 +258,10 @@ class Rejoin:
             )
             self._reports.damaged(plan.generation, old, damaged.where, str(damaged))
             raise Superseded from damaged
+        communicator = world.groups[0].communicator
+        if communicator is not None:
+            # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
+            world.attempt(plan, lambda: communicator.inner.barrier().wait())
         since = manifest.lineage
         self._state.lineage = Lineage(began=since.began, life=since.life, facts=since.facts, entered=plan.committed)
         world.began, world.layout = plan.committed, plan.layout

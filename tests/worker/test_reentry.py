@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from rackrun.worker.run import Run
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]
 STEPS = 14
+HOLD, HOLD_AGAIN = 3, 7
+NEVER: Mapping[int, int] = {}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,13 +90,15 @@ def script(
     *,
     in_main: Callable[[Run], None] = lambda _: None,
     at_steps: Callable[[Run], None] = lambda _: None,
+    holds: Mapping[int, int] = {1: HOLD},
     before_a_step: Callable[[Run, int], None] = lambda *_: None,
     after_a_step: Callable[[Run], None] = lambda _: None,
     dies_after: Mapping[str, int] | None = None,
     workers: int = 0,
     steps: int = STEPS,
 ) -> Script:
-    """Trains, with a phase after every fifth step, and says in the end what all ranks hold together. ``dies_after``: so many steps in
+    """Trains, with a phase after every fifth step, and says in the end what all ranks hold together. ``holds``: by generation, the step after which each
+    rank waits until it has been told to pause. ``dies_after``: so many steps in
     a world of generation 2, by slot."""
     entered: list[int] = []
     phases: list[list[int]] = []
@@ -101,6 +106,12 @@ def script(
     def main(run: Run) -> None:
         entered.append(run.generation)
         done: list[int] = []
+
+        def before(step: int) -> None:
+            generation, world = run.generation, run._world
+            while holds.get(generation) == world.passed.step and not world.pausing and world.generation == generation:
+                time.sleep(0.001)  # the control thread hears of it, and tells nobody
+            before_a_step(run, step)
 
         def between(step: int) -> None:
             done.append(step)
@@ -131,7 +142,7 @@ def script(
             model,
             optimizer,
             steps=steps,
-            before=lambda step: before_a_step(run, step),
+            before=before,
             between=between,
             workers=workers,
         )
@@ -142,7 +153,7 @@ def script(
 @functools.cache
 def undisturbed(make: Make, ranks: int = 4, mesh: tuple[tuple[str, int], ...] = ()) -> Ended:
     return TinyCluster(
-        script(make), ranks=ranks, spares=0, batch=(24, 2), reduction="exact", mesh=dict(mesh) or None
+        script(make, holds=NEVER), ranks=ranks, spares=0, batch=(24, 2), reduction="exact", mesh=dict(mesh) or None
     ).run()
 
 
@@ -165,9 +176,9 @@ def reshape() -> Iterator[Reshape]:
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
     """The fourth of the second time was a spare."""
     ended, cluster = reshape(
-        script(fsdp),
-        Change((0, 1, 2), told_after=Position(3)),
-        Change((0, 1, 2, 4), told_after=Position(7)),
+        script(fsdp, holds={1: HOLD, 2: HOLD_AGAIN}),
+        Change((0, 1, 2), told_after=Position(HOLD)),
+        Change((0, 1, 2, 4), told_after=Position(HOLD_AGAIN)),
         spares=1,
         snapshot_every=100,
         distant=distant,
@@ -200,7 +211,7 @@ def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -
         )
 
     ended, cluster = reshape(
-        script(hsdp), Change((0, 1), told_after=Position(3), edit=replicas_have_the_same), mesh=mesh
+        script(hsdp), Change((0, 1), told_after=Position(HOLD), edit=replicas_have_the_same), mesh=mesh
     )
     assert not differences(ended, undisturbed(hsdp, mesh=tuple(mesh.items()))), ended
     nothing_again(ended)
@@ -209,7 +220,7 @@ def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -
 
 
 def test_replicas_may_enter_main_again_as_well(reshape: Reshape) -> None:
-    ended, cluster = reshape(script(ddp), Change((2, 0), told_after=Position(3), edit=of_members), ranks=3)
+    ended, cluster = reshape(script(ddp), Change((2, 0), told_after=Position(HOLD), edit=of_members), ranks=3)
     assert not differences(ended, undisturbed(ddp, 3)), ended
     nothing_again(ended)
     assert [ready.fixed for ready in cluster.seen[0].ready.values()] == ["", ""]
@@ -247,7 +258,7 @@ def test_a_phase_that_is_committed_is_not_run_again(reshape: Reshape) -> None:
         if (step, run.generation, run._world._slot) == (5, 1, "t/1"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ended, _ = reshape(script(ddp, before_a_step=die), Change((0, 2), edit=of_members), ranks=3)
+    ended, _ = reshape(script(ddp, before_a_step=die, holds=NEVER), Change((0, 2), edit=of_members), ranks=3)
     assert not differences(ended, undisturbed(ddp, 3)), ended
     assert ended.plans[0].committed == Position(4, 1)
     assert {rank: said["phases"] for rank, said in ended.said.items()} == {0: [[1, 4], [2, 9]], 1: [[1, 4], [2, 9]]}
@@ -261,7 +272,7 @@ def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapsh
     """Sharded ranks have nothing to do with each other in main: some have resumed. Of DDP they wait for each other there."""
     ended, _ = reshape(
         script(make, in_main=dies_in(2, "t/1")),
-        Change((0, 1, 2), told_after=Position(3), edit=of_members if make is ddp else as_it_is),
+        Change((0, 1, 2), told_after=Position(HOLD), edit=of_members if make is ddp else as_it_is),
         Change((2, 0)),
         snapshot_every=100,
     )
@@ -275,7 +286,7 @@ def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_
     """Nobody goes on before the fourth is there: it holds a shard that no other has."""
     ended, _ = reshape(
         script(fsdp, in_main=dies_in(2, "t/1"), at_steps=waits_for_a_break_in(2)),
-        Change((0, 1, 2), told_after=Position(3)),
+        Change((0, 1, 2), told_after=Position(HOLD)),
         Change((0, 4, 2)),
         spares=1,
         snapshot_every=100,
@@ -298,7 +309,7 @@ def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshap
 
     ended, _ = reshape(
         script(fsdp, dies_after={"t/1": 2}),
-        Change((0, 1, 2), told_after=Position(3)),
+        Change((0, 1, 2), told_after=Position(HOLD)),
         Change((0, 4, 2), edit=from_the_first),
         spares=1,
         snapshot_every=100,
@@ -318,8 +329,8 @@ def test_a_damaged_snapshot_is_told_of_and_never_used(reshape: Reshape, capfd: A
         return plan
 
     ended, cluster = reshape(
-        script(fsdp),
-        Change((0, 1, 2), told_after=Position(6), edit=spoil),
+        script(fsdp, holds={1: 5}),
+        Change((0, 1, 2), told_after=Position(5), edit=spoil),
         Change((0, 1, 2), rollback=4),
         snapshot_every=4,
     )
@@ -336,7 +347,7 @@ def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
         if run.generation == 2 and run.rank == 0:
             raise ValueError("the script's own")
 
-    ended, _ = reshape(script(fsdp, in_main=raises), Change((0, 1, 2), told_after=Position(3)), snapshot_every=100)
+    ended, _ = reshape(script(fsdp, in_main=raises), Change((0, 1, 2), told_after=Position(HOLD)), snapshot_every=100)
     assert ended.exit_code == 1
     assert ended.failure is not None
     assert ended.failure.type == "builtins.ValueError"
@@ -366,9 +377,9 @@ def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
         say(found=found, descriptors=descriptors)
 
     ended, _ = reshape(
-        script(counted, workers=1, after_a_step=count),
-        Change((0, 1, 2), told_after=Position(3), edit=of_members if make is ddp else as_it_is),
-        Change((2, 1, 0), told_after=Position(7)),
+        script(counted, workers=1, after_a_step=count, holds={1: HOLD, 2: HOLD_AGAIN}),
+        Change((0, 1, 2), told_after=Position(HOLD), edit=of_members if make is ddp else as_it_is),
+        Change((2, 1, 0), told_after=Position(HOLD_AGAIN)),
         snapshot_every=100,
     )
     assert ended.exit_code == 0, ended
@@ -381,7 +392,7 @@ def test_checkpoints_on_disk_go_on_across_it(reshape: Reshape, tmp_path: Path, m
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
     monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
     monkeypatch.setenv("RACKRUN_CHECKPOINT_KEEP", "20")
-    ended, _ = reshape(script(fsdp), Change((0, 1, 2), told_after=Position(4)), snapshot_every=100)
+    ended, _ = reshape(script(fsdp), Change((0, 1, 2), told_after=Position(HOLD)), snapshot_every=100)
     assert ended.exit_code == 0, ended
     store = DurableStore(tmp_path, "run")
     wrote = {}
@@ -393,6 +404,8 @@ def test_checkpoints_on_disk_go_on_across_it(reshape: Reshape, tmp_path: Path, m
     assert before
     assert max(before) <= ended.plans[0].committed.step < min(after)
     assert max(after) == STEPS - 1
-    again = TinyCluster(script(fsdp, steps=STEPS + 2), ranks=2, spares=0, batch=(24, 2), reduction="exact").run()
+    again = TinyCluster(
+        script(fsdp, steps=STEPS + 2, holds=NEVER), ranks=2, spares=0, batch=(24, 2), reduction="exact"
+    ).run()
     assert min(again.losses) == STEPS
     assert again.exit_code == 0, again
