@@ -172,7 +172,7 @@ def reshape() -> Iterator[Reshape]:
         cluster.close()
 
 
-@pytest.mark.parametrize("distant", [False, True])
+@pytest.mark.parametrize("distant", [False, pytest.param(True, marks=pytest.mark.stories)])
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
     """The fourth of the second time was a spare."""
     ended, cluster = reshape(
@@ -219,6 +219,7 @@ def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -
     assert {ready.mesh for ready in seen.ready.values()} == {(("dp_replicate", 1), ("dp_shard", 2))}
 
 
+@pytest.mark.stories
 def test_replicas_may_enter_main_again_as_well(reshape: Reshape) -> None:
     ended, cluster = reshape(script(ddp), Change((2, 0), told_after=Position(HOLD), edit=of_members), ranks=3)
     assert not differences(ended, undisturbed(ddp, 3)), ended
@@ -265,11 +266,11 @@ def test_a_phase_that_is_committed_is_not_run_again(reshape: Reshape) -> None:
 
 
 # -- losses in the middle of it ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [fsdp, ddp])
+@pytest.mark.parametrize("make", [pytest.param(fsdp, marks=pytest.mark.stories), ddp])
 def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapshots(
     make: Make, reshape: Reshape
 ) -> None:
-    """Sharded ranks have nothing to do with each other in main: some have resumed. Of DDP they wait for each other there."""
+    """Sharded ranks have nothing to do with each other in main: the others wait at run.steps(). Those under DDP wait in main."""
     ended, _ = reshape(
         script(make, in_main=dies_in(2, "t/1")),
         Change((0, 1, 2), told_after=Position(HOLD), edit=of_members if make is ddp else as_it_is),
@@ -282,6 +283,7 @@ def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapsh
     assert {said["entered"] for said in ended.said.values()} == {3}
 
 
+@pytest.mark.stories
 def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_lost(reshape: Reshape) -> None:
     """Nobody goes on before the fourth is there: it holds a shard that no other has."""
     ended, _ = reshape(
@@ -296,6 +298,7 @@ def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_
     assert {rank: said["entered"] for rank, said in ended.said.items()} == {0: 2, 1: 2, 2: 2}
 
 
+@pytest.mark.stories
 def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshape: Reshape) -> None:
     """The former layout's snapshot of the same step is not taken for it."""
 
@@ -321,6 +324,7 @@ def test_a_loss_in_the_new_world_is_made_good_from_its_own_first_snapshot(reshap
     )
 
 
+@pytest.mark.stories
 def test_a_damaged_snapshot_is_told_of_and_never_used(reshape: Reshape, capfd: Any) -> None:
     def spoil(cluster: Reshaped, plan: Plan) -> Plan:
         fd = cluster.snapshot_of(3, plan.committed.step)
@@ -342,6 +346,7 @@ def test_a_damaged_snapshot_is_told_of_and_never_used(reshape: Reshape, capfd: A
     assert "cannot be used" in capfd.readouterr().err
 
 
+@pytest.mark.stories
 def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
     def raises(run: Run) -> None:
         if run.generation == 2 and run.rank == 0:
@@ -354,7 +359,7 @@ def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [fsdp, ddp])
+@pytest.mark.parametrize("make", [fsdp, pytest.param(ddp, marks=pytest.mark.stories)])
 def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
     """Nor processes, nor descriptors: the third entry finds what the second has found."""
     models: list[weakref.ref[nn.Module]] = []
@@ -388,6 +393,7 @@ def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
         assert said["descriptors"]["2"] == said["descriptors"]["3"], "of two worlds of one size"
 
 
+@pytest.mark.stories
 def test_checkpoints_on_disk_go_on_across_it(reshape: Reshape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
     monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
