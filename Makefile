@@ -47,6 +47,7 @@ bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)
 	@$(PY) benchmarks/exact.py $(ARGS)
 	@$(PY) benchmarks/rack.py
+	@$(PY) benchmarks/resizing.py $(ARGS)
 	@$(PY) benchmarks/filler.py
 	@$(PY) benchmarks/snapshots.py $(ARGS)
 	@$(PY) benchmarks/checkpoint.py $(ARGS)

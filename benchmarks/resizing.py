@@ -1,11 +1,11 @@
 """What it costs when the world loses a rank with no spare left, and when a rank joins again: no process starts again meanwhile.
 
-    python benchmarks/resizing.py            25.2 M fp32 parameters, 4 ranks (about 6 minutes on 2 cores)
+    python benchmarks/resizing.py            25.2 M fp32 parameters, 4 ranks (about 10 minutes on 2 cores)
     python benchmarks/resizing.py --quick    a small model, two changes of each kind: does it still work
 
 A rank is ended by SIGKILL; the three others go on with the same global batch; a worker starts in the empty slot, and joins at
-a step boundary. The cost of a shrink is the time from the kill until the first step of the smaller world is committed, less that
-world's usual step; of a growth, the time between the commits before and after it, less the usual step of the larger world.
+a step boundary. The cost of a shrink is the time from the kill until all of the smaller world have done a step that nobody had done
+before, less that world's usual step; of a growth, the time between the commits before and after it, less the usual step of the larger world.
 That it is the same training, tests/faults/test_resizing.py shows.
 """
 
@@ -18,70 +18,93 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jobs import Job, Mark, machine, median_range, rackrun_command, save
+from jobs import Job, JobFailed, Mark, machine, median_range, rackrun_command, save
 from recovery import FULL, QUICK, Workload
 
 RANKS = 4
+MODES = {"DDP": {}, "FSDP2, a snapshot every step": {"BENCH_SHARDED": "1", "BENCH_SNAPSHOT_EVERY": "1"}}
 STEADY = 6
 """Steps of a world before it is changed; the first is not counted among the usual ones."""
 WAIT_S = 120.0
 
 
-def commits(marks: Sequence[Mark]) -> dict[int, tuple[float, int]]:
-    """Step -> when its last rank had done it, and how many have."""
-    by_step: dict[int, dict[int, float]] = defaultdict(dict)
+def steps_of(marks: Sequence[Mark]) -> dict[int, dict[int, float]]:
+    """Step -> process -> when it had done it; of a step that was done again, the last time."""
+    done: dict[int, dict[int, float]] = defaultdict(dict)
     for mark in marks:
-        by_step[mark.step][mark.rank] = max(mark.t, by_step[mark.step].get(mark.rank, 0.0))
-    return {step: (max(ranks.values()), max(ranks) + 1) for step, ranks in sorted(by_step.items())}
+        done[mark.step][mark.pid] = mark.t
+    return done
 
 
-def usual(done: Mapping[int, tuple[float, int]], size: int) -> float:
-    """The median step of a world of ``size``, its first ones left out."""
-    steps = [step for step in done if all(done.get(step - back, (0, 0))[1] == size for back in range(3))]
-    return statistics.median(done[step][0] - done[step - 1][0] for step in steps)
+def usual(marks: Sequence[Mark], size: int) -> float:
+    """The median step of a world of ``size``, the first ones after a change left out, if there are others."""
+    done = steps_of(marks)
+    for later in (3, 1):
+        found = []
+        for step, at in sorted(done.items()):
+            before = [done.get(step - back, {}) for back in range(1, later + 1)]
+            if len(at) == size and all(other.keys() == at.keys() for other in before):
+                found.append(max(at.values()) - max(before[0].values()))
+        if found:
+            return statistics.median(found)
+    raise JobFailed(f"no step of {size} ranks that follows another")
 
 
-def wait_for_size(job: Job, size: int, since: int) -> int:
-    """Until `STEADY` steps after ``since`` were done by so many ranks, one after another. Returns the first of them."""
+def wait_for_size(job: Job, size: int, since: int, steady: int = STEADY) -> int:
+    """The first of ``steady`` steps after ``since`` that the same ``size`` processes have done, one after another."""
 
     def found(marks: list[Mark]) -> int:
-        done = commits(marks)
-        for step in done:
-            if step > since and all(done.get(step + more, (0, 0))[1] == size for more in range(STEADY)):
+        done = steps_of(marks)
+        for step in sorted(done):
+            then = [done.get(step + more, {}) for more in range(steady)]
+            if step > since and len(then[0]) == size and all(one.keys() == then[0].keys() for one in then):
                 return step
         return 0
 
     return int(job.wait_for(found, WAIT_S))
 
 
-def measure(size: Workload, reduction: str, changes: int, seed: int) -> dict[str, Any]:
-    rng, kills, shrunk, grown = random.Random(seed), [], [], []
+def new_work(marks: Sequence[Mark], since: float) -> float:
+    """From ``since`` until everybody who lives has done a step that nobody had done before."""
+    newest = max(mark.step for mark in marks if mark.t <= since)
+    done = steps_of([mark for mark in marks if mark.t > since])
+    step = next(step for step, at in sorted(done.items()) if step > newest and len(at) == RANKS - 1)
+    return max(done[step].values()) - since
+
+
+def measure(size: Workload, name: str, env: dict[str, str], changes: int, seed: int) -> dict[str, Any]:
+    rng, kills, grown = random.Random(seed), [], []
     options = ["--standalone", "--nproc-per-node", str(RANKS), "--policy", "swap,shrink,wait"]
-    command = rackrun_command(
-        "elastic_mlp.py", "--steps", "100000", *size.size, ranks=RANKS, spares=0, launcher_args=options
-    )
-    with Job(command, env={"BENCH_REDUCTION": reduction}) as job:
+    if "BENCH_SHARDED" in env:
+        options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
+    arguments = ("--steps", "100000", *size.size)
+    command = rackrun_command("elastic_mlp.py", *arguments, ranks=RANKS, spares=0, launcher_args=options)
+    with Job(command, env={"BENCH_REDUCTION": "exact", **env}) as job:
         since = wait_for_size(job, RANKS, 0)
         for _ in range(changes):
             last = job.marks()[-1].step
             victim = rng.choice([mark.pid for mark in job.marks() if mark.step == last])
-            time.sleep(rng.random() * usual(commits(job.marks()), RANKS))  # anywhere in a step
+            time.sleep(rng.random() * usual(job.marks(), RANKS))  # anywhere in a step
             kills.append(time.monotonic())
             os.kill(victim, signal.SIGKILL)
-            shrunk.append(wait_for_size(job, RANKS - 1, since))
-            since = wait_for_size(job, RANKS, shrunk[-1])
+            smaller = wait_for_size(job, RANKS - 1, since, steady=1)  # the worker in the empty slot may be quick
+            since = wait_for_size(job, RANKS, smaller)
             grown.append(since)
-        done = commits(job.marks())
-    steps = {n: usual(done, n) for n in (RANKS, RANKS - 1)}
-    return {
-        "reduction": reduction,
-        "step_s": {str(n): round(s, 4) for n, s in steps.items()},
-        "shrink_s": [round(done[step][0] - at - steps[RANKS - 1], 3) for step, at in zip(shrunk, kills, strict=True)],
-        "grow_s": [round(done[step][0] - done[step - 1][0] - steps[RANKS], 3) for step in grown],
+        marks = list(job.marks())
+    steps, done = {size: usual(marks, size) for size in (RANKS, RANKS - 1)}, steps_of(marks)
+    joins = [max(done[step].values()) - max(done[step - 1].values()) - steps[RANKS] for step in grown]
+    result = {
+        "step_s": {str(size): round(seconds, 4) for size, seconds in steps.items()},
+        "shrink_s": [round(new_work(marks, kill) - steps[RANKS - 1], 3) for kill in kills],
+        "grow_s": [round(seconds, 3) for seconds in joins],
     }
+    print(f"{name}: usual step {steps[RANKS]:.3f} s with {RANKS} ranks, {steps[RANKS - 1]:.3f} s with {RANKS - 1}")
+    for change in ("shrink", "grow"):
+        print(f"  {change}: {median_range(result[f'{change}_s'])} s beyond a usual step", flush=True)  # type: ignore[arg-type]
+    return result
 
 
 def main() -> None:
@@ -90,12 +113,9 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=10, help="of each kind")
     args = parser.parse_args()
     size, changes = (QUICK, 2) if args.quick else (FULL, args.changes)
-    result = measure(size, "exact", changes, seed=1)
-    print(f"usual step: {result['step_s']} s (by ranks)")
-    print(f"shrink: {median_range(result['shrink_s'])} s beyond a usual step")
-    print(f"grow:   {median_range(result['grow_s'])} s beyond a usual step")
+    found = {name: measure(size, name, env, changes, seed=1) for name, env in MODES.items()}
     if not args.quick:
-        print(save("resizing", {"machine": machine(), "ranks": RANKS, **result}))
+        print(save("resizing", {"machine": machine(), "ranks": RANKS, "reduction": "exact", **found}))
 
 
 if __name__ == "__main__":

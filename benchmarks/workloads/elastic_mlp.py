@@ -14,6 +14,7 @@ import rackrun
 
 BATCH = 4  # of each rank
 RANKS = int(os.environ.get("BENCH_RANKS", "4"))
+REDUCTION = os.environ.get("BENCH_REDUCTION", "fast")
 SNAPSHOT_EVERY = os.environ.get("BENCH_SNAPSHOT_EVERY")
 BLOCKS = [int(steps) or None for steps in os.environ.get("BENCH_SNAPSHOT_BLOCKS", "").split()]
 """Steps from one snapshot to the next in blocks of BENCH_BLOCK_STEPS, in turn; 0 is the automatic interval."""
@@ -25,7 +26,7 @@ BLOCK_STEPS = int(os.environ.get("BENCH_BLOCK_STEPS", "1"))
     micro_batch_size=BATCH,
     seed=SEED,
     snapshot_every=int(SNAPSHOT_EVERY) if SNAPSHOT_EVERY else None,
-    reduction=os.environ.get("BENCH_REDUCTION", "fast"),  # type: ignore[arg-type]
+    reduction=REDUCTION,  # type: ignore[arg-type]
 )
 def main(run: rackrun.Run) -> None:
     args = arguments()
@@ -37,7 +38,8 @@ def main(run: rackrun.Run) -> None:
         fully_shard(model)
     else:
         model = DDP(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    fused = REDUCTION == "fast" or not os.environ.get("BENCH_SHARDED")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Noise(args.width))
     marks = Marks(args.marks)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.trained import Trained, read
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "resized.py"
 WAIT_S = 60.0
@@ -130,12 +130,19 @@ def assert_nothing_is_lost_or_used_twice(trained: Trained, steps: int) -> None:
         assert len(delivered) == len(set(delivered)) == 32, f"step {step}\n{trained}"
 
 
-STORIES = [("ddp", 3, 1), ("fsdp", 3, 1), ("ddp", 8, 1), ("ddp", 8, 2), ("fsdp", 8, 1), ("fsdp", 8, 2)]
+STORY, SOAK = pytest.mark.stories, (pytest.mark.stories, pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
     ("mode", "ranks", "seed"),
-    [pytest.param(*one, marks=[pytest.mark.stories] if at else []) for at, one in enumerate(STORIES)],
+    [
+        ("ddp", 3, 1),
+        pytest.param("fsdp", 3, 1, marks=STORY),
+        pytest.param("ddp", 8, 1, marks=STORY),
+        pytest.param("fsdp", 8, 1, marks=STORY),
+        pytest.param("ddp", 8, 2, marks=SOAK),
+        pytest.param("fsdp", 8, 2, marks=SOAK),
+    ],
 )
 def test_down_to_one_rank_and_up_again_it_is_the_same_training(
     mode: str, ranks: int, seed: int, story: Callable[..., Trained]
