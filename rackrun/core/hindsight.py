@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from rackrun.core import reshaping
 from rackrun.core.commands import (
     Answer,
     Command,
@@ -237,6 +238,9 @@ class Hindsight:
             slots = len(self.rack.slots())
             self.spares_wanted = slots - plan.world_size if self.config.mesh else self.config.spares
             self._learn(list(self.rack.trays.values()), at_ms)
+        mesh = self.seating.mesh
+        if mesh is not None and (axes := reshaping.fitted(mesh.axes, plan.world_size)):
+            self.seating.mesh = Mesh.of(dict(axes))
         self.generation = plan.generation
         self.seats = {member.rank: member.slot for member in plan.members}
         for member in plan.members:

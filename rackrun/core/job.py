@@ -231,6 +231,8 @@ class JobMachine:
         """The script has named its mesh; False: it cannot go on with it."""
         shape = ",".join(f"{name}={size}" for name, size in axes)
         if math.prod(size for _, size in axes) != self.world.size:
+            if self.world.phase in IN_PLACE:
+                return True  # it was said before the world got another size, and is heard now
             because = f"the script's mesh {shape} is not of {self.world.size} ranks"
             self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")
             return False

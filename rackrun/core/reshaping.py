@@ -9,7 +9,7 @@ import numpy as np
 from rackrun.core.ids import Rank
 from rackrun.topology.mesh import DATA_AXES
 
-__all__ = ["Axes", "data_axis", "joined", "places", "without"]
+__all__ = ["Axes", "data_axis", "fitted", "joined", "places", "without"]
 
 Axes = tuple[tuple[str, int], ...]
 """Names and sizes, the last axis the fastest."""
@@ -42,6 +42,16 @@ def joined(axes: Axes, at: int, more: int) -> tuple[Axes, dict[Rank, Rank], list
     wide = np.concatenate([grid, room], axis=at).ravel()
     there: Mapping[Rank, Rank] = {Rank(int(old)): Rank(new) for new, old in enumerate(wide) if old >= 0}
     return _resized(axes, at, shape[at] + more), dict(there), [Rank(new) for new, old in enumerate(wide) if old < 0]
+
+
+def fitted(axes: Axes, ranks: int) -> Axes:
+    """The axes once the world has so many ranks; () when it cannot have."""
+    at, all_ranks = data_axis(axes), int(np.prod([size for _, size in axes]))
+    if all_ranks == ranks:
+        return axes
+    if at is None or ranks % (others := all_ranks // axes[at][1]):
+        return ()
+    return _resized(axes, at, ranks // others)
 
 
 def _resized(axes: Axes, at: int, size: int) -> Axes:

@@ -48,6 +48,8 @@ class Told:
         self.now = 0
         self.incarnation: dict[str, Incarnation] = {}
         self.answers: list[Command] = []
+        self.resizes = ""
+        """How the script's world changes its size: "in place", by "entering main again"; "": not at all."""
 
     def tell(self, event: Event) -> Sequence[Command]:
         fields = {name: getattr(event, name) for name in event.__struct_fields__}
@@ -110,7 +112,11 @@ class Told:
     def ready(self, slot: str, replica_class: str = "", mesh: Mapping[str, int] | None = None) -> Sequence[Command]:
         self.elastic(slot)
         axes = tuple((mesh or {}).items())
-        return self.tell(WorkerReady(**self._who(slot), replica_class=replica_class, mesh=axes))
+        fixed = "" if self.resizes else "it is fixed"
+        reenters = self.resizes == "entering main again"
+        return self.tell(
+            WorkerReady(**self._who(slot), replica_class=replica_class, mesh=axes, fixed=fixed, reenters=reenters)
+        )
 
     def exits(
         self,

@@ -1,0 +1,79 @@
+"""A world that shrinks and grows, event by event: what the coordinator asks of ranks, and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+from core_followed import FollowedCore
+from core_told import Told, every, only, plan_in, ranks
+
+from rackrun.core.commands import PauseWorkers, ResumeGeneration, SetTimer, StopJob
+from rackrun.core.config import JobConfig
+from rackrun.core.policy import parse_rules
+
+IN_PLACE, AGAIN = "in place", "entering main again"
+RULES = parse_rules("swap,shrink,wait,restart")
+
+
+def resizing(how: str, **settings: object) -> Told:
+    """One tray of four slots, all of them ranks."""
+    config = JobConfig(trays_min=1, trays_max=1, **({"spares": 0, "min_ranks": 1, "rules": RULES} | settings))
+    told = Told(config)  # type: ignore[arg-type]
+    told.core = FollowedCore(config)  # type: ignore[arg-type]
+    told.resizes = how
+    told.join("a", 4)
+    return told
+
+
+def shrinks(told: Told, *slots: str) -> ResumeGeneration:
+    """The workers in these slots are lost, and nobody takes over."""
+    for slot in slots:
+        told.exits(slot, snapshots=[4])
+    return only(ResumeGeneration, told.park_all(snapshots=[4]))
+
+
+def test_what_the_script_said_of_its_mesh_before_the_shrink_and_is_heard_after_it_ends_nothing() -> None:
+    told = resizing(IN_PLACE)
+    told.train()
+    told.ready("a/0", "all-0", {"dp": 4})
+    assert shrinks(told, "a/3").plan.world_size == 3
+    assert not every(StopJob, told.ready("a/0", "all-0", {"dp": 4}))
+    told.resume_all()
+    assert not every(StopJob, told.ready("a/0", "all-0", {"dp": 3}))
+    assert told.view.phase == "training"
+
+
+@pytest.mark.parametrize("axes", [(), (("dp", 4),)])
+def test_afterwards_a_world_that_has_shrunk_is_seen_with_the_mesh_that_it_had_then(
+    axes: tuple[tuple[str, int], ...],
+) -> None:
+    told = resizing(IN_PLACE, mesh=axes)
+    told.train()
+    shrinks(told, "a/1")
+    told.resume_all()
+    assert told.view.world_size == 3
+    past = told.core.past
+    past.finish()
+    assert past.seating.mesh == told.core._job.seating.mesh
+    assert past.seating.where(past.seats, 2)
+    assert past.successors(2) == []
+
+
+def clique_of(slot: str) -> str:
+    return "x" if slot[0] in "ab" else "y"
+
+
+def test_a_pair_that_joins_is_of_one_clique() -> None:
+    config = JobConfig(trays_min=4, trays_max=4, spares=0, min_ranks=1, rules=RULES, mesh=(("dp", 4), ("tp", 2)))
+    told = Told(config)
+    told.resizes = AGAIN
+    for tray in "abcd":
+        told.join(tray, 2, clique=clique_of(tray))
+    told.train("unique")
+    first = {rank.rank: rank.slot for rank in told.view.ranks}
+    assert [clique_of(first[rank]) for rank in range(8)] == list("xxxxyyyy")
+    for slot in ("a/0", "c/0"):
+        told.checks(slot, "its memory is bad")
+    told.exits("a/0", snapshots=[4])
+    told.exits("c/0", snapshots=[4])
+    plan = only(ResumeGeneration, told.park_all(snapshots=[4])).plan
+    assert plan.world_size == 4
