@@ -105,7 +105,9 @@ class Resizing:
         if at is None or len(members) < world.size:
             return []
         replica = world.size // axes[at][1]
-        return fits[: room // replica * replica]
+        by_slot = {record.worker.slot: record for record in fits}
+        bundled = [by_slot[slot] for bundle in self.seating.bundles(by_slot) for slot in bundle]
+        return bundled[: min(world.full - world.size, len(bundled)) // replica * replica]
 
     def grow(self, joining: Sequence[WorkerRecord], committed: Position, gate: tuple[float, ...]) -> bool:
         """Do it, unless there is no state for it: then False, and nothing has changed."""
@@ -127,7 +129,8 @@ class Resizing:
         wider, there, new = reshaping.joined(axes, at, len(joining) * axes[at][1] // world.size)
         self._enter_again(committed, gate)
         self._renumber(wider, there)
-        for rank, record in zip(new, joining, strict=True):
+        bound = [Rank(rank) for group in Mesh.of(dict(wider)).groups.tolist() for rank in group if rank in new]
+        for rank, record in zip(bound, joining, strict=True):
             world.seat(rank, record)
         world.size += len(new)
         return True

@@ -161,6 +161,18 @@ class Seating:
             for group in groups
         )
 
+    def bundles(self, ready: Iterable[SlotId]) -> list[list[SlotId]]:
+        """As many as a bound group has, for new groups: each bundle inside one clique. Who is left over is in none."""
+        size = self.mesh.group_size if self.mesh is not None else 1
+        board = None if self.config.cross_clique else self.board
+        cliques: dict[int, list[SlotId]] = {}
+        for slot in ready:
+            if board is None or slot in board.number:
+                cliques.setdefault(0 if board is None else int(board.clique[board.number[slot]]), []).append(slot)
+        return [
+            of[at : at + size] for _, of in sorted(cliques.items()) for at in range(0, len(of) // size * size, size)
+        ]
+
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
         """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
         devices = self.rack.devices

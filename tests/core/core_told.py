@@ -33,7 +33,7 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.health import Evidence, Health, Scope, Verdict, response_to
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.topology.model import CliqueId
 from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology
 
@@ -139,7 +139,7 @@ class Told:
         )
 
     def parks(
-        self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = ()
+        self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = (), layout: int = 0
     ) -> Sequence[Command]:
         return self.tell(
             WorkerParked(
@@ -148,7 +148,8 @@ class Told:
                 passed=Position(passed),
                 entered=Position(passed if entered is None else entered),
                 gate=(float(passed),),
-                snapshots=tuple(Step(step) for step in snapshots),
+                snapshots=tuple(snapshot_id(Generation(layout), Step(step)) for step in snapshots),
+                layout=Generation(layout),
             )
         )
 
@@ -207,12 +208,12 @@ class Told:
         for spare in self.view.spares:
             self.ready(spare.slot)
 
-    def park_all(self, passed: int = 4, snapshots: Sequence[int] = ()) -> Sequence[Command]:
+    def park_all(self, passed: int = 4, snapshots: Sequence[int] = (), layout: int = 0) -> Sequence[Command]:
         """The window closes, and all survivors answer."""
         out = [*self.timer("gather")]
         for rank in self.view.ranks:
             if rank.state == "breaking":
-                out += self.parks(rank.slot, passed, snapshots=snapshots)
+                out += self.parks(rank.slot, passed, snapshots=snapshots, layout=layout)
         return out
 
     def resume_all(self) -> Sequence[Command]:

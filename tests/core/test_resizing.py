@@ -62,18 +62,50 @@ def clique_of(slot: str) -> str:
     return "x" if slot[0] in "ab" else "y"
 
 
-def test_a_pair_that_joins_is_of_one_clique() -> None:
-    config = JobConfig(trays_min=4, trays_max=4, spares=0, min_ranks=1, rules=RULES, mesh=(("dp", 4), ("tp", 2)))
-    told = Told(config)
+def pairs_in_two_cliques() -> Told:
+    """Trays a, b in clique x and c, d in clique y, two slots each. A pair of each clique has lost a GPU, for good."""
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, min_ranks=1, rules=RULES, mesh=(("dp", 4), ("tp", 2))))
     told.resizes = AGAIN
     for tray in "abcd":
         told.join(tray, 2, clique=clique_of(tray))
-    told.train("unique")
-    first = {rank.rank: rank.slot for rank in told.view.ranks}
-    assert [clique_of(first[rank]) for rank in range(8)] == list("xxxxyyyy")
+    told.train("pair")
     for slot in ("a/0", "c/0"):
         told.checks(slot, "its memory is bad")
-    told.exits("a/0", snapshots=[4])
-    told.exits("c/0", snapshots=[4])
-    plan = only(ResumeGeneration, told.park_all(snapshots=[4])).plan
-    assert plan.world_size == 4
+        told.exits(slot, snapshots=[4])
+    assert ranks(plan_in(told.park_all(snapshots=[4]))) == {0: "b/0", 1: "b/1", 2: "d/0", 3: "d/1"}
+    for slot in ("a/1", "c/1"):
+        told.exits(slot)
+    told.resume_all()
+    return told
+
+
+def test_whoever_is_left_over_in_two_cliques_is_no_pair() -> None:
+    told = pairs_in_two_cliques()
+    told.ready("a/1")
+    assert not every(PauseWorkers, told.ready("c/1"))
+
+
+def test_a_pair_that_joins_is_of_one_clique() -> None:
+    told = pairs_in_two_cliques()
+    told.ready("a/1")
+    told.ready("c/1")
+    told.checks("c/0")
+    assert only(PauseWorkers, told.ready("c/0")).because == "c/0, c/1"
+    told.pause_all()
+    plan = plan_in(told.park_all(passed=6, snapshots=[6], layout=2))
+    assert ranks(plan) == {0: "b/0", 1: "b/1", 2: "d/0", 3: "d/1", 4: "c/0", 5: "c/1"}
+
+
+def test_a_spare_that_has_to_enter_main_again_for_its_place_has_the_time_of_a_start() -> None:
+    """It has built its model for a world of another size."""
+    told = resizing(AGAIN, spares=1)
+    told.train("unique")
+    told.checks("a/3", "its memory is bad")
+    shrinks(told, "a/2")
+    told.resume_all()
+    told.checks("a/3")
+    assert told.view.world_size == 2
+    told.exits("a/1", snapshots=[4])
+    assert told.view
+
+
