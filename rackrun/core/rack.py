@@ -153,7 +153,7 @@ class RackMachine:
         assert slot not in self.occupants, "one worker a slot"
         self._incarnation = Incarnation(self._incarnation + 1)
         worker = Worker(slot, self._incarnation)
-        self.occupants[slot] = WorkerRecord(worker, None if spare else rank)
+        self.occupants[slot] = WorkerRecord(worker, None if spare else rank, built_for=world_size)
         return StartWorker(
             slot=slot,
             incarnation=worker.incarnation,

@@ -197,7 +197,7 @@ class Recovery:
             self._owed = False
             self.decide(at_ms)
         elif kind == "resume" and resuming:
-            self._fence_late(WorkerState.RESUMING, "resume", self.config.resume_timeout_ms, at_ms)
+            self._fence_late(WorkerState.RESUMING, "resume", self._resume_timeout_ms(), at_ms)
         elif kind == "recover" and parking:
             self._give_up(at_ms)
         elif kind == "repair" and parking:
@@ -439,8 +439,17 @@ class Recovery:
         world.reason = because
         self._settle()
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        patience_ms = self.config.resume_timeout_ms if reshard is None else self.config.reenter_timeout_ms
-        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + patience_ms))
+        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self._resume_timeout_ms()))
+
+    def _resume_timeout_ms(self) -> int:
+        """Whoever has to enter ``main`` again first, with all others or because a spare has built another world's model, has the time
+        of a start."""
+        world = self.world
+        waits = [record for record in world.members.values() if record.reenters and not record.stateful]
+        again = (world.plan is not None and world.plan.reshard is not None) or any(
+            record.built_for != world.size for record in waits
+        )
+        return self.config.reenter_timeout_ms if again else self.config.resume_timeout_ms
 
     def _cut_anew(self, old: OldWorld, state: StatePlan) -> tuple[StatePlan, Position, tuple[float, ...]]:
         """Everybody enters main again: what ``state`` says of the old world's ranks, for the ranks of this one; and what is

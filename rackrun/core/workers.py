@@ -101,6 +101,8 @@ class WorkerRecord:
     """Why the number of ranks cannot change under it; "": it can."""
     reenters: bool = False
     """It does so by entering ``main`` again."""
+    built_for: int = 0
+    """The ranks of the world that it was started for: a spare's model is cut for them."""
     exact: bool = False
     """What it computes does not depend on the number of ranks."""
     parked: WorkerParked | None = None

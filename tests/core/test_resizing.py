@@ -8,6 +8,7 @@ from core_told import Told, every, only, plan_in, ranks
 
 from rackrun.core.commands import PauseWorkers, ResumeGeneration, SetTimer, StopJob
 from rackrun.core.config import JobConfig
+from rackrun.core.ids import Generation, Step, snapshot_id
 from rackrun.core.policy import parse_rules
 
 IN_PLACE, AGAIN = "in place", "entering main again"
@@ -96,16 +97,36 @@ def test_a_pair_that_joins_is_of_one_clique() -> None:
     assert ranks(plan) == {0: "b/0", 1: "b/1", 2: "d/0", 3: "d/1", 4: "c/0", 5: "c/1"}
 
 
-def test_a_spare_that_has_to_enter_main_again_for_its_place_has_the_time_of_a_start() -> None:
-    """It has built its model for a world of another size."""
-    told = resizing(AGAIN, spares=1)
-    told.train("unique")
-    told.checks("a/3", "its memory is bad")
-    shrinks(told, "a/2")
+def grows(told: Told, slot: str, layout: int) -> None:
+    told.ready(slot)
+    told.pause_all()
+    plan_in(told.park_all(snapshots=[4], layout=layout))
     told.resume_all()
-    told.checks("a/3")
-    assert told.view.world_size == 2
-    told.exits("a/1", snapshots=[4])
-    assert told.view
 
 
+def patience_ms(told: Told, *slots: str, layout: int) -> int:
+    """Of the recovery from these losses."""
+    for slot in slots:
+        told.exits(slot, snapshots=[snapshot_id(Generation(layout), Step(4))])
+    timers = every(SetTimer, told.park_all(snapshots=[4], layout=layout))
+    return next(timer.at_ms - told.now for timer in timers if timer.name.startswith("resume"))
+
+
+def test_a_spare_that_has_to_enter_main_again_for_its_place_has_the_time_of_a_start() -> None:
+    told = Told(JobConfig(trays_min=1, trays_max=1, spares=1, min_ranks=1, rules=RULES))
+    told.resizes = AGAIN
+    told.join("a", 5)
+    for slot in told.members:
+        told.ready(slot)
+    for slot in ("a/2", "a/3"):
+        told.exits(slot, snapshots=[4])
+    assert plan_in(told.park_all(snapshots=[4])).world_size == 2
+    told.resume_all()
+    grows(told, "a/4", layout=2)
+    grows(told, "a/2", layout=3)
+    assert told.view.world_size == 4
+    told.ready("a/3")  # it has built its model for a world of two
+    assert patience_ms(told, "a/0", layout=4) == 300_000
+    told.resume_all()
+    told.ready("a/0")  # this one, for four
+    assert patience_ms(told, "a/1", layout=4) == 30_000
