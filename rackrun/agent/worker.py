@@ -168,7 +168,8 @@ class Worker:
     def untold(self) -> UnitSealed | None:
         """The unit whose gate it may have passed without having told of it."""
         page = self.page
-        at, generation = page.at, Generation(page.generation)
+        at = page.at
+        generation = Generation(page.ledger_generation(at))
         ids = page.ledger(at) if generation else None
         if ids is None or self.told == (generation, at):
             return None

@@ -207,7 +207,7 @@ class Driver:
                     self._pace.committed(message)
                     self._slow.committed(message)
                 case UnitSealed():
-                    self._last_words.heard(message, self.watch.plan)
+                    self._last_words.heard(message)
                 case StateCopied():
                     self.metrics.copies.copied(message)
                     self._pace.copied(message, now_ms)

@@ -15,6 +15,8 @@ __all__ = ["LastWords", "Ledger", "Progress"]
 _WINDOW = 64
 """Positions that are kept while some rank's commit is still to come."""
 _RATE_MS = 10_000.0
+_PLANS_MAX = 16
+"""Of which it is remembered who was which rank."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,18 +90,21 @@ class LastWords:
 
     def __init__(self) -> None:
         self._open: dict[Rank, UnitSealed] = {}
+        self._plans: deque[Plan] = deque(maxlen=_PLANS_MAX)
 
-    def heard(self, unit: UnitSealed, plan: Plan | None) -> None:
-        """``plan``: of the world in which it died."""
-        for member in plan.members if plan else ():
-            if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
-                self._open[member.rank] = unit
+    def heard(self, unit: UnitSealed) -> None:
+        """It counts for the rank that the worker was when it did it: by now it may have been told to be another."""
+        for plan in self._plans:
+            for member in plan.members if plan.generation == unit.generation else ():
+                if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
+                    self._open[member.rank] = unit
 
     def settle(self, plan: Plan) -> list[UnitCommitted]:
         """Those that ``plan`` counts, as the rank would have told; the others are forgotten."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)
         counted = [(rank, unit) for rank, unit in self._open.items() if unit.at <= end]
         self._open.clear()
+        self._plans.append(plan)
         return [
             UnitCommitted(
                 slot=unit.slot,

@@ -30,7 +30,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
 )
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
-_SEALED_STEP, _SEALED_PHASE, _COUNT = range(3)
+_SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
 
 
 class Activity(IntEnum):
@@ -94,7 +94,7 @@ class HeartbeatPage:
         slot[_SEALED_STEP] = -2  # torn until the position stands again
         slot[_COUNT] = len(ids)
         slot[8 : 8 + len(kept)] = kept
-        slot[_SEALED_PHASE] = at.phase
+        slot[_SEALED_PHASE], slot[_SEALED_IN] = at.phase, self._words[_GENERATION]
         slot[_SEALED_STEP] = at.step
 
     def seal_snapshot(self, index: int, step: int) -> None:
@@ -173,6 +173,10 @@ class HeartbeatPage:
         ) > LEDGER_IDS_MAX:
             return None
         return slot[8 : 8 + int(slot[_COUNT])].copy()
+
+    def ledger_generation(self, at: Position) -> int:
+        """In which the ids for ``at``, that are here, were delivered: perhaps as another rank than now."""
+        return int(self._ledger_slot(at)[_SEALED_IN])
 
     def snapshots(self) -> dict[int, int]:
         """Step of each sealed snapshot -> the slot that holds it."""
