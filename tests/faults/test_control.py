@@ -64,7 +64,8 @@ def test_a_tray_is_drained_and_returned_and_a_rank_goes_there_again(
     ]
 
 
-@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_an_agent_that_is_told_to_leave_goes_when_its_ranks_are_elsewhere(
     mode: str, train: Train, reference: Reference
 ) -> None:

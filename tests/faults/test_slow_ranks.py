@@ -29,7 +29,8 @@ def slow_from(step: int, rank: int = SLOW, delay_ms: float = 150.0) -> Fault:
     return Fault(name=f"slow {rank}", place="forward", rank=rank, step=step, then="slow", delay_ms=delay_ms)
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_again(
     mode: str, train: Train, reference: Reference
 ) -> None:
@@ -61,7 +62,7 @@ def test_by_default_a_slow_rank_is_told_of_and_stays(train: Train, reference: Re
 
 
 @pytest.mark.stories
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_one_blip_of_two_seconds_is_nothing(mode: str, train: Train, reference: Reference) -> None:
     """All are a little slow, so that every step is worth a look and a blip is one of them."""
     blip = Fault(name="blip", place="forward", rank=SLOW, step=25, then="sleep", delay_ms=2000)

@@ -39,6 +39,8 @@ OURS = {
     "--checkpoint_keep",
     "--lost-state",
     "--lost_state",
+    "--min-ranks",
+    "--min_ranks",
     "--policy",
     "--policy-weights",
     "--policy_weights",
