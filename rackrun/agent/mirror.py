@@ -21,7 +21,7 @@ from rackrun.agent.worker import Worker
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.core.events import Event, SnapshotMirrored, SnapshotStriped
-from rackrun.core.ids import Generation, Incarnation, Step, TrayId
+from rackrun.core.ids import Generation, Incarnation, Step, TrayId, step_of
 from rackrun.link.boot import SNAPSHOT_JOB
 
 __all__ = ["Copies", "Holder", "Mirror", "verify"]
@@ -182,7 +182,7 @@ class Mirror:
             well = True
         except (aiohttp.ClientError, OSError, TimeoutError, Refused) as error:
             why = str(error) if isinstance(error, Refused) else repr(error)
-            _say(f"the snapshot of {worker.slot} after step {step} is not on other trays: {why}")
+            _say(f"the snapshot of {worker.slot} after step {step_of(Step(step))} is not on other trays: {why}")
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import Plan
 from rackrun.core.events import Event, SnapshotDamaged, SnapshotMirrored, SnapshotStriped
-from rackrun.core.ids import Rank
+from rackrun.core.ids import Rank, Step, step_in
 from rackrun.core.wire import StateCopied
 
 __all__ = ["CopyMetrics"]
@@ -66,12 +66,13 @@ class CopyMetrics:
         elif isinstance(event, SnapshotStriped):
             self._elsewhere(event, event.step)
 
-    def _elsewhere(self, event: SnapshotMirrored | SnapshotStriped, step: int) -> None:
+    def _elsewhere(self, event: SnapshotMirrored | SnapshotStriped, step: Step) -> None:
         self.copies.labels("made").inc()
         plan = self._plan()
         for member in plan.members if plan else ():
             if (member.slot, member.incarnation) == (event.slot, event.incarnation):
-                self._mirrored[member.rank] = step
+                found = step_in(plan.layout, step) if plan else None
+                self._mirrored[member.rank] = -1 if found is None else found
         self.mirrored_step.set(self._of_all(self._mirrored))
 
     def copied(self, told: StateCopied) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "TrayId",
     "slot_id",
     "snapshot_id",
+    "step_of",
     "step_in",
     "steps_in",
     "tray_of",
@@ -64,6 +65,11 @@ def snapshot_id(layout: Generation, step: Step) -> Step:
 def step_in(layout: Generation, snapshot: Step) -> Step | None:
     """The step of a snapshot in this layout; None for one in another."""
     return Step(snapshot - (layout << _STEP_BITS)) if snapshot >> _STEP_BITS == layout else None
+
+
+def step_of(snapshot: Step) -> Step:
+    """The step of a snapshot, for people: in whatever layout."""
+    return Step(snapshot & ((1 << _STEP_BITS) - 1))
 
 
 def steps_in(layout: Generation, snapshots: Iterable[Step]) -> tuple[Step, ...]:

@@ -101,7 +101,8 @@ class Snapshots:
         """Whether one was begun. ``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
         after a recovery, because a newcomer cannot go back to what is older than itself."""
         if gate.mirrored == self._runtime.world.size:
-            self._mirrored = self._runtime.page.mirrored
+            everywhere = self._runtime.page.mirrored
+            self._mirrored = -1 if step_in(self._runtime.world.layout, Step(everywhere)) is None else everywhere
         elif 0 <= self._mirrored < self.named(at.step) - _PINNED_STEPS:
             self._mirrored = -1
             say(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rackrun.coordinator.metrics import Metrics
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
 from rackrun.core.commands import BreakGeneration, Plan, Restore, ResumeGeneration
 from rackrun.core.events import SnapshotDamaged, SnapshotMirrored, TrayJoined
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
 from rackrun.core.wire import StateCopied
 from tests.coordinator.fakes import member, plan
 
@@ -55,6 +56,16 @@ def test_a_step_counts_when_every_rank_has_come_to_it(metrics: Metrics) -> None:
     assert value(metrics, "snapshot_step") == value(metrics, "snapshot_mirrored_step") == 2
     assert value(metrics, "snapshot_bytes") == 300
     assert value(metrics, "snapshot_stall_seconds_sum") == pytest.approx(0.06)
+
+
+def test_after_a_re_entry_a_step_is_a_step_and_what_is_of_the_old_layout_is_none() -> None:
+    layout = Generation(3)
+    metrics = Metrics("job-1", lambda: msgspec.structs.replace(WORLD, layout=layout))
+    metrics.copies.heard(mirrored("tray-00/0", 1, 4))
+    metrics.copies.heard(mirrored("tray-01/0", 2, snapshot_id(layout, Step(6))))
+    assert value(metrics, "snapshot_mirrored_step") == -1
+    metrics.copies.heard(mirrored("tray-00/0", 1, snapshot_id(layout, Step(6))))
+    assert value(metrics, "snapshot_mirrored_step") == 6
 
 
 def test_copies_that_fail_and_snapshots_that_are_damaged_are_counted(metrics: Metrics) -> None:

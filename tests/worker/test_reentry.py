@@ -28,6 +28,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.core.commands import Plan, Restore
 from rackrun.core.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.run import Run
+from rackrun.worker.world import World
 
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]
@@ -198,6 +199,37 @@ def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: 
         assert not [one for one in report.snapshots if step_in(first.layout, one) is None], (
             "nothing of the former layout"
         )
+
+
+def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_one(
+    reshape: Reshape, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every copy comes through, but no time passes without one: nobody complains."""
+    seen: list[tuple[int, int, list[int]]] = []
+
+    def copies_come_through(run: Run) -> None:
+        page, snapshots = run._runtime.page, run._units._snapshots
+        snapshots.settle()
+        seen.append((run.generation, snapshots._mirrored, sorted(snapshots._held)))
+        if page.mirroring:
+            page.mirror_done(page.mirror_wanted[0], well=True)  # as an agent does
+        say(seen=seen)
+
+    def have_mirrors(_: Run) -> None:
+        World.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
+
+    ended, _ = reshape(
+        script(fsdp, in_main=have_mirrors, after_a_step=copies_come_through),
+        Change((0, 1, 2), told_after=Position(5)),
+        snapshot_every=1,
+    )
+    assert ended.exit_code == 0, ended
+    for rank in range(3):
+        found = ended.said[rank]["seen"]
+        assert {generation for generation, _, _ in found} == {1, 2}
+        assert all(mirrored in held for _, mirrored, held in found if mirrored >= 0), (rank, found)
+        assert any(mirrored >= 0 for generation, mirrored, _ in found if generation == 2), (rank, found)
+    assert "no snapshot has come through" not in capfd.readouterr().err
 
 
 def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -> None:
