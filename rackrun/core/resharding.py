@@ -7,7 +7,7 @@ is lost in the middle of it, the next plan is made from them once more. Whoever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core import verdict
@@ -46,13 +46,13 @@ class OldWorld:
                 where = _where(record.worker, rack)
                 steps = tuple(step for step in self._has(record) if (where, step) not in self._damaged)
                 reports[rank] = Report(snapshots=steps)
+        kept = self._kept()
+        plans = [self._state(reports, kept), self._state(reports, self._of_replicas(kept))]
+        return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rollback or 0, default=None)
+
+    def _state(self, reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]]) -> StatePlan | None:
         return verdict.state_plan(
-            reports=reports,
-            kept=self._kept(),
-            classes=self.classes,
-            world_size=self.size,
-            upto=self.committed,
-            torn=True,
+            reports=reports, kept=kept, classes=self.classes, world_size=self.size, upto=self.committed, torn=True
         )
 
     def _has(self, record: WorkerRecord) -> tuple[Step, ...]:
@@ -83,6 +83,16 @@ class OldWorld:
             ]
             for rank, holders in self.snapshots.by_rank().items()
         }
+
+    def _of_replicas(self, kept: Mapping[Rank, Sequence[Kept]]) -> dict[Rank, list[Kept]]:
+        """What a replica has left is as good, once nobody lives who has the same."""
+        found = {rank: list(kept.get(rank, ())) for rank in (Rank(rank) for rank in range(self.size))}
+        for rank, mine in found.items():
+            one = self.classes.get(rank, "")
+            for other, holders in kept.items():
+                if one and other != rank and self.classes.get(other, "") == one:
+                    mine.extend(holders)
+        return found
 
     def reshard(self, state: StatePlan, members: Mapping[Rank, WorkerRecord], rack: RackMachine) -> Reshard:
         """What ``state`` says, for those who read it."""

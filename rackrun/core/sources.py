@@ -28,12 +28,12 @@ class Sources:
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
         """What a member leaves behind may be the only copy of its shard."""
-        if record.rank is None or not event.snapshots or not (record.stateful or record.resumed_in):
-            return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
         old = self.world.old
-        if old is not None and record.worker in old.ranks:
+        if old is not None and record.worker in old.ranks and event.snapshots:
             old.snapshots.left(old.ranks[record.worker], event, address, steps_in(old.layout, event.snapshots))
+        if record.rank is None or not event.snapshots or not (record.stateful or record.resumed_in):
+            return
         behind = plan is not None and record.resumed_in < plan.generation
         steps = steps_in(self.world.layout, event.snapshots)
         steps = upto(steps, plan) if plan is not None and behind else steps

@@ -130,3 +130,21 @@ def test_a_spare_that_has_to_enter_main_again_for_its_place_has_the_time_of_a_st
     told.resume_all()
     told.ready("a/0")  # this one, for four
     assert patience_ms(told, "a/1", layout=4) == 30_000
+
+
+def test_what_those_leave_who_had_to_go_with_a_lost_rank_counts_until_all_have_new_shards() -> None:
+    """Its tray lives, and that of the other copy does not."""
+    told = Told(JobConfig(trays_min=4, trays_max=4, spares=0, min_ranks=1, rules=RULES, mesh=(("dp", 2), ("tp", 2))))
+    told.resizes = AGAIN
+    for tray in "abcd":
+        told.join(tray, 1)
+    told.train("pair")
+    told.exits("a/0", snapshots=[4])
+    assert ranks(plan_in(told.park_all(snapshots=[4]))) == {0: "c/0", 1: "d/0"}
+    told.exits("b/0", snapshots=[4])
+    told.tray_lost("d")
+    told.timer("gather")
+    told.parks("c/0", snapshots=[4])
+    of = plan_in(told.ready("a/0")).reshard
+    assert of is not None
+    assert of.images[1] == of.images[3] == "b:2/b/0/2"
