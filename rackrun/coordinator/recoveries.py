@@ -65,6 +65,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     committed_ms: float | None = None
     """Every rank of the new world has committed a unit."""
     lost: tuple[LostRank, ...] = ()
+    freed: tuple[SlotId, ...] = ()
+    """Whose workers were ended with their replica, which had lost another rank: spares start there."""
     joined: tuple[SlotId, ...] = ()
     """Whose workers are ranks more of a world that has grown."""
     world_size: int = 0
@@ -121,6 +123,9 @@ class Recovery(msgspec.Struct, kw_only=True):
             + ("" if restart or self.kind == "resize" else _successor(one))
             for one in self.lost
         )
+        if self.freed:
+            as_what = "a spare" if len(self.freed) == 1 else "spares"
+            who = "; ".join(filter(None, [who, f"{', '.join(self.freed)} will wait as {as_what}"]))
         if self.joined:
             verb = "joins" if len(self.joined) == 1 else "join"
             who = "; ".join(filter(None, [who, f"{', '.join(self.joined)} {verb} at a step boundary"]))
@@ -305,6 +310,9 @@ class RecoveryWatch:
                 recovery.lost = self._lost(before, plan)
                 if recovery.kind != "restart":
                     resized = before.world_size != plan.world_size
+                    if plan.world_size < before.world_size:
+                        recovery.freed = tuple(one.slot for one in recovery.lost if one.slot in self._fenced)
+                        recovery.lost = tuple(one for one in recovery.lost if one.slot not in self._fenced)
                     recovery.kind = "resize" if resized else "swap" if recovery.lost else "regroup"
                     was = {(m.slot, m.incarnation) for m in before.members}
                     recovery.joined = tuple(

@@ -170,7 +170,7 @@ class FenceWorker(_Command, frozen=True, kw_only=True):
     fault: bool = False
     """It hung, or did not answer in time: that counts against its slot."""
     swept_along: bool = False
-    """The whole world starts again; nothing is said against this one."""
+    """The whole world starts again, or its replica is dropped; nothing is said against this one."""
 
 
 class BreakGeneration(_Command, frozen=True, kw_only=True):

@@ -375,6 +375,9 @@ class Recovery:
         before = self.world.size
         left_over = self.resizing.shrink(prospect.committed, prospect.gate)
         self._resized = f"goes on with {self.world.size} of {before} ranks"
+        if left_over:
+            slots = ", ".join(record.worker.slot for record in left_over)
+            self._resized += f", {slots} will wait as {'a spare' if len(left_over) == 1 else 'spares'}"
         for record in left_over:
             self.emit(self.rack.fence(record, "its replica has lost a rank: it will wait as a spare", swept_along=True))
         self._resume(self._planned_anew(prospect), {}, at_ms)

@@ -132,6 +132,20 @@ def test_a_smaller_world_is_a_resize(story: Story) -> None:
     assert "rank 2 lost on tray-00/2 (tray lost: its agent is gone) -> 2 ranks go on" in recovery.line()
 
 
+def test_who_is_ended_with_its_replica_is_not_lost(story: Story) -> None:
+    story.hears(exited("tray-00/2", 3))
+    story.does(breaking(2))
+    story.does(
+        FenceWorker(slot=SlotId("tray-00/1"), incarnation=Incarnation(2), because="its replica", swept_along=True)
+    )
+    story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:1]), because=""))
+    story.finish()
+    (recovery,) = story.told_of
+    assert ([one.rank for one in recovery.lost], recovery.freed) == ([2], ("tray-00/1",))
+    told = "rank 2 lost on tray-00/2 (SIGKILL); tray-00/1 will wait as a spare -> 1 ranks go on"
+    assert recovery.line() == told
+
+
 def test_a_stall_is_named_as_what_it_was_not_as_the_kill_that_ended_it(story: Story) -> None:
     stalled = WorkerStalled(
         slot=SlotId("tray-00/2"), incarnation=Incarnation(3), step=4, collective=1, silent=True, for_ms=1200
