@@ -17,6 +17,7 @@ from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.sharing import mesh_of, sharing
 from rackrun.core.commands import Plan
 from rackrun.core.ids import Position
 
@@ -72,9 +73,9 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     distinct: int
     """Different sample ids, where ids were kept."""
     doubled: tuple[str, ...] = ()
-    """A sample id twice within one committed unit."""
+    """A sample id twice within one committed unit, and not by ranks that share their samples."""
     differing: tuple[str, ...] = ()
-    """A unit that was computed again, on other samples than before."""
+    """A unit that was computed again, on other samples than before; or ranks that share their samples, and had others."""
     missing: tuple[str, ...] = ()
     """A rank of the world whose row of a committed unit is not there."""
     rows_lost: int = 0
@@ -286,7 +287,15 @@ def _check_ledger(
     seen: Counter[int] = Counter()
     first_content: dict[Position, tuple[bytes, ...]] = {}
     total = 0
-    for (at, _), rows in sorted(samples.items()):
+    axes = mesh_of(connection)
+    for (at, in_era), rows in sorted(samples.items()):
+        plan = plans.get(min(expected[at, in_era].values(), default=0))
+        for group in sharing(axes, plan.world_size) if plan else ():
+            told = {rank: rows[rank][:2] for rank in group if rank in rows}
+            if len(set(told.values())) > 1:
+                differing.append(f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others")
+            for rank in list(told)[1:]:
+                del rows[rank]  # counted once
         blobs = [ids for _, _, ids in rows.values() if ids is not None]
         delivered = np.sort(np.frombuffer(b"".join(blobs), dtype="<i8"))
         twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])

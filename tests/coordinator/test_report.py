@@ -15,7 +15,8 @@ from rackrun.coordinator.journal import Journal
 from rackrun.coordinator.recoveries import LostRank, Recovery
 from rackrun.coordinator.report import Report, read_report
 from rackrun.core.commands import ResumeGeneration
-from rackrun.core.ids import Position, Rank, SlotId
+from rackrun.core.events import WorkerReady
+from rackrun.core.ids import Incarnation, Position, Rank, SlotId
 from rackrun.ctl.render import render_report
 from rackrun.errors import UsageError
 from tests.coordinator.fakes import member, plan, unit
@@ -134,6 +135,34 @@ def test_a_step_computed_again_on_other_samples_is_found(journal: Journal) -> No
     for rank in (0, 1):
         journal.unit(unit(7, rank, generation=3, ids=ids(100 + rank, 200 + rank)), 1.0)
     assert report_of(journal).ledger.differing == ("step 7: computed again on other samples",)
+
+
+def on_a_mesh(tmp_path: Path, delivered: dict[int, bytes]) -> Report:
+    """One step of four ranks, two by two."""
+    journal = Journal(tmp_path / "mesh.sqlite", run_id="job-2")
+    ready = WorkerReady(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), mesh=(("dp", 3), ("tp", 2)))
+    journal.event(ready)
+    world = [member(rank, f"tray-00/{rank}", rank + 1) for rank in range(4)]
+    journal.persist(ResumeGeneration(plan=plan(1, *world), because="begin"), 500)
+    for rank, numbers in delivered.items():
+        journal.unit(unit(0, rank, generation=1, ids=numbers), 600.0)
+    return report_of(journal)
+
+
+def test_ranks_that_share_their_samples_count_them_once(tmp_path: Path) -> None:
+    ledger = on_a_mesh(tmp_path, {0: ids(1, 2), 1: ids(1, 2), 2: ids(3, 4), 3: ids(3, 4)}).ledger
+    assert ledger.ok, ledger
+    assert (ledger.samples, ledger.distinct) == (4, 4)
+
+
+def test_ranks_that_share_their_samples_and_had_others_are_found(tmp_path: Path) -> None:
+    ledger = on_a_mesh(tmp_path, {0: ids(1, 2), 1: ids(1, 2), 2: ids(3, 4), 3: ids(5, 6)}).ledger
+    assert ledger.differing == ("step 0: ranks 2, 3 share their samples, and had others",)
+
+
+def test_a_sample_that_goes_to_two_replicas_is_found_on_a_mesh_too(tmp_path: Path) -> None:
+    ledger = on_a_mesh(tmp_path, {0: ids(1, 2), 1: ids(1, 2), 2: ids(2, 4), 3: ids(2, 4)}).ledger
+    assert ledger.doubled == ("step 0: 2",)
 
 
 def test_the_report_is_json_and_text(journal: Journal) -> None:
