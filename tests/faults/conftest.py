@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.faults.resized import WAIT_S, Story
 from tests.faults.scripts.strike import Fault, faults_to_json
 from tests.faults.trained import RANKS, STEPS, Trained, read
 from tests.topology.fake_nvml.fake import FakeRack
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "train.py"
 DEADLINE_S = 60.0
 
 Train = Callable[..., Trained]
@@ -103,3 +105,41 @@ def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], T
         return references[key]
 
     return of
+
+
+@pytest.fixture
+def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Trained]:
+    """``story(mode, ranks, steps, reduction, change, options=[]) -> Trained``, of ``scripts/resized.py`` without spares;
+    ``change(story)`` does what happens to it. ``options``: more of rackrun's, or others."""
+    runs = 0
+
+    def run(
+        mode: str,
+        ranks: int,
+        steps: int,
+        reduction: str,
+        change: Callable[[Story], None],
+        options: Sequence[object] = (),
+    ) -> Trained:
+        nonlocal runs
+        folder = tmp_path / f"story-{runs}"
+        runs += 1
+        for name in ("marks", "held", "pid", "come", "came"):
+            (folder / name).mkdir(parents=True)
+        (folder / "limit").write_text("0")
+        command = ["--standalone", "--policy", "swap,shrink,wait", *(options or ["--nproc-per-node", ranks])]
+        if mode != "ddp":
+            command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
+        job = start_rackrun([*command, SCRIPTS / "resized.py", mode, steps, folder, reduction])
+        told = Story(job, folder, ranks)
+        job.wait_for(lambda status: status["core"]["phase"] == "training", WAIT_S)
+        told.go_on(ranks)
+        change(told)
+        told.say_limit(steps)
+        trained = read(job.finish(WAIT_S), folder)
+        trained.held = {path.name: path.read_text() for path in (folder / "held").iterdir()}
+        assert trained.ran.exit_code == 0, trained
+        assert not trained.ran.left_behind, trained
+        return trained
+
+    return run

@@ -2,108 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.faults.trained import Trained, read
+from tests.faults.resized import APART, Story, assert_nothing_is_lost_or_used_twice
+from tests.faults.trained import Trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-SCRIPT = Path(__file__).parent / "scripts" / "resized.py"
-WAIT_S = 60.0
-APART = 3
-"""Steps from one change to the next, about."""
-
-
-@dataclass
-class Story:
-    """A job whose world a test makes smaller and larger."""
-
-    job: Any
-    folder: Path
-    ranks: int
-    limit: int = 0
-    gone: list[str] = field(default_factory=list)
-    """Slots whose worker was killed, and waits."""
-
-    def say_limit(self, limit: int) -> None:
-        """So far it may go."""
-        self.limit = limit
-        (self.folder / "limit.new").write_text(str(limit))
-        (self.folder / "limit.new").rename(self.folder / "limit")
-
-    def slots(self) -> list[str]:
-        """Of those that train."""
-        members = self.job.status()["core"]["ranks"]
-        return [member["slot"].replace("/", "-") for member in members if member["state"] == "training"]
-
-    def lose(self, slot: str) -> None:
-        pid = self.folder / "pid" / slot
-        number = int(pid.read_text())
-        pid.unlink()
-        (self.folder / "came" / slot).unlink(missing_ok=True)
-        os.kill(number, signal.SIGKILL)
-        self.gone.append(slot)
-        self.go_on(self.ranks - len(self.gone))
-
-    def take_back(self, slot: str) -> None:
-        self.gone.remove(slot)
-        (self.folder / "come" / slot).touch()
-        self.job.wait_for(lambda status: _is_ready(status, slot), WAIT_S)
-        self.go_on(self.ranks - len(self.gone))
-
-    def go_on(self, ranks: int) -> None:
-        """A few steps, with so many ranks at the end."""
-        self.say_limit(self.limit + APART)
-        self.job.wait_for(lambda status: _trains(status, ranks, self.limit), WAIT_S)
-
-
-def _is_ready(status: dict[str, Any], slot: str) -> bool:
-    """It waits, or takes part already."""
-    spares = [spare for spare in status["core"]["spares"] if spare["state"] == "ready"]
-    return slot in [one["slot"].replace("/", "-") for one in (*spares, *status["core"]["ranks"])]
-
-
-def _trains(status: dict[str, Any], ranks: int, limit: int) -> bool:
-    core, step = status["core"], status["progress"]["position"][0]
-    return (core["phase"], core["world_size"]) == ("training", ranks) and step >= limit
-
-
-@pytest.fixture
-def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Trained]:
-    """``story(mode, ranks, steps, reduction, change) -> Trained``; ``change(story)`` does what happens to it."""
-    runs = 0
-
-    def run(mode: str, ranks: int, steps: int, reduction: str, change: Callable[[Story], None]) -> Trained:
-        nonlocal runs
-        folder = tmp_path / f"story-{runs}"
-        runs += 1
-        for name in ("marks", "held", "pid", "come", "came"):
-            (folder / name).mkdir(parents=True)
-        (folder / "limit").write_text("0")
-        command = ["--standalone", "--nproc-per-node", ranks, "--policy", "swap,shrink,wait"]
-        if mode == "fsdp":
-            command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
-        job = start_rackrun([*command, SCRIPT, mode, steps, folder, reduction])
-        told = Story(job, folder, ranks)
-        job.wait_for(lambda status: status["core"]["phase"] == "training", WAIT_S)
-        told.go_on(ranks)
-        change(told)
-        told.say_limit(steps)
-        trained = read(job.finish(WAIT_S), folder)
-        trained.held = {path.name: path.read_text() for path in (folder / "held").iterdir()}
-        assert trained.ran.exit_code == 0, trained
-        assert not trained.ran.left_behind, trained
-        return trained
-
-    return run
 
 
 def down_and_up(seed: int, lowest: int = 1) -> Callable[[Story], None]:
@@ -121,13 +28,6 @@ def down_and_up(seed: int, lowest: int = 1) -> Callable[[Story], None]:
                 story.lose(rng.choice(sorted(story.slots())))
 
     return change
-
-
-def assert_nothing_is_lost_or_used_twice(trained: Trained, steps: int) -> None:
-    assert sorted(trained.samples) == list(range(steps)), trained
-    for step, by_rank in trained.samples.items():
-        delivered = [sample for ids in by_rank.values() for sample in ids]
-        assert len(delivered) == len(set(delivered)) == 32, f"step {step}\n{trained}"
 
 
 STORY, SOAK = pytest.mark.stories, (pytest.mark.stories, pytest.mark.soak)

@@ -1,8 +1,9 @@
 """A small training in a world whose size a test decides: it ends ranks, lets others come, and says how far they may go.
 
-resized.py MODE STEPS FOLDER REDUCTION: MODE is ``ddp`` or ``fsdp``. ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the
-process in each slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of
-its weights to ``FOLDER/held/RANK``.
+resized.py MODE STEPS FOLDER REDUCTION: MODE is ``ddp``, ``fsdp``, ``hsdp`` (--mesh dp_replicate=,dp_shard=) or ``tp`` (--mesh
+dp=,tp=: FSDP2 over dp). ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the process in each
+slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of its weights to
+``FOLDER/held/RANK``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
@@ -41,13 +43,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-@rackrun.elastic(global_batch_size=32, micro_batch_size=2, seed=3, reduction=REDUCTION)  # type: ignore[arg-type]
-def main(run: rackrun.Run) -> None:
-    boot = current()
-    slot = boot.slot.replace("/", "-") if boot is not None else "alone"
-    (FOLDER / "pid" / f"{slot}.new").write_text(str(os.getpid()))
-    (FOLDER / "pid" / f"{slot}.new").rename(FOLDER / "pid" / slot)
-    layers = nn.Sequential(
+def net() -> nn.Sequential:
+    if MODE == "tp":  # all that has weights is split over tp
+        return nn.Sequential(nn.Dropout(0.1), nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+    return nn.Sequential(
         nn.Linear(WIDTH, 64),
         nn.Tanh(),
         nn.Dropout(0.1),
@@ -56,14 +55,29 @@ def main(run: rackrun.Run) -> None:
         nn.Tanh(),
         nn.Linear(64, WIDTH),
     )
-    model: nn.Module = layers
-    if MODE == "fsdp":
-        for layer in layers:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(layers)
-    else:
-        model = DDP(layers, bucket_cap_mb=0.01)
+
+
+def sharded(layers: nn.Sequential, run: rackrun.Run) -> nn.Module:
+    mesh = None
+    if MODE == "tp":
+        parallelize_module(layers, run.mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        mesh = run.mesh["dp"]
+    elif MODE == "hsdp":
+        mesh = run.mesh
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(layers, mesh=mesh)
+
+
+@rackrun.elastic(global_batch_size=32, micro_batch_size=2, seed=3, reduction=REDUCTION)  # type: ignore[arg-type]
+def main(run: rackrun.Run) -> None:
+    boot = current()
+    slot = boot.slot.replace("/", "-") if boot is not None else "alone"
+    (FOLDER / "pid" / f"{slot}.new").write_text(str(os.getpid()))
+    (FOLDER / "pid" / f"{slot}.new").rename(FOLDER / "pid" / slot)
+    layers = net()
+    model = DDP(layers, bucket_cap_mb=0.01) if MODE == "ddp" else sharded(layers, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
