@@ -21,7 +21,7 @@ from rackrun.core.commands import Plan
 from tests.faults.resized import APART, BATCH, Story
 from tests.faults.trained import Trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
 
 RACK = """
 format: 1
@@ -50,7 +50,7 @@ SHAPES = [
     pytest.param(
         Shape("hsdp", "dp_replicate=2,dp_shard=2", ranks=4, alone="dp_replicate=1,dp_shard=2", sharing=1), id="hsdp"
     ),
-    pytest.param(Shape("tp", "dp=3,tp=2", ranks=6, alone="dp=1,tp=2", sharing=2), id="tp", marks=pytest.mark.stories),
+    pytest.param(Shape("tp", "dp=3,tp=2", ranks=6, alone="dp=1,tp=2", sharing=2), id="tp"),
 ]
 Train = Callable[[str, str, int, Callable[[Story], None]], Trained]
 

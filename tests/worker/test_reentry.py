@@ -219,7 +219,7 @@ def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_on
         World.has_mirrors = property(lambda _: True)  # type: ignore[method-assign, assignment]
 
     ended, _ = reshape(
-        script(fsdp, in_main=have_mirrors, after_a_step=copies_come_through),
+        script(fsdp, in_main=have_mirrors, after_a_step=copies_come_through, holds={1: 5}),
         Change((0, 1, 2), told_after=Position(5)),
         snapshot_every=1,
     )
