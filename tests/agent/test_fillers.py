@@ -271,6 +271,7 @@ async def test_a_spare_that_is_in_the_plan_before_it_is_ready_has_no_filler(rig)
     assert not [timed for timed in rig.coordinator.received if isinstance(timed.message, FillerTold)]
 
 
+@pytest.mark.stories
 async def test_a_filler_that_ends_is_started_again_and_after_ten_times_at_once_given_up(rig):
     await begin(rig, "sh", "-c", "echo once more; exit 3", pauses=QUICK)
     await spare_waits(rig)
@@ -286,6 +287,7 @@ async def test_a_filler_that_ends_is_started_again_and_after_ten_times_at_once_g
     assert await rig.end() == 0
 
 
+@pytest.mark.stories
 async def test_a_filler_that_ends_after_a_while_is_started_again_any_number_of_times(rig):
     await begin(rig, "true", pauses=FillerPauses(first_s=0.01, most_s=0.01, at_once_s=0.0))
     await spare_waits(rig)

@@ -140,7 +140,7 @@ def forked(folder: Path, shm: Path, ranks: int, kind: str, steps: int = STEPS, *
     ("kind", "ranks", "die", "committed"),
     [
         pytest.param("fsdp", 3, "1:4:arena.seal.digested", 3, marks=pytest.mark.soak),
-        ("ddp", 2, "0:4:arena.commit.one_copy", 4),
+        pytest.param("ddp", 2, "0:4:arena.commit.one_copy", 4, marks=pytest.mark.stories),
     ],
     ids=["FSDP2, before it has sealed", "DDP, rank 0 between commit and its mark"],
 )

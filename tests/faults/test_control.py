@@ -37,7 +37,8 @@ def ask(step: int, by: int, until: str, **fields: str | int) -> list[Fault]:
     return [asks, *hold(step, until, but=by)]
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_a_tray_is_drained_and_returned_and_a_rank_goes_there_again(
     mode: str, train: Train, reference: Reference
 ) -> None:

@@ -49,7 +49,8 @@ def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, t
     assert assert_the_rest_is_the_same(again, reference(mode), at_most=first) == first
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_it_is_told_to_end(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
     """With a checkpoint of its last step, which no interval asked for."""
     ended = train(mode, [Fault(name="term", place="backward", rank=1, step=6, then="TERM")], checkpoints=tmp_path)

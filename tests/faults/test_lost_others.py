@@ -61,7 +61,7 @@ def test_a_tray_is_lost_and_its_shard_is_rebuilt_from_parity(copies: str, train:
 
 
 @pytest.mark.stories
-@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), (0, 6, 2)])
+@pytest.mark.parametrize(("rank", "trays", "spares"), [(1, 6, 2), pytest.param(0, 6, 2, marks=pytest.mark.soak)])
 def test_two_trays_of_a_set_are_lost_together_and_both_shards_are_rebuilt(
     rank: int, trays: int, spares: int, train: Train, reference: Reference
 ) -> None:

@@ -126,7 +126,8 @@ def test_snapshots_go_on_after_the_copy_of_a_copy(train: Train, reference: Refer
     assert [recovery["rollback"] for recovery in trained.recoveries] == [4, None, 8], trained
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_connections_break_though_nobody_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """The step is done again in place, by the same ranks."""
     faults = [

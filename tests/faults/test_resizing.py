@@ -36,10 +36,10 @@ STORY, SOAK = pytest.mark.stories, (pytest.mark.stories, pytest.mark.soak)
 @pytest.mark.parametrize(
     ("mode", "ranks", "seed"),
     [
-        ("ddp", 3, 1),
+        pytest.param("ddp", 3, 1, marks=SOAK),
         pytest.param("fsdp", 3, 1, marks=STORY),
         pytest.param("ddp", 8, 1, marks=STORY),
-        pytest.param("fsdp", 8, 1, marks=STORY),
+        pytest.param("fsdp", 8, 1, marks=SOAK),
         pytest.param("ddp", 8, 2, marks=SOAK),
         pytest.param("fsdp", 8, 2, marks=SOAK),
     ],

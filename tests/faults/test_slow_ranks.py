@@ -53,6 +53,7 @@ def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_agai
 
 
 @pytest.mark.stories
+@pytest.mark.soak
 def test_by_default_a_slow_rank_is_told_of_and_stays(train: Train, reference: Reference) -> None:
     faults = [slow_from(8)]
     trained = train("ddp", faults, steps=STEPS, options=["--slow-after", 1], patience_s=PATIENCE_S)

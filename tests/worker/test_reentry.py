@@ -391,7 +391,8 @@ def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [fsdp, pytest.param(ddp, marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("make", [fsdp, ddp])
 def test_nothing_of_the_old_model_is_left(make: Make, reshape: Reshape) -> None:
     """Nor processes, nor descriptors: the third entry finds what the second has found."""
     models: list[weakref.ref[nn.Module]] = []
