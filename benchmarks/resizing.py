@@ -95,7 +95,11 @@ def measure(size: Workload, name: str, env: dict[str, str], changes: int, seed: 
             grown.append(since)
         marks = list(job.marks())
     steps, done = {size: usual(marks, size) for size in (RANKS, RANKS - 1)}, steps_of(marks)
-    joins = [max(done[step].values()) - max(done[step - 1].values()) - steps[RANKS] for step in grown]
+    joins = []
+    for step in grown:
+        before = max(other for other in done if other < step)  # the mark of a step is not made where main is left in it
+        passed = max(done[step].values()) - max(done[before].values())
+        joins.append(passed - steps[RANKS] - (step - before - 1) * steps[RANKS - 1])
     result = {
         "step_s": {str(size): round(seconds, 4) for size, seconds in steps.items()},
         "shrink_s": [round(new_work(marks, kill) - steps[RANKS - 1], 3) for kill in kills],
@@ -113,9 +117,10 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=10, help="of each kind")
     args = parser.parse_args()
     size, changes = (QUICK, 2) if args.quick else (FULL, args.changes)
+    here = machine()
     found = {name: measure(size, name, env, changes, seed=1) for name, env in MODES.items()}
     if not args.quick:
-        print(save("resizing", {"machine": machine(), "ranks": RANKS, "reduction": "exact", **found}))
+        print(save("resizing", {"machine": here, "ranks": RANKS, "reduction": "exact", **found}))
 
 
 if __name__ == "__main__":
