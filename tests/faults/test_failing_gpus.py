@@ -116,6 +116,7 @@ def test_a_failing_gpu_is_left_between_two_steps_and_no_step_is_done_again(
     assert_told_in_time(trained, faults, "PauseWorkers")
 
 
+@pytest.mark.stories
 def test_a_spare_whose_fabric_is_not_completed_is_not_used(
     train: Train, reference: Reference, rack: Callable[[int], FakeRack]
 ) -> None:

@@ -38,7 +38,8 @@ def after_the_newest(folder: Path) -> int:
     return max(info.step for info in DurableStore(folder, "run").generations()) + 1
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_launcher_is_killed(mode: str, train: Train, reference: Reference, tmp_path: Path) -> None:
     killed = train(
         mode, [Fault(name="launcher", place="backward", rank=1, step=9, then="LAUNCHER")], checkpoints=tmp_path
