@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
 
+from rackrun.core import reshaping
+from rackrun.core.reshaping import Axes
 from rackrun.errors import UsageError
 
-__all__ = ["DATA_AXES", "MESH_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
-
-Axes: TypeAlias = tuple[tuple[str, int], ...]
-"""Names and sizes, in order, the last axis the fastest."""
-
-DATA_AXES = ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp")
-"""Ranks along the others share their data."""
+__all__ = ["MESH_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
 
 MESH_VARIABLE = "RACKRUN_MESH"
 """Set by the launcher: ``dp=16,tp=4``."""
@@ -49,22 +44,19 @@ def axes_of(
 
 def fitted(axes: Axes, world_size: int) -> Axes:
     """``axes``, in a world of ``world_size`` ranks. Raises `UsageError` when they cannot be in it."""
-    if not axes or math.prod(size for _, size in axes) == world_size:
-        return axes
-    elastic = _elastic(axes)
-    others = math.prod(size for index, (_, size) in enumerate(axes) if index != elastic)
-    if elastic is None or world_size % others or world_size < others:
+    found = reshaping.fitted(axes, world_size) if axes else axes
+    if axes and not found:
         told = ",".join(f"{name}={size}" for name, size in axes)
         raise UsageError(
             f"a mesh {told} cannot be fitted to {world_size} ranks.",
             remedy="let the world have a multiple of what the axes other than the first data-parallel one take.",
         )
-    return tuple((name, world_size // others if index == elastic else size) for index, (name, size) in enumerate(axes))
+    return found
 
 
 def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
     """What holds a script with these axes to its number of ranks; "" when nothing does."""
-    elastic = _elastic(axes)
+    elastic = reshaping.data_axis(axes)
     if any(name == "pp" for name, _ in axes):
         return "stages of a pipeline hold other layers each"
     if axes and elastic is None:
@@ -73,11 +65,6 @@ def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
     if still_open and elastic is not None and still_open[0] != axes[elastic][0]:
         return f"its mesh leaves axis {still_open[0]} open: to change, it would have to be {axes[elastic][0]}"
     return ""
-
-
-def _elastic(axes: Axes) -> int | None:
-    """Which axis changes with the world."""
-    return next((index for index, (name, _) in enumerate(axes) if name in DATA_AXES), None)
 
 
 def _closed(mesh: Mapping[str, int], world_size: int) -> Axes:

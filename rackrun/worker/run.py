@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rackrun.core.ids import Position
 from rackrun.errors import StepError, UsageError
 from rackrun.link.page import Activity
-from rackrun.worker.axes import DATA_AXES, axes_of, fitted, unfit_because
+from rackrun.topology.mesh import DATA_AXES
+from rackrun.worker.axes import axes_of, fitted, unfit_because
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
