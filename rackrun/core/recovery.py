@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rackrun.core import verdict
-from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration, SetTimer, StartWorker
+from rackrun.core.commands import BreakGeneration, Command, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
 from rackrun.core.council import Council
 from rackrun.core.endings import Endings
@@ -25,11 +25,10 @@ from rackrun.core.events import (
 )
 from rackrun.core.ids import Generation, Position, Rank, SlotId, steps_in
 from rackrun.core.outlook import Outlook, Prospect, failure_of
+from rackrun.core.planning import Planner, told_of
 from rackrun.core.policy import allows
 from rackrun.core.progress import Progress
-from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
-from rackrun.core.resharding import OldWorld
 from rackrun.core.resizing import Resizing
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Decision, Rung
@@ -73,6 +72,7 @@ class Recovery:
     standstill: Standstill = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
+    planner: Planner = field(init=False)
     resizing: Resizing = field(init=False)
     wishes: dict[Rank, SlotId] = field(default_factory=dict)
     """Spares that a person has named for ranks."""
@@ -97,6 +97,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self.sources = Sources(self.world, self.rack, self.plan_again)
+        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.emit)
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
         self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes)
@@ -197,7 +198,7 @@ class Recovery:
             self._owed = False
             self.decide(at_ms)
         elif kind == "resume" and resuming:
-            self._fence_late(WorkerState.RESUMING, "resume", self._resume_timeout_ms(), at_ms)
+            self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
         elif kind == "recover" and parking:
             self._give_up(at_ms)
         elif kind == "repair" and parking:
@@ -405,81 +406,9 @@ class Recovery:
 
     # -- resume ----------------------------------------------------------------------------------------------------
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
-        world, committed, state = self.world, prospect.committed, prospect.state
-        assert state is not None, "checked by the decision"
-        spares = len(self.rack.ready_spares()) - len(chosen)
-        for rank, spare in chosen.items():
-            world.seat(rank, spare)
-        gate, reshard = prospect.gate, None
-        if world.old is not None:
-            reshard = world.old.reshard(state, world.members, self.rack)
-            state, committed, gate = self._cut_anew(world.old, state)
-        because = self._explain(prospect.committed, state, chosen, spares)
-        for rank, record in world.members.items():
-            record.move(Trigger.RESUME, f"generation {world.generation}, rank {rank}")
-            record.stateful = record.stateful and rank not in state.fresh and reshard is None
-            record.finished = record.finished and record.stateful and state.rollback is None
-        if state.rollback is not None:
-            committed = max(committed, Position(state.rollback))
-        protection = protect(self.config, world.seats, self.rack)
-        world.plan = Plan(
-            generation=world.generation,
-            world_size=world.size,
-            members=world.as_members(state.fresh),
-            store=self.rack.store(world.plan.store if world.plan else ""),
-            committed=committed,
-            gate=gate,
-            restores=state.restores,
-            mirrors=dict(protection.mirrors),
-            sets=protection.sets,
-            parity=protection.parity,
-            rollback=state.rollback,
-            layout=world.layout,
-            reshard=reshard,
-        )
-        self.snapshots.go_on(world.plan)
-        world.phase = Phase.RESUMING
-        world.reason = because
+        told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
         self._settle()
-        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self._resume_timeout_ms()))
-
-    def _resume_timeout_ms(self) -> int:
-        """Whoever has to enter ``main`` again first, with all others or because a spare has built another world's model, has the time
-        of a start."""
-        world = self.world
-        waits = [record for record in world.members.values() if record.reenters and not record.stateful]
-        again = (world.plan is not None and world.plan.reshard is not None) or any(
-            record.built_for != world.size for record in waits
-        )
-        return self.config.reenter_timeout_ms if again else self.config.resume_timeout_ms
-
-    def _cut_anew(self, old: OldWorld, state: StatePlan) -> tuple[StatePlan, Position, tuple[float, ...]]:
-        """Everybody enters main again: what ``state`` says of the old world's ranks, for the ranks of this one; and what is
-        committed."""
-        world = self.world
-        assert state.rollback is not None, "it is made of snapshots"
-        old.settle(state.rollback)
-        world.layout = world.generation
-        self.sources.snapshots = Snapshots()  # what an attempt before this one has left is in its own layout
-        new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
-        back = state.rollback if old.gone_back else None
-        return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate
-
-    def _explain(
-        self, committed: Position, state: StatePlan, chosen: dict[Rank, WorkerRecord], spares_left: int
-    ) -> str:
-        parts = [self._told()]
-        if chosen:
-            slots = ", ".join(record.worker.slot for _, record in sorted(chosen.items()))
-            verb = "takes" if len(chosen) == 1 else "take"
-            parts.append(f"{slots} {verb} over, {spares_left} {'spare' if spares_left == 1 else 'spares'} left")
-        if self._resized:
-            parts.append(self._resized)
-        if state.rollback is not None:
-            again = max(committed.step - state.rollback, 0)
-            parts.append(f"everyone goes back to step {state.rollback}, {again} steps are computed again")
-        return "; ".join(part for part in parts if part)
+        self.planner.resume(prospect, chosen, told, at_ms)
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:
         if event.generation != self.world.generation or record.state is not WorkerState.RESUMING:
