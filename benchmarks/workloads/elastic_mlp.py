@@ -43,23 +43,21 @@ def main(run: rackrun.Run) -> None:
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Noise(args.width))
     marks = Marks(args.marks)
-    seen = {"loss": 0.0, "attempt": 0}
 
     @run.step
     def train_step(step: rackrun.Step) -> None:
-        seen["attempt"] = step.attempt
         for batch in data:
             loss = loss_of(model, batch)
             step.backward(loss)
-            seen["loss"] = loss.item()
         optimizer.step()
         optimizer.zero_grad()
+        # Here it is committed. Where the ranks are to get other shards, the call does not return: main is entered again.
+        marks.write(rank=run.rank, step=int(step), loss=loss.item(), attempt=step.attempt)
 
     for step in run.steps(args.steps):
         if BLOCKS:
             run._units._snapshots._every = BLOCKS[int(step) // BLOCK_STEPS % len(BLOCKS)]
         train_step(step)
-        marks.write(rank=run.rank, step=int(step), loss=seen["loss"], attempt=int(seen["attempt"]))
 
 
 if __name__ == "__main__":

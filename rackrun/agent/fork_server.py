@@ -163,11 +163,12 @@ def _serve(connection: socket.socket, agent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     proc.close_other_fds([connection.fileno()])
-    gc.collect()
-    gc.freeze()  # keeps children from touching, and so copying, what they share
     code = 0
     try:
-        _Server(connection).run()
+        server = _Server(connection)
+        gc.collect()
+        gc.freeze()  # what children share they need not look through, and so copy, in every full collection
+        server.run()
     except BaseException:  # noqa: BLE001 - it is told, and everybody below goes with us
         code = 70
         _say(f"failed\n{traceback.format_exc()}")
@@ -231,7 +232,6 @@ class _Server:
     def _become(self, boot: Boot, fds: list[int], parent: int) -> NoReturn:
         proc.die_with(parent)
         os.setsid()  # the terminal's Ctrl-C is for the launcher; and what we start can be killed as one group
-        gc.unfreeze()
         self._connection.detach()
         channel, page, snapshot_0, snapshot_1, stdout, stderr = fds
         os.dup2(stdout, 1)

@@ -17,6 +17,7 @@ from rackrun.core.commands import (
     Notice,
     Plan,
     ResumeGeneration,
+    SetTimer,
     StartWorker,
     StopJob,
 )
@@ -55,6 +56,8 @@ __all__ = ["JobMachine"]
 
 IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
 """Where a loss is a swap."""
+CALM_STEPS, CALM_MS_MAX = 2, 5_000
+"""After a recovery nothing is started beside so many steps, or for so long."""
 
 
 @dataclass(slots=True)
@@ -74,6 +77,8 @@ class JobMachine:
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
     _restart: Restart = field(init=False)
+    _calm_ms: int = 0
+    """Until then nothing starts in the background."""
 
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
@@ -146,6 +151,8 @@ class JobMachine:
             self.finale.overdue()
         elif kind == "breaker":
             self.triage.tick(at_ms)
+        elif kind == "calm" and self.world.phase is Phase.TRAINING:
+            self._top_up(at_ms)
         elif kind == "failed":
             self.triage.overdue(number, at_ms)
         elif kind == "copies":
@@ -291,7 +298,7 @@ class JobMachine:
             case Phase.FORMING:
                 self.forming.look(at_ms)
             case Phase.TRAINING:
-                self._top_up()
+                self._top_up(at_ms)
             case Phase.PARKING:
                 self.recovery.decide(at_ms)
             case Phase.RESTARTING:
@@ -396,7 +403,11 @@ class JobMachine:
     # -- training --------------------------------------------------------------------------------------------------
     def trained(self, at_ms: int) -> None:
         """Everybody computes: time for what had to wait."""
-        self._top_up()
+        first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
+        self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
+        if self._calm_ms > at_ms:
+            self.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
+        self._top_up(at_ms)
         self.finale.drain()
         self.finale.look(at_ms)
         self._look_at_swaps(at_ms)
@@ -405,9 +416,11 @@ class JobMachine:
         if self.finale.stopping is None:
             self.swap.look(at_ms)
 
-    def _top_up(self) -> None:
+    def _top_up(self, at_ms: int) -> None:
         """Spares start in the background, in the slots that are free: what training loses is replaced before it is
-        needed."""
+        needed. Not beside the first steps after a recovery: a start takes processors and memory that these are short of."""
+        if at_ms < self._calm_ms:
+            return
         wanted = self.world.spares + self.world.full - self.world.size
         for slot in self.rack.free_slots()[: max(wanted - len(self.rack.spares()), 0)]:
             self.emit(self.start_spare(slot))

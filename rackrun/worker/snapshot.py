@@ -15,6 +15,7 @@ kept until a gate has passed in the new one, and are never loaded as if they wer
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -26,7 +27,7 @@ import torch
 
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
-from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
@@ -200,8 +201,25 @@ class Snapshots:
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
 
+    def warm(self) -> None:
+        """Have the memory that snapshots will need, two of them, while nobody waits for it. Where it cannot be had, that is said when one is taken."""
+        if self._fds[0] < 0:
+            return
+        size = self._images.describe("").layout.total_bytes
+        with contextlib.suppress(MemoryPlanError):
+            for slot in (0, 1):
+                self._arena(slot, size)
+
     def _begin(self, slot: int, named: int, size: int) -> SlotWriter:
         """Raises `MemoryPlanError` when there is no memory for it."""
+        arena = self._arena(slot, size)
+        for info in arena.slots():
+            if info.generation == named and info.manifest_digest:  # a step that is done again
+                arena.release(named)
+        return arena.begin(named, named)
+
+    def _arena(self, slot: int, size: int) -> Arena:
+        """With room for an image of ``size`` bytes. Raises `MemoryPlanError` when there is no memory for it."""
         arena = self._arenas[slot]
         if arena is None or arena.payload_bytes < size:
             if arena is not None:
@@ -220,10 +238,7 @@ class Snapshots:
                 payload_bytes=size + size // _SPARE_ROOM,
             )
             self._device.pin(*arena.memory())
-        for info in arena.slots():
-            if info.generation == named and info.manifest_digest:  # a step that is done again
-                arena.release(named)
-        return arena.begin(named, named)
+        return arena
 
     def _copy(
         self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None

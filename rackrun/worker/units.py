@@ -463,6 +463,8 @@ class UnitRunner:
             with contextlib.suppress(Abandoned):
                 function(self.step_in_hand)  # type: ignore[arg-type]
             self._warm_optimizers()
+            if self._state.sharded():
+                self._snapshots.warm()
         except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
             print(
                 f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr

@@ -15,7 +15,7 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import Failure, WorkerExited, WorkerParked, WorkerResumed
+from rackrun.core.events import CostsMeasured, Failure, WorkerExited, WorkerParked, WorkerResumed
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 
 
@@ -42,6 +42,28 @@ def test_a_spare_starts_in_the_lost_slot_once_training_goes_on(training: Told) -
     training.park_all()
     assert only(StartWorker, training.resume_all()).slot == "b/0"
     assert training.view.phase == "training"
+
+
+def test_where_steps_are_known_to_take_time_nothing_starts_beside_the_first_two(training: Told) -> None:
+    training.tell(CostsMeasured(step_s=0.4))
+    training.exits("b/0")
+    training.park_all()
+    calm = only(SetTimer, training.resume_all())
+    training.now = calm.at_ms - 1
+    assert not every(StartWorker, training.exits("a/2")), "a spare is lost, and waits too"
+    assert calm.at_ms == training.now + 1 == 800
+    training.now += 1
+    assert {start.slot for start in every(StartWorker, training.timer("calm"))} == {"a/2", "b/0"}
+
+
+def test_what_is_lost_meanwhile_starts_at_once_if_it_is_needed(training: Told) -> None:
+    training.tell(CostsMeasured(step_s=60.0))
+    training.exits("b/0")
+    training.park_all()
+    assert only(SetTimer, training.resume_all()).at_ms == 5_000, "however long a step is"
+    training.exits("a/0")
+    training.exits("a/1")
+    assert {start.slot for start in every(StartWorker, training.park_all())} >= {"a/0"}
 
 
 def test_nothing_is_decided_before_the_window_closes_and_all_have_parked(training: Told) -> None:

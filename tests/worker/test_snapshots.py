@@ -174,6 +174,25 @@ def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     assert "the snapshot of step 4 cannot be used: chunk" in capfd.readouterr().err
 
 
+def test_a_spare_has_the_memory_for_its_snapshots_before_it_is_needed(train: Train) -> None:
+    def main(run: Run) -> None:
+        waits = run._units._rejoin.run
+
+        def needed(came_in: Position) -> None:
+            say(had=[arena is not None for arena in run._units._snapshots._arenas])
+            waits(came_in)
+
+        if run._units.waiting_spare:
+            run._units._rejoin.run = needed  # type: ignore[method-assign]
+        model = sharded()
+        steps(run, model, 8)
+
+    reference = train(main, spares=0)
+    ended = train(main, snapshot_every=1, kill={1: lost_after(reference, 1, 5)})
+    assert not ended.differences(reference), ended
+    assert ended.said[1] == {"had": [True, True]}
+
+
 def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_something_newer(train: Train) -> None:
     """Parity is of use only beside the other members' own snapshots. One push comes through, that of step 1; a rank is lost that
     has none of step 6, all go back; and whatever is taken from then on without coming through, that to which all went back stays."""
