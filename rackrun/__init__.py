@@ -16,6 +16,7 @@ __all__ = [
     "InternalError",
     "RackrunError",
     "Run",
+    "ScaleLR",
     "StateLost",
     "Step",
     "StepError",
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> object:
         from rackrun.worker.run import Run
 
         return Run
+    if name == "ScaleLR":
+        from rackrun.worker.lr_rule import ScaleLR
+
+        return ScaleLR
     if name == "Step":
         from rackrun.worker.step import Step
 

@@ -136,6 +136,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layout: Generation = Generation(0)
     """Of all snapshots from here on."""
     reshard: Reshard | None = None
+    full: int = 0
+    """Ranks of the world as it began."""
+    worlds: tuple[tuple[Step, int], ...] = ()
+    """(step, ranks): from each of these steps on, so many ranks commit, or will, what was not committed before. A step that is done
+    again belongs to the world that has committed it first."""
 
 
 class SetTimer(_Command, frozen=True, kw_only=True):

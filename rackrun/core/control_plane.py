@@ -13,6 +13,7 @@ import msgspec
 from rackrun.core.commands import Command, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
+    BatchChanged,
     BreakerClosed,
     CostsMeasured,
     DepartureAnnounced,
@@ -192,6 +193,8 @@ class ControlPlane:
                 self._job.swap.paused(record, event)
             case WorkerFinished():
                 self._job.finished(record, event.at_ms)
+            case BatchChanged():
+                self._job.batches.heard(event)
             case _:
                 assert_never(event)
 

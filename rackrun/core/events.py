@@ -16,6 +16,7 @@ from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, Slo
 from rackrun.core.situation import Decision
 
 __all__ = [
+    "BatchChanged",
     "BreakerClosed",
     "CostsMeasured",
     "DepartureAnnounced",
@@ -204,6 +205,20 @@ class WorkerFinished(_WorkerEvent, frozen=True, kw_only=True):
     """``main`` has returned on this rank; it waits, its state intact, until all have."""
 
 
+class BatchChanged(_WorkerEvent, frozen=True, kw_only=True):
+    """A step was committed whose global batch is not that of the step before (``batch="scale_lr"``). Every rank says so."""
+
+    step: Step
+    batch: int
+    """Samples."""
+    full_batch: int
+    factor: float
+    """Of all learning rates, in this step."""
+    target: float
+    """The same once it has risen."""
+    rule: str
+
+
 class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
     """Another tray keeps verified copies of this worker's snapshots."""
 
@@ -355,6 +370,7 @@ WorkerEvent: TypeAlias = (
     | WorkerStalled
     | WorkerExited
     | WorkerFinished
+    | BatchChanged
     | SnapshotMirrored
     | SnapshotDamaged
     | SnapshotStriped

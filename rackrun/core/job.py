@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rackrun.core.batch_notices import BatchNotices
 from rackrun.core.commands import (
     Command,
     Notice,
@@ -38,7 +39,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
-from rackrun.core.ids import Rank, SlotId, tray_of
+from rackrun.core.ids import BEGIN, Rank, SlotId, tray_of
 from rackrun.core.outlook import Outlook
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
@@ -73,6 +74,7 @@ class JobMachine:
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
+    batches: BatchNotices = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
@@ -105,6 +107,7 @@ class JobMachine:
             self.grow,
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
+        self.batches = BatchNotices(self.emit)
         self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
         self.forming = Forming(
             self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
@@ -201,6 +204,8 @@ class JobMachine:
             mirrors=dict(protection.mirrors),
             sets=protection.sets,
             parity=protection.parity,
+            full=world.full,
+            worlds=world.go_on_after(BEGIN),
         )
         self.recovery.snapshots.go_on(world.plan)
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))

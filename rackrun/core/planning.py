@@ -74,6 +74,8 @@ class Planner:
             rollback=state.rollback,
             layout=world.layout,
             reshard=reshard,
+            full=world.full,
+            worlds=world.go_on_after(prospect.committed),
         )
         self.sources.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING

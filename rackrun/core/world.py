@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rackrun.core.commands import Member, Plan, Worker
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 from rackrun.core.resharding import OldWorld
 from rackrun.core.workers import WorkerRecord, WorkerState
 
@@ -59,6 +59,10 @@ class World:
     """All were told to enter ``main`` again, and no gate has passed since."""
     restarts: int = 0
     reason: str = ""
+    sizes: tuple[tuple[Step, int], ...] = ()
+    """`Plan.worlds`"""
+    _committed: int = -1
+    """The last step that any plan has declared committed: a rollback, or a restart, takes nothing of that back."""
 
     def next_generation(self) -> Generation:
         self.generation = Generation(self.generation + 1)
@@ -97,6 +101,16 @@ class World:
             Member(rank=rank, slot=record.worker.slot, incarnation=record.worker.incarnation, fresh=rank in fresh)
             for rank, record in sorted(self.members.items())
         )
+
+    def go_on_after(self, committed: Position) -> tuple[tuple[Step, int], ...]:
+        """With the size that it has now, what was never committed. Returns `sizes`."""
+        self._committed = max(self._committed, committed.step)
+        first = Step(self._committed + 1)
+        kept = tuple((since, size) for since, size in self.sizes if since < first)
+        if not kept or kept[-1][1] != self.size:
+            kept = (*kept, (first, self.size))
+        self.sizes = kept
+        return kept
 
     # -- what the last plan settled --------------------------------------------------------------------------------
     def torn(self) -> bool:

@@ -181,7 +181,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         token_file=token_file,
         ledger=args.ledger,
         redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
-        worker_env={**_checkpoints(args), **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {})},
+        worker_env={
+            **_checkpoints(args),
+            **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {}),
+            **({"RACKRUN_MIN_RANKS": str(args.min_ranks)} if args.min_ranks != 1 else {}),
+        },
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         min_ranks=_min_ranks(args.min_ranks),
         policy=policy(args.policy, args.policy_weights, args.wait_for_hardware),

@@ -13,10 +13,12 @@ from rackrun.core import reshaping
 from rackrun.core.reshaping import Axes
 from rackrun.errors import UsageError
 
-__all__ = ["MESH_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
+__all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
 
 MESH_VARIABLE = "RACKRUN_MESH"
 """Set by the launcher: ``dp=16,tp=4``."""
+MIN_RANKS_VARIABLE = "RACKRUN_MIN_RANKS"
+"""Set by the launcher, if it is not 1: how far the world may shrink; 0: not at all."""
 
 
 def axes_of(

@@ -2,20 +2,22 @@
 
 The global batch of a step is cut into *logical shards* (micro-batches), a list that is fixed for the run. The sample ids of
 every shard are a pure function of (seed, epoch, step); only the map from shards to data-parallel ranks depends on who is
-there. So there is no data position to save, lose or repeat.
+there. So there is no data position to save, lose or repeat. With ``batch="scale_lr"`` the list is that of the step, and the ids depend on
+the batches of the steps before it as well (`rackrun.worker.batches`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rackrun.errors import UsageError
+from rackrun.worker.batch_runs import place
 from rackrun.worker.compat.loader import end_workers
 from rackrun.worker.rng import derive, reseed
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from rackrun.worker.run import Run
 
 __all__ = ["BatchPlan", "Loader", "MapDataset", "Shard"]
+
+
+_Key: TypeAlias = tuple[int, tuple[int, int], int]
+"""Step, where it begins in the data, shard: what is fetched is a function of that."""
 
 
 class MapDataset(Protocol):
@@ -63,18 +69,20 @@ class BatchPlan:
     def shards(self) -> int:
         return self.global_batch // self.micro_batch
 
-    def shards_of(self, dp_rank: int, dp_size: int) -> list[Shard]:
-        """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts."""
-        if dp_size > self.shards:
+    def shards_of(self, dp_rank: int, dp_size: int, shards: int = 0) -> list[Shard]:
+        """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts. ``shards``: of a step's
+        own global batch, which may have too few for all."""
+        if not shards and dp_size > self.shards:
             raise UsageError(
                 f"{dp_size} data-parallel ranks share {self.shards} micro-batches "
                 f"(global batch {self.global_batch}, micro-batch {self.micro_batch}): some would have none.",
                 remedy="use a larger global batch, a smaller micro-batch, or fewer ranks.",
             )
-        first, stop = dp_rank * self.shards // dp_size, (dp_rank + 1) * self.shards // dp_size
-        most = -(-self.shards // dp_size)
+        shards = shards or self.shards
+        first, stop = dp_rank * shards // dp_size, (dp_rank + 1) * shards // dp_size
+        most = -(-shards // dp_size)
         mine = [Shard(index) for index in range(first, stop)]
-        return mine + [Shard(stop - 1, ghost=True)] * (most - len(mine))
+        return mine + [Shard(max(stop - 1, 0), ghost=True)] * (most - len(mine))
 
     def steps_per_epoch(self, samples: int) -> int:
         if samples < self.global_batch:
@@ -85,11 +93,15 @@ class BatchPlan:
         return samples // self.global_batch
 
     def ids(
-        self, samples: int, step: int, shard: int, permutation: Callable[[int], np.ndarray[Any, Any]]
+        self,
+        begins: tuple[int, int],
+        shard: int,
+        permutation: Callable[[int], np.ndarray[Any, Any]],
     ) -> np.ndarray[Any, Any]:
-        """The sample ids of one shard of one step: int64, ``micro_batch`` of them. The last, partial batch of an epoch is left out."""
-        epoch, within = divmod(step, self.steps_per_epoch(samples))
-        start = within * self.global_batch + shard * self.micro_batch
+        """The sample ids of one shard of a step that ``begins`` there (`rackrun.worker.batches.place`): int64, ``micro_batch`` of them.
+        The last, partial batch of an epoch is left out."""
+        epoch, used = begins
+        start = used + shard * self.micro_batch
         return permutation(epoch)[start : start + self.micro_batch]
 
 
@@ -129,10 +141,11 @@ class Loader:
         step = self._run.current_step()
         shards = self._run.my_shards()
         number = int(step)
+        begins = self._begins(number)
         for turn, shard in enumerate(shards):
-            ids = self._ids(number, shard.index)
+            ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
-                batch = self._workers.take((number, shard.index), ids, self._upcoming(number, shards, turn))
+                batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
             else:
                 batch = self._fetch(number, ids)
             last = turn == len(shards) - 1
@@ -148,8 +161,8 @@ class Loader:
         """Micro-batches per step on this rank."""
         return len(self._run.my_shards())
 
-    def _ids(self, step: int, shard: int) -> np.ndarray[Any, Any]:
-        return self._plan.ids(self._samples, step, shard, self._permutation)
+    def _begins(self, step: int) -> tuple[int, int]:
+        return place(self._run.batch_of(step).runs, step, self._samples, self._plan.micro_batch)
 
     def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
         if epoch not in self._permutations:
@@ -163,15 +176,14 @@ class Loader:
             self._permutations[epoch] = order.astype(np.int64)
         return self._permutations[epoch]
 
-    def _upcoming(
-        self, step: int, shards: Sequence[Shard], turn: int
-    ) -> Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]]:
-        """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice)."""
-        per_epoch = self._plan.steps_per_epoch(self._samples)
+    def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[_Key, np.ndarray[Any, Any]]]:
+        """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice; nor where the global
+        batch changes)."""
+        epoch, size = self._begins(step)[0], self._run.batch_of(step).shards
         at, start = step, turn + 1
-        while at // per_epoch == step // per_epoch:
+        while (begins := self._begins(at))[0] == epoch and self._run.batch_of(at).shards == size:
             for shard in shards[start:]:
-                yield (at, shard.index), self._ids(at, shard.index)
+                yield (at, begins, shard.index), self._plan.ids(begins, shard.index, self._permutation)
             at, start = at + 1, 0
 
 
@@ -199,13 +211,13 @@ class _Workers:
     def __init__(self, fetch: _Fetch, processes: int, prefetch: int) -> None:
         self._fetch, self._processes, self._prefetch = fetch, processes, max(prefetch, 1)
         self._stream: Iterator[Any] | None = None
-        self._expected: list[tuple[int, int]] = []
+        self._expected: list[_Key] = []
 
     def take(
         self,
-        key: tuple[int, int],
+        key: _Key,
         ids: np.ndarray[Any, Any],
-        upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
+        upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
     ) -> Any:
         if self._expected and key < self._expected[0]:
             return self._fetch(key[0], ids)  # a repeated step
@@ -224,9 +236,9 @@ class _Workers:
 
     def _start(
         self,
-        key: tuple[int, int],
+        key: _Key,
         ids: np.ndarray[Any, Any],
-        upcoming: Iterator[tuple[tuple[int, int], np.ndarray[Any, Any]]],
+        upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
     ) -> None:
         self._expected = []
 

@@ -10,6 +10,7 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 from rackrun.errors import UsageError
 from rackrun.worker.data import BatchPlan
 from rackrun.worker.entering import run_main
+from rackrun.worker.lr_rule import Mode, scaling
 from rackrun.worker.run import Run
 from rackrun.worker.runtime import start
 from rackrun.worker.scales import width_of
@@ -28,10 +29,12 @@ def elastic(
     mesh: dict[str, int] | None = None,
     snapshot_every: int | None = None,
     reduction: Literal["fast", "exact", "exact64"] = "fast",
+    batch: Mode = "constant",
 ) -> Callable[[Callable[Concatenate[Run, P], T]], Callable[P, T]]:
     """Make ``main(run, ...)`` the main function of an elastic run.
 
-    global_batch_size: samples in one optimizer step, over all ranks; fixed for the run, whatever happens to the world.
+    global_batch_size: samples in one optimizer step, over all ranks; fixed for the run, whatever happens to the world, unless ``batch`` says
+        otherwise.
     micro_batch_size: samples in one forward and backward; divides the global batch into its logical shards.
     seed: of parameters (the generators are seeded before ``main``), data order, and every step's random numbers.
     mesh: axes and sizes of ``run.mesh``, one of them -1, such as ``{"dp": -1, "tp": 4}``. Axes named ``dp``, ``dp_replicate``,
@@ -42,12 +45,14 @@ def elastic(
     reduction: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2 themselves. ``"exact"``: as
         32-bit integers, so that losses and weights have the same bits on any number of data-parallel ranks; ``"exact64"``: as 64-bit
         integers, for twice the traffic, with room for any number of micro-batches.
+    batch: what becomes of the global batch in a world with fewer ranks. ``"constant"``: nothing, each has more to do. ``"scale_lr"``, short for
+        ``ScaleLR("linear")``, or a `ScaleLR`: each rank keeps its micro-batches, so the batch shrinks, and learning rates with it.
 
-    Raises `UsageError` when the sizes do not divide, or leave an exact reduction too few bits. Under ``rackrun`` the function runs on every rank and every spare; under plain
+    Raises `UsageError` when the sizes do not divide, the ``batch`` is none of these, or the sizes leave an exact reduction too few bits. Under ``rackrun`` the function runs on every rank and every spare; under plain
     ``python`` it trains alone.
     """
-    batch = BatchPlan(global_batch_size, micro_batch_size, seed)
-    width_of(reduction, batch.shards)
+    sizes, scale = BatchPlan(global_batch_size, micro_batch_size, seed), scaling(batch)
+    width_of(reduction, sizes.shards)
     if mesh is not None and sum(extent == -1 for extent in mesh.values()) > 1:
         raise UsageError(f"mesh={mesh} leaves more than one axis open.", remedy="give -1 to one axis at most.")
 
@@ -63,7 +68,7 @@ def elastic(
             runtime = start()
             return run_main(
                 runtime,
-                lambda carried: Run(runtime, batch, mesh, snapshot_every, reduction, carried),
+                lambda carried: Run(runtime, sizes, mesh, snapshot_every, reduction, carried, scale),
                 lambda run: main(run, *args, **kwargs),
             )
 

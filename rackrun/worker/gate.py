@@ -102,7 +102,7 @@ def agreed(total: Sequence[float], size: int, at: Position) -> tuple[float, ...]
     if size * int(mark_squared) != int(mark) ** 2:  # equal only if all marks are (Cauchy and Schwarz)
         raise StepError(
             f"the ranks did not call the same collectives, in the same order, in {_named(at)}: what they have computed is not to be trusted.",
-            remedy="let nothing that differs between ranks decide which collectives run; if nothing does, please report this.",
+            remedy="let nothing that differs between ranks decide which collectives run, or what a learning-rate rule says; if nothing does, please report this.",
         )
     return tuple(sums)
 

@@ -21,7 +21,10 @@ _UNSURE_FLOOR_S = 20.0
 
 
 class Pace:
-    def __init__(self) -> None:
+    """``constant``: the global batch stays when the number of ranks changes, and each has more to do, or less."""
+
+    def __init__(self, *, constant: bool = True) -> None:
+        self._constant = constant
         self._seconds: deque[float] = deque(maxlen=100)
         self._expected_s = 0.0
         self._patience = 1.0
@@ -59,14 +62,17 @@ class Pace:
 
     def resized(self, before: int, after: int) -> None:
         """The same batch on fewer ranks takes longer."""
+        if not self._constant:
+            return
         self._seconds = deque((seconds * before / after for seconds in self._seconds), maxlen=self._seconds.maxlen)
 
     def copied(self, seconds: float) -> None:
         """A rank may hold the others up so long, with a copy of its state that overlaps with a unit."""
         self._copy_s = max(self._copy_s, seconds)
 
-    def deadline_ms(self, *, copying: bool = False) -> int:
-        """Of the unit that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it."""
+    def deadline_ms(self, *, copying: bool = False, work: float = 1.0) -> int:
+        """Of the unit that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
+        so many times the micro-batches that a rank usually has."""
         expected, self._expected_s = self._expected_s, 0.0
         if len(self._seconds) < _WARM_UNITS:
             slowest = max(self._seconds, default=0.0)
@@ -75,7 +81,7 @@ class Pace:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         if self._cold:
             floor = max(floor, _FIRST_UNITS_S)
-        slow = float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
+        slow = work * float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
         copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
         return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
 

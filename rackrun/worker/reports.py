@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rackrun.core.events import SnapshotDamaged, WorkerFinished, WorkerPaused, WorkerReady, WorkerResumed
+from rackrun.core.events import BatchChanged, SnapshotDamaged, WorkerFinished, WorkerPaused, WorkerReady, WorkerResumed
 from rackrun.core.ids import Generation, Position, Step, step_in
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.axes import Axes
+from rackrun.worker.batches import Batches, StepBatch
 from rackrun.worker.runtime import Runtime
 
 __all__ = ["Reports", "say"]
@@ -93,6 +94,23 @@ class Reports:
                     passes=self._world.own_time.passes,
                     gate=self._world.gate or (),
                     ids=ids.astype("<i8").tobytes(),
+                )
+            )
+
+    def batch_changed(self, step: int, batch: StepBatch, batches: Batches) -> None:
+        """With this step, which is committed."""
+        if self._channel is not None and self._boot is not None:
+            samples, target, rule = batches.told(batch)
+            self._channel.send(
+                BatchChanged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    step=Step(step),
+                    batch=samples,
+                    full_batch=batches.plan.global_batch,
+                    factor=batch.lr_factor,
+                    target=target,
+                    rule=rule,
                 )
             )
 

@@ -9,14 +9,17 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rackrun.core import reshaping
 from rackrun.core.ids import Position
 from rackrun.errors import StepError, UsageError
 from rackrun.link.page import Activity
 from rackrun.topology.mesh import DATA_AXES
-from rackrun.worker.axes import axes_of, fitted, unfit_because
+from rackrun.worker.axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
+from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
@@ -35,7 +38,7 @@ T = TypeVar("T")
 class Run:
     """One run of the job, on this rank. Made by `rackrun.elastic`; never by hand.
 
-    ``batch`` is the global batch; ``device`` is where this rank computes.
+    ``batch`` is the global batch as the run was given it; ``device`` is where this rank computes.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Run:
         snapshot_every: int | None,
         reduction: str = "fast",
         carried: Carried | None = None,
+        scale: ScaleLR | None = None,
     ) -> None:
         self.batch = batch
         self.device = runtime.device
@@ -66,14 +70,18 @@ class Run:
                 remedy='use reduction="fast".',
             )
         exact = ExactReduction(runtime.world, self._state, width, batch.shards) if width is not None else None
-        options = DurableOptions.from_environment(batch.facts + (f", reduction={reduction!r}" if exact else ""))
+        facts = batch.facts + (f", reduction={reduction!r}" if exact else "") + (", batch='scale_lr'" if scale else "")
+        options = DurableOptions.from_environment(facts)
         durable = carried.durable if carried else None
         if durable is not None:
             durable.become(self._state)
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
         self._held_by_mesh = unfit_because(self._axes, mesh)
-        self._units = UnitRunner(runtime, self._state, batch.seed, snapshot_every, durable, self._axes, exact, carried)
+        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._units = UnitRunner(
+            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
+        )
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
@@ -94,6 +102,13 @@ class Run:
     def is_main(self) -> bool:
         """Rank 0 of the world, and no spare."""
         return self.rank == 0 and not self._units.waiting_spare
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in the global batch of the step in hand, or else of the next one. With ``batch="scale_lr"`` it is known in the loop over
+        ``run.steps`` only: a spare cannot tell before."""
+        step = self._units.step_in_hand
+        return self.batch_of(self._units.passed.step + 1 if step is None else int(step)).shards * self.batch.micro_batch
 
     @property
     def generation(self) -> int:
@@ -180,7 +195,7 @@ class Run:
             )
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
-        self._units.begin(self._warm_up, total, self._held_by_mesh)
+        self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -239,14 +254,20 @@ class Run:
             )
         return step
 
+    def batch_of(self, step: int) -> StepBatch:
+        return self._units.batch_of(step)
+
     def my_shards(self) -> list[Shard]:
         dp_rank, dp_size = self._data_coordinate()
-        return self.batch.shards_of(dp_rank, dp_size)
+        if self._batches.scale is None:
+            return self.batch.shards_of(dp_rank, dp_size)
+        step = self._units.step_in_hand
+        number = self._units.passed.step + 1 if step is None else int(step)
+        return self.batch.shards_of(dp_rank, dp_size, self.batch_of(number).shards)
 
     def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
-        self._units.begin_shard(
-            step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=self.batch.shards
-        )
+        shards = self.batch_of(int(step)).shards
+        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=shards)
 
     # -- helpers
     def _data_coordinate(self) -> tuple[int, int]:
@@ -262,6 +283,17 @@ class Run:
             if name in DATA_AXES:
                 index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
         return index, size
+
+    def _worlds(self) -> Worlds:
+        """Without plans the world stays as it is."""
+        plan, size = self._world.joined, self._world.size
+        return (plan.full or size, plan.worlds) if plan is not None and plan.worlds else (size, ((0, size),))
+
+    def _possible_sizes(self) -> list[int]:
+        """Numbers of ranks that the world may come to have."""
+        full, fewest = self._worlds()[0], int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
+        sizes = range(fewest or full, full + 1)
+        return [size for size in sizes if not self._axes or reshaping.fitted(self._axes, size)]
 
     def _warm_up(self) -> Callable[[Step], Any] | None:
         """What a spare may try once on loopback groups: the step function, when there is one and it takes the step alone."""

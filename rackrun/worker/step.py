@@ -30,6 +30,12 @@ class Step:
         """Micro-batch -> its part of ``local_loss``, where the loss is reduced exactly."""
         self.gradient_scale = 1.0
         """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
+        self.samples = 0
+        """That all steps before this one have had, together: where a schedule by samples stands."""
+        self.batch_size = 0
+        """Samples in the global batch of this step."""
+        self.lr_factor = 1.0
+        """By what all learning rates are multiplied in this step's ``optimizer.step()``: not 1 with ``batch="scale_lr"`` only."""
         self._world = world
 
     def __int__(self) -> int:

@@ -10,22 +10,24 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.axes import Axes
+from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.exact import ExactReduction
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
+from rackrun.worker.learning_rates import LearningRates
 from rackrun.worker.pace import Pace
 from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
@@ -69,7 +71,7 @@ class UnitRunner:
         self,
         runtime: Runtime,
         state: TrackedState,
-        seed: int,
+        batches: Batches,
         snapshot_every: int | None,
         durable: DurableCheckpoints | None,
         mesh: Axes = (),
@@ -78,8 +80,12 @@ class UnitRunner:
     ) -> None:
         """``carried``: ``main`` was entered before."""
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
-        self._state, self._seed = state, seed
-        self._undo, self._reports = Undo(state), Reports(runtime, mesh, exact=exact is not None)
+        self._state, self._seed = state, batches.plan.seed
+        # a shrink is another training where the batch follows the world
+        self._undo, self._reports = Undo(state), Reports(runtime, mesh, exact=exact is not None and not batches.scale)
+        self._batches, self._rates = batches, LearningRates()
+        self._batch: StepBatch | None = None
+        """Of the step in hand, or of the one before."""
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
         self._world.broke_late = self._late.broke
@@ -94,7 +100,7 @@ class UnitRunner:
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
-        self._pace = Pace()
+        self._pace = Pace(constant=batches.scale is None)
         if carried is not None:
             self._pace = carried.pace
             self._pace.entered_again(carried.world_size, self._world.size)
@@ -112,6 +118,7 @@ class UnitRunner:
         self._versions: list[int] = []
         self._world.may_leave_phase = lambda: self._undo.versions() == self._versions
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
 
     # -- the run
     @property
@@ -125,9 +132,15 @@ class UnitRunner:
         gate = self._world.gate
         return gate is not None and gate.draining > 0 and not gate.ahead
 
-    def begin(self, warm_up: Callable[[], Callable[[Step], Any] | None], total: int, held_by_mesh: str = "") -> None:
+    def begin(
+        self,
+        warm_up: Callable[[], Callable[[Step], Any] | None],
+        total: int,
+        held_by_mesh: str = "",
+        sizes: Sequence[int] = (),
+    ) -> None:
         """Stand at run.steps(): ranks go on at once, from a checkpoint if there is one; a spare warms up and waits until a plan
-        names it. ``held_by_mesh``: why its axes do not fit another number of ranks."""
+        names it. ``held_by_mesh``: why its axes do not fit another number of ranks; ``sizes``: so many the world may come to have."""
         if self._begun:
             raise StepError(
                 "run.steps() was called twice.",
@@ -137,8 +150,14 @@ class UnitRunner:
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
+        if self._batches.scale is not None:
+            self._state.track("rackrun.batches", self._batches)
+            for name, optimizer in self._state.optimizers.items():
+                self._rates.check(name, optimizer)
         if self._durable is not None and not self.waiting_spare and self._carried is None:
             self._resume(self._durable)
+        if self._batches.scale is not None and not self.waiting_spare and self._carried is None:
+            check_rule(self._batches.check(sizes), self._world)
         self._world.scope = Scope.OUTSIDE
         self._say_how_it_changes(held_by_mesh)
         if self._carried is not None and not self.waiting_spare:
@@ -182,6 +201,7 @@ class UnitRunner:
         """``main`` was left: let go of all that belongs to it. Returns what stays."""
         self._settle()
         self._hook.remove()
+        self._hook_after.remove()
         if self._exact is not None:
             self._exact.detach()
         self._world.let_go()
@@ -291,6 +311,7 @@ class UnitRunner:
         finally:
             self.step_in_hand = None
             self._world.in_phase = False
+            self._rates.restore_all()
         if self._late.any:
             self._judge_late_breaks(at)
         if self._world.unit_passed:
@@ -315,9 +336,25 @@ class UnitRunner:
         self._versions = self._undo.versions() if step.at.phase else []
         self._late.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
-        deadline_ms = self._pace.deadline_ms(copying=self._copies_beside)
+        work = self._begin_batch(step)
+        deadline_ms = self._pace.deadline_ms(copying=self._copies_beside, work=work)
         self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, deadline_ms)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
+
+    def batch_of(self, step: int) -> StepBatch:
+        """While a step is in hand its batch stays what it was when the attempt began."""
+        held, batch = self.step_in_hand, self._batch
+        return batch if held is not None and batch is not None and held.at.step == step else self._batches.of(step)
+
+    def _begin_batch(self, step: Step) -> float:
+        """Returns how many times the usual work a rank may have."""
+        self._batch = batch = self._batches.of(step.at.step)
+        step.samples, step.lr_factor = batch.samples_before, batch.lr_factor
+        step.batch_size = batch.shards * self._batches.plan.micro_batch
+        if self._batches.scale is None or step.at.phase:
+            return 1.0
+        self._world.order.add(f"{batch}")  # whoever has another is found at the gate
+        return self._batches.work(batch, self._world.size)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -335,6 +372,7 @@ class UnitRunner:
             self._undo.check_unchanged()
             self._undo.check_gradients()
             self._pass_gate()
+        self._rates.scale(optimizer, self.step_in_hand.lr_factor)
 
     def _pass_gate(self) -> None:
         step = self.step_in_hand
@@ -374,6 +412,8 @@ class UnitRunner:
         self._snapshots.drop_former()
         if self._exact is not None and not at.phase:
             self._exact.committed()
+        if not at.phase and self._batch is not None and self._batches.committed(at.step, self._batch):
+            self._reports.batch_changed(at.step, self._batch, self._batches)
         self._pace.committed()
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"

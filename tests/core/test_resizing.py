@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
-from rackrun.core.commands import PauseWorkers, ResumeGeneration, SetTimer, StopJob
+from rackrun.core.batch_notices import BatchNotices
+from rackrun.core.commands import Command, PauseWorkers, ResumeGeneration, SetTimer, StopJob
 from rackrun.core.config import JobConfig
-from rackrun.core.ids import Generation, Step, snapshot_id
+from rackrun.core.events import BatchChanged
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, snapshot_id
 from rackrun.core.policy import parse_rules
+from rackrun.core.world import World
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 RULES = parse_rules("swap,shrink,wait,restart")
@@ -148,3 +152,47 @@ def test_what_those_leave_who_had_to_go_with_a_lost_rank_counts_until_all_have_n
     of = plan_in(told.ready("a/0")).reshard
     assert of is not None
     assert of.images[1] == of.images[3] == "b:2/b/0/2"
+
+
+def test_a_plan_says_which_worlds_have_committed_what_and_which_is_to_come() -> None:
+    told = resizing(IN_PLACE)
+    told.train()
+    assert told.core._job.world.plan.worlds == ((Step(0), 4),)
+    plan = shrinks(told, "a/3").plan
+    assert (plan.full, plan.worlds) == (4, ((Step(0), 4), (Step(plan.committed.step + 1), 3)))
+
+
+def test_what_was_committed_belongs_to_the_world_that_did_it_though_all_go_back_or_begin_again() -> None:
+    world = World(size=4, full=4)
+    assert world.go_on_after(BEGIN) == ((0, 4),)
+    world.size = 3
+    assert world.go_on_after(Position(9)) == ((0, 4), (10, 3))
+    assert world.go_on_after(Position(6)) == ((0, 4), (10, 3)), "a rollback"
+    assert world.go_on_after(BEGIN) == ((0, 4), (10, 3)), "a restart"
+    world.size = 2
+    assert world.go_on_after(Position(7)) == ((0, 4), (10, 2)), "nobody has committed step 10"
+    world.size = 4
+    assert world.go_on_after(Position(9)) == ((0, 4),)
+    assert world.go_on_after(Position(20, 1)) == ((0, 4),)
+
+
+def test_another_batch_is_told_once() -> None:
+    commands: list[Command] = []
+    notices = BatchNotices(commands.append)
+    event = BatchChanged(
+        slot=SlotId("a/0"),
+        incarnation=Incarnation(1),
+        step=Step(12),
+        batch=24,
+        full_batch=32,
+        factor=0.75,
+        target=0.75,
+        rule="linear",
+    )
+    for slot in ("a/0", "a/1", "a/2"):
+        notices.heard(msgspec.structs.replace(event, slot=SlotId(slot)))
+    notices.heard(msgspec.structs.replace(event, step=Step(20), batch=32, factor=0.8, target=1.0))
+    assert [notice.text for notice in commands] == [  # type: ignore[union-attr]
+        "from step 12 on the global batch is 24 of 32 samples, and learning rates are multiplied by 0.75 (linear)",
+        "from step 20 on the global batch is 32 of 32 samples, and learning rates are multiplied by 1 (linear), rising from 0.8",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -109,8 +110,9 @@ def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], T
 
 @pytest.fixture
 def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Trained]:
-    """``story(mode, ranks, steps, reduction, change, options=[]) -> Trained``, of ``scripts/resized.py`` without spares;
-    ``change(story)`` does what happens to it. ``options``: more of rackrun's, or others."""
+    """``story(mode, ranks, steps, reduction, change, options=[], batch="constant") -> Trained``, of ``scripts/resized.py`` without spares;
+    ``change(story)`` does what happens to it. ``options``: more of rackrun's, or others. ``worlds``: the script is told that its world was of
+    these sizes."""
     runs = 0
 
     def run(
@@ -120,6 +122,8 @@ def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Tr
         reduction: str,
         change: Callable[[Story], None],
         options: Sequence[object] = (),
+        batch: str = "constant",
+        worlds: object = None,
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"story-{runs}"
@@ -130,7 +134,8 @@ def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Tr
         command = ["--standalone", "--policy", "swap,shrink,wait", *(options or ["--nproc-per-node", ranks])]
         if mode != "ddp":
             command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
-        job = start_rackrun([*command, SCRIPTS / "resized.py", mode, steps, folder, reduction])
+        env = {"RACKRUN_TEST_WORLDS": json.dumps(worlds)}
+        job = start_rackrun([*command, SCRIPTS / "resized.py", mode, steps, folder, reduction, batch], env=env)
         told = Story(job, folder, ranks)
         job.wait_for(lambda status: status["core"]["phase"] == "training", WAIT_S)
         told.go_on(ranks)

@@ -55,6 +55,19 @@ class Story:
         self.gone.append(slot)
         self.go_on(self.ranks - len(self.gone) if ranks is None else ranks)
 
+    def lose_both(self, slot: str, other: str) -> None:
+        """The ``other`` as soon as the world breaks for the first."""
+        before = self.job.status()["core"]["generation"]
+        numbers = [self.pid(one) for one in (slot, other)]
+        for one in (slot, other):
+            (self.folder / "pid" / one).unlink()
+            (self.folder / "came" / one).unlink(missing_ok=True)
+        os.kill(numbers[0], signal.SIGKILL)
+        self.job.wait_for(lambda status: status["core"]["generation"] > before, WAIT_S)
+        os.kill(numbers[1], signal.SIGKILL)
+        self.gone += [slot, other]
+        self.go_on(self.ranks - len(self.gone))
+
     def take_back(self, slot: str) -> None:
         self.gone.remove(slot)
         self.let_come(slot)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rackrun.coordinator.report import read_report
 from tests.faults.resized import APART, Story, assert_nothing_is_lost_or_used_twice
 from tests.faults.trained import Trained
 
@@ -72,3 +73,36 @@ def test_with_the_fast_reduction_it_is_the_same_but_for_rounding(story: Callable
             assert loss == pytest.approx(expected, rel=1e-5), trained
     last = [gates[59, 0][0] for gates in (trained.gates, reference.gates)]
     assert last[0] == pytest.approx(last[1], rel=0.01), last
+
+
+def there_and_back(story: Story) -> None:
+    """4, 3, 4, then 2, the second of them lost in the recovery from the first, 3, 4."""
+    first, second, third, _ = sorted(story.slots())
+    story.lose(second)
+    story.take_back(second)
+    story.lose_both(third, first)
+    story.take_back(first)
+    story.take_back(third)
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_with_a_batch_that_follows_the_world_it_is_the_training_of_one_rank_that_is_told_of_these_batches(
+    mode: str, story: Callable[..., Trained]
+) -> None:
+    steps = 9 * APART
+    trained = story(mode, 4, steps, "exact", there_and_back, batch="scale_lr")
+    full, worlds = trained.worlds
+    assert [full, *(size for _, size in worlds)] in ([4, 4, 3, 4, 2, 3, 4], [4, 4, 3, 4, 3, 2, 3, 4]), trained
+    reference = story(mode, 1, steps, "exact", lambda story: None, batch="scale_lr", worlds=trained.worlds)
+    assert trained.gates == reference.gates, trained
+    assert set(trained.held.values()) == set(reference.held.values()), trained
+    assert sorted(trained.samples) == list(range(steps)), trained
+    delivered = [sample for by_rank in trained.samples.values() for ids in by_rank.values() for sample in ids]
+    assert len(delivered) == len(set(delivered)), "of one epoch"
+    sizes = [next(size for first, size in reversed(worlds) if first <= step) for step in range(steps)]
+    assert len(delivered) == sum(8 * size for size in sizes), trained
+    report = read_report(trained.ran.out_dir / "journal.sqlite")
+    assert report.ledger.ok, report.ledger
+    said = [notice.text for notice in report.notices if "learning rates" in notice.text]
+    assert len(said) == len(worlds) - 1, said

@@ -49,6 +49,8 @@ class Trained:
     """Of the coordinator, if it left that behind."""
     sizes: list[int] = field(default_factory=list)
     """Of the world, whenever it changed."""
+    worlds: tuple[int, tuple[tuple[int, int], ...]] = (0, ())
+    """`Plan.full` and `Plan.worlds` of the last plan."""
     slowest_s: float = 0.0
     """The 99th percentile of the durations of committed steps."""
 
@@ -131,6 +133,8 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
         for (body,) in journal.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
     trained.sizes = [size for size, _ in itertools.groupby(plan.world_size for plan in plans.values())]
+    newest = plans[max(plans)]
+    trained.worlds = newest.full, newest.worlds
     eras = Eras(plans)
     for step, phase, seconds, gate, generation in journal.execute(
         "SELECT step, phase, seconds, gate, generation FROM units ORDER BY generation"

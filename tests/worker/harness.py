@@ -42,6 +42,7 @@ import torch.distributed.tensor.parallel
 
 import rackrun
 from rackrun.checkpoint.durable import DurableStore
+from rackrun.coordinator.eras import Eras
 from rackrun.core.commands import (
     BreakGeneration,
     Command,
@@ -217,7 +218,7 @@ class _Child:
 
 class TinyCluster:
     """``kill``: rank -> the moment at which its first worker dies. ``ranks`` workers train and ``spares`` wait. ``mark`` is made when
-    the coordinator has heard that a spare is ready."""
+    the coordinator has heard that a spare is ready. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``."""
 
     def __init__(
         self,
@@ -235,6 +236,7 @@ class TinyCluster:
         min_ranks: int = 0,
         policy: str = "",
         mark: Path | None = None,
+        scale: Any = None,
         **elastic: Any,
     ) -> None:
         self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
@@ -248,6 +250,8 @@ class TinyCluster:
             "seed": 7,
             **elastic,
         }
+        if scale is not None:
+            self._elastic["batch"] = scale
         self._slots = ranks + spares
         self.distant = False
         """Snapshots seem to lie on another host."""
@@ -442,19 +446,28 @@ class TinyCluster:
         if self._swap is not None and self._swap.told_after == message.at and not self._told_to_pause:
             self._told_to_pause = True
             self._tell_to_pause(message.generation)
+        others = self._told_in.get(message.at, message.generation) != message.generation and self._resized
+        if others and "batch" in self._elastic and not self._counts(message.at, self._told_in[message.at]):
+            del self._ended.gates[
+                message.at
+            ]  # only ranks that are lost had seen it committed: it has another batch now
         known = self._ended.gates.setdefault(message.at, message.gate)
         # A step that is computed again, after a rollback or a restart, has the same bits: timings excepted. On another number of
         # ranks the loss is rounded otherwise, unless it is reduced exactly.
         same = 1 if self._resized and self._elastic.get("reduction", "fast") == "fast" else 0
         assert known[same:3] == message.gate[same:3], f"{message.at}: {known} and then {message.gate}"
         ids = tuple(int(i) for i in np.frombuffer(message.ids, "<i8"))
-        if self._told_in.get(message.at, message.generation) != message.generation and self._resized:
+        if others:
             self._ended.ids[message.at] = {}  # only ranks that are lost had seen it committed; it is dealt out anew
         self._told_in[message.at] = message.generation
         assert self._ended.ids.setdefault(message.at, {}).setdefault(message.rank, ids) == ids
         if self._drain_at == message.at.step:
             self._drain_at = None
             self._event(StopRequested(because="the test wants it", exit_code=0))
+
+    def _counts(self, at: Position, generation: int) -> bool:
+        """Whether what was told as committed in that generation still is in the next."""
+        return Eras({plan.generation: plan for plan in self._ended.plans}).counts(at, generation)
 
     def _exited(self, child: _Child) -> None:
         child.channel.setblocking(False)

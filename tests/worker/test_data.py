@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rackrun.errors import UsageError
+from rackrun.worker.batch_runs import place
 from rackrun.worker.data import BatchPlan, Shard
 from rackrun.worker.rng import derive, reseed
 
@@ -42,7 +43,7 @@ def test_the_steps_of_an_epoch_deliver_its_samples_exactly_once(samples: int, ba
         i
         for step in range(steps)
         for shard in range(plan.shards)
-        for i in plan.ids(samples, step, shard, lambda _: order)
+        for i in plan.ids(place(((0, plan.shards),), step, samples, micro), shard, lambda _: order)
     ]
     assert seen == order[: steps * batch].tolist()
     assert len(set(seen)) == len(seen)
@@ -51,7 +52,7 @@ def test_the_steps_of_an_epoch_deliver_its_samples_exactly_once(samples: int, ba
 def test_the_next_epoch_follows_with_its_own_order() -> None:
     plan, asked = BatchPlan(8, 4, 0), []
     for step in range(6):
-        plan.ids(20, step, 1, lambda epoch: asked.append(epoch) or np.arange(20))
+        plan.ids(place(((0, 2),), step, 20, 4), 1, lambda epoch: asked.append(epoch) or np.arange(20))
     assert asked == [0, 0, 1, 1, 2, 2]
 
 

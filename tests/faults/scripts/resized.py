@@ -1,6 +1,7 @@
 """A small training in a world whose size a test decides: it ends ranks, lets others come, and says how far they may go.
 
-resized.py MODE STEPS FOLDER REDUCTION: MODE is ``ddp``, ``fsdp``, ``hsdp`` (--mesh dp_replicate=,dp_shard=) or ``tp`` (--mesh
+resized.py MODE STEPS FOLDER REDUCTION [BATCH]: BATCH is ``constant`` or ``scale_lr``; ``RACKRUN_TEST_WORLDS`` (JSON): it is told that the world
+was of these sizes, whatever it is. MODE is ``ddp``, ``fsdp``, ``hsdp`` (--mesh dp_replicate=,dp_shard=) or ``tp`` (--mesh
 dp=,tp=: FSDP2 over dp). ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the process in each
 slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of its weights to
 ``FOLDER/held/RANK``.
@@ -9,6 +10,7 @@ slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -27,6 +29,8 @@ import rackrun
 from rackrun.link.boot import current
 
 MODE, STEPS, FOLDER, REDUCTION = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+BATCH = sys.argv[5] if len(sys.argv) > 5 else "constant"
+WORLDS = json.loads(os.environ.get("RACKRUN_TEST_WORLDS", "null"))
 WIDTH = 24
 
 
@@ -70,8 +74,10 @@ def sharded(layers: nn.Sequential, run: rackrun.Run) -> nn.Module:
     return fully_shard(layers, mesh=mesh)
 
 
-@rackrun.elastic(global_batch_size=32, micro_batch_size=2, seed=3, reduction=REDUCTION)  # type: ignore[arg-type]
+@rackrun.elastic(global_batch_size=32, micro_batch_size=2, seed=3, reduction=REDUCTION, batch=BATCH)  # type: ignore[arg-type]
 def main(run: rackrun.Run) -> None:
+    if WORLDS is not None:
+        run._batches._worlds = lambda: WORLDS
     boot = current()
     slot = boot.slot.replace("/", "-") if boot is not None else "alone"
     (FOLDER / "pid" / f"{slot}.new").write_text(str(os.getpid()))

@@ -1,0 +1,78 @@
+"""Multiplies the learning rates of an optimizer while its ``step()`` runs, and no longer.
+
+A scheduler, a checkpoint, ``run.log`` see the script's own: nothing is multiplied twice, and nothing is lost when one of them writes.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rackrun.errors import StepError
+
+__all__ = ["LearningRates"]
+
+
+class LearningRates:
+    def __init__(self) -> None:
+        self._scaled: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
+        """Optimizer -> its groups, with the script's own learning rate and the one that counts now."""
+
+    def check(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `StepError` for one without learning rates."""
+        for index, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            fits = isinstance(rate, numbers.Real) or (isinstance(rate, torch.Tensor) and rate.is_floating_point())
+            if not fits:
+                raise StepError(
+                    f'{name!r} has no learning rate that batch="scale_lr" could scale: "lr" of group {index} is {rate!r}.',
+                    remedy='give it one, or use batch="constant".',
+                )
+
+    def scale(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Before its ``step()``. Groups that it shares with one that is at its own ``step()`` already (a wrapper) are left alone."""
+        if factor == 1.0 or id(optimizer) in self._scaled:
+            return
+        busy = {id(group) for groups in self._scaled.values() for group, _, _ in groups}
+        found: list[tuple[dict[str, Any], Any, Any]] = []
+        tensors: set[int] = set()
+        for group in optimizer.param_groups:
+            own = group["lr"]
+            if id(group) in busy or id(own) in tensors:
+                continue
+            if isinstance(
+                own, torch.Tensor
+            ):  # in place: a graph or a kernel may hold on to it, and groups may share it
+                tensors.add(id(own))
+                before = own.detach().clone()
+                with torch.no_grad():
+                    own.mul_(factor)
+                found.append((group, before, own))
+            else:
+                group["lr"] = own * factor
+                found.append((group, own, group["lr"]))
+        self._scaled[id(optimizer)] = found
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """After it."""
+        _put_back(self._scaled.pop(id(optimizer), ()))
+
+    def restore_all(self) -> None:
+        """Whatever was left in the middle of a ``step()``."""
+        for groups in self._scaled.values():
+            _put_back(groups)
+        self._scaled.clear()
+
+
+def _put_back(groups: Iterable[tuple[dict[str, Any], Any, Any]]) -> None:
+    for group, own, scaled in groups:
+        if group["lr"] is not scaled:
+            continue  # a hook of the script's has written it meanwhile: that is what it wants
+        if isinstance(scaled, torch.Tensor):
+            with torch.no_grad():
+                scaled.copy_(own)
+        else:
+            group["lr"] = own
