@@ -56,6 +56,13 @@ def sharded(run: Run) -> nn.Module:
     return fully_shard(model)
 
 
+def hybrid(run: Run) -> nn.Module:
+    model = net(nn.LayerNorm(14))
+    for layer in (model[0], model[-1]):
+        fully_shard(layer, mesh=run.mesh)
+    return fully_shard(model, mesh=run.mesh)
+
+
 def script(
     make: Callable[[Run], nn.Module],
     *,
@@ -227,6 +234,26 @@ def test_fsdp_that_goes_back_to_a_snapshot_and_shrinks_does_those_steps_again_wi
 
 
 @pytest.mark.stories
+def test_a_mesh_that_loses_a_replica_keeps_the_micro_batches_of_the_other(train: Train) -> None:
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    ended = train(script(hybrid), kill=at_random(3, sharded, (2,)), mesh=mesh, **SHRINK)
+    assert sizes(ended)[0] == 2, ended
+    worlds = worlds_of(ended)
+    assert worlds[1][1][1] == 2, ended
+    assert_same_training(ended, worlds, train(script(sharded, worlds=worlds), **ALONE))
+
+
+@pytest.mark.parametrize("make", [pytest.param(replicated, marks=pytest.mark.stories), sharded])
+def test_a_step_of_fewer_micro_batches_than_ranks_is_done_again_by_all_of_them(make: Any, train: Train) -> None:
+    """What one rank has committed, and then a world that has grown again."""
+    how = {**ALONE, "batch": (8, 2)}
+    worlds = 4, ((0, 4), (2, 1), (4, 3), (6, 4))
+    ended = train(script(make, steps=8, worlds=worlds), **(how | {"ranks": 4}))
+    assert [ended.said[0]["told"][str(step)][1] for step in range(8)] == [8, 8, 2, 2, 6, 6, 8, 8]
+    assert_same_training(ended, worlds, train(script(make, steps=8, worlds=worlds), **how))
+
+
+@pytest.mark.stories
 @pytest.mark.parametrize("make", [replicated, sharded])
 def test_a_rank_that_comes_back_brings_its_micro_batches(make: Any, train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "ready"
@@ -290,6 +317,18 @@ def by_rank(batch: int, full_batch: int) -> float:
 )
 def test_what_cannot_work_is_refused_before_training(how: dict[str, Any], says: str, train: Train) -> None:
     assert says in refused(train, **how)
+
+
+def by_newcomer(batch: int, full_batch: int) -> float:
+    return batch / full_batch * (0.5 if os.environ["LOCAL_RANK"] == "4" else 1.0)
+
+
+@pytest.mark.stories
+def test_a_newcomer_whose_rule_says_something_else_is_found_at_the_next_gate(train: Train) -> None:
+    how = {**SHRINK, "scale": ScaleLR(by_newcomer), "spares": 1, "max_restarts": 0}
+    ended = train(script(replicated), kill=at_random(1, replicated, (2,)), **how)
+    assert ended.failure is not None, ended
+    assert "what a learning-rate rule says" in ended.failure.message
 
 
 def test_an_optimizer_without_a_learning_rate_is_refused(train: Train) -> None:
