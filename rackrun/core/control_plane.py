@@ -220,6 +220,7 @@ class ControlPlane:
 
     def _exited(self, event: WorkerExited, record: WorkerRecord) -> None:
         condemned = not record.alive
+        self._job.world.reached = max(self._job.world.reached, Position(event.step))
         loss = self._rack.exited(record, event)
         self._job.recovery.sources.remember(record, event)
         if condemned:  # it was counted as lost when it was fenced

@@ -39,7 +39,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
-from rackrun.core.ids import BEGIN, Rank, SlotId, tray_of
+from rackrun.core.ids import Rank, SlotId, tray_of
 from rackrun.core.outlook import Outlook
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
@@ -205,7 +205,7 @@ class JobMachine:
             sets=protection.sets,
             parity=protection.parity,
             full=world.full,
-            worlds=world.go_on_after(BEGIN),
+            worlds=world.go_on_after(world.reached),
         )
         self.recovery.snapshots.go_on(world.plan)
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))

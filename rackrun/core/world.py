@@ -61,6 +61,8 @@ class World:
     reason: str = ""
     sizes: tuple[tuple[Step, int], ...] = ()
     """`Plan.worlds`"""
+    reached: Position = BEGIN
+    """The last step in which a worker was whose end was seen: it may be committed, as far as a restart knows."""
     _committed: int = -1
     """The last step that any plan has declared committed: a rollback, or a restart, takes nothing of that back."""
 

@@ -176,6 +176,24 @@ def test_what_was_committed_belongs_to_the_world_that_did_it_though_all_go_back_
     assert world.go_on_after(Position(20, 1)) == ((0, 4),)
 
 
+def test_a_world_that_begins_again_does_what_it_may_have_committed_as_the_worlds_before_did() -> None:
+    """Nobody is left who could say how far that was, but workers were seen to end in step 9."""
+    told = resizing(IN_PLACE, start_over=True)
+    told.train()
+    told.checks("a/3", "its memory is bad")
+    plan = shrinks(told, "a/3").plan
+    told.resume_all()
+    for slot in told.members:
+        told.exits(slot, step=9)
+    told.timer("gather")
+    assert (told.view.restarts, told.view.phase) == (1, "setup")
+    again = told.core._job.world.plan
+    assert again is not None
+    assert (again.world_size, again.worlds) == (3, plan.worlds)
+    told.train()
+    assert shrinks(told, told.members[-1]).plan.worlds == (*plan.worlds, (Step(10), 2))
+
+
 def test_another_batch_is_told_once() -> None:
     commands: list[Command] = []
     notices = BatchNotices(commands.append)
