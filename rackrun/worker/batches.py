@@ -73,7 +73,7 @@ class Batches:
     # -- once
     def check(self, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
         """At the start, for all numbers of ranks that the world may come to have. Returns what the rule says of each batch. Raises `UsageError`
-        where it says nonsense, and when a run that begins has no even shares."""
+        where it says nonsense, when there are more ranks than micro-batches, and when a run that begins has no even shares."""
         if self.scale is None:
             return ()
         full = self._data_ranks(self._worlds()[0])
@@ -83,6 +83,7 @@ class Batches:
                 f"(global batch {self.plan.global_batch}, micro-batch {self.plan.micro_batch}).",
                 remedy="choose a global batch that is a multiple of micro-batch times ranks.",
             )
+        self.plan.shards_of(0, full)
         found = sorted({self._shards_with(size) for size in (*sizes, self._worlds()[0])})
         return tuple((shards, self._target(shards)) for shards in found)
 

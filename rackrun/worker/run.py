@@ -290,7 +290,9 @@ class Run:
         return (plan.full or size, plan.worlds) if plan is not None and plan.worlds else (size, ((0, size),))
 
     def _possible_sizes(self) -> list[int]:
-        """Numbers of ranks that the world may come to have."""
+        """Numbers of ranks that the world may come to have, where its batch follows it."""
+        if self._batches.scale is None:
+            return []
         full, fewest = self._worlds()[0], int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
         sizes = range(fewest or full, full + 1)
         return [size for size in sizes if not self._axes or reshaping.fitted(self._axes, size)]

@@ -15,6 +15,7 @@ from rackrun.core.situation import Rules, Rung, Weights
 from rackrun.errors import UsageError
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 from rackrun.launch.policy import Policy
+from rackrun.worker.axes import MIN_RANKS_VARIABLE
 
 OURS = {
     "--spares",
@@ -115,6 +116,12 @@ def test_state_that_is_lost_stops_the_job_unless_there_are_checkpoints_or_it_was
     assert parse(["--lost-state", "restart", script]).start_over
     assert parse(["--checkpoint-dir", "c", script]).start_over
     assert not parse(["--checkpoint-dir", "c", "--lost-state", "stop", script]).start_over
+
+
+def test_workers_are_told_how_far_the_world_may_shrink(script: str) -> None:
+    assert MIN_RANKS_VARIABLE not in parse([script]).worker_env
+    assert parse(["--min-ranks", "2", script]).worker_env[MIN_RANKS_VARIABLE] == "2"
+    assert parse(["--min-ranks", "0", script]).worker_env[MIN_RANKS_VARIABLE] == "0"
 
 
 def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

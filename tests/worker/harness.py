@@ -126,6 +126,8 @@ class Ended:
     moments: dict[int, list[str]] = field(default_factory=dict)
     """Rank -> the moments that it lived through."""
     gates: dict[Position, tuple[float, ...]] = field(default_factory=dict)
+    counts: dict[Position, set[float]] = field(default_factory=dict)
+    """How many samples a unit had, whenever it was told as committed."""
     ids: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     sealed: dict[Position, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     logs: dict[Position, dict[str, Any]] = field(default_factory=dict)
@@ -446,6 +448,7 @@ class TinyCluster:
         if self._swap is not None and self._swap.told_after == message.at and not self._told_to_pause:
             self._told_to_pause = True
             self._tell_to_pause(message.generation)
+        self._ended.counts.setdefault(message.at, set()).add(message.gate[1])
         others = self._told_in.get(message.at, message.generation) != message.generation and self._resized
         if others and "batch" in self._elastic and not self._counts(message.at, self._told_in[message.at]):
             del self._ended.gates[

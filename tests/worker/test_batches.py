@@ -90,6 +90,15 @@ def test_shares_that_begin_uneven_are_refused() -> None:
         batches([(0, 3)], full=3).check([1, 2, 3])
 
 
+def test_a_run_that_goes_on_with_more_ranks_than_micro_batches_is_refused() -> None:
+    before = batches([(0, 4)])
+    commit(before, 2)
+    after = batches([(0, 17)], full=17)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(UsageError, match="some would have none"):
+        after.check([17])
+
+
 def test_the_first_step_with_another_batch_is_told_of() -> None:
     of = batches([(0, 4), (2, 3), (4, 4)])
     assert [of.committed(step, of.of(step)) for step in range(6)] == [False, False, True, False, True, False]
