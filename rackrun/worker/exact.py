@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,23 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 from rackrun.errors import StepError, UsageError
 from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
 from rackrun.worker.data import Shard
+from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter, has_running_statistics
+from rackrun.worker.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
+from rackrun.worker.reports import say
 from rackrun.worker.scales import Scales, Width, fit
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.world import Abandoned, World
 
 __all__ = ["ExactReduction"]
-
-
-class _Slot:
-    """One parameter's part in the sum of this attempt."""
-
-    def __init__(self, index: int, parameter: torch.Tensor) -> None:
-        self.index, self.parameter = index, parameter
-        self.sums: torch.Tensor | None = None
-        self.fresh = True
-        """Nothing of this attempt is in ``sums``."""
 
 
 class ExactReduction:
@@ -51,7 +45,7 @@ class ExactReduction:
         self._world, self._state, self._width, self._shards = world, state, width, shards
         self._bits = width.of_a_shard(shards)
         self._arithmetic: FixedPoint = fixed_point(world.device)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._scales = Scales(0)
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
@@ -61,10 +55,7 @@ class ExactReduction:
         """Over the shards of this rank, in this attempt."""
         self._wires: dict[tuple[int, int], torch.Tensor] = {}
         self._wires_generation = -1
-        self._step: Step | None = None
-        self._shard: Shard | None = None
-        self._added = self._data_ranks = 0
-        self._reduced: set[Any] = set()
+        self._once = ExactlyOnce()
         self._unhook: list[Callable[[], None]] = []
 
     # -- once
@@ -76,32 +67,44 @@ class ExactReduction:
                 f'reduction="exact" does not know this torch: {"; ".join(missing)}.',
                 remedy="install torch 2.10 to 2.13.",
             )
-        reduced: set[int] = set()
+        reducers: Counter[int] = Counter()
         wrappers = list(self._state.wrappers())
         for wrapper in wrappers:
-            reduced |= ddp.parameters_of(wrapper)
+            reducers.update(ddp.parameters_of(wrapper))
+        sharded: set[int] = set()
         for module in self._state.modules.values():
             fsdp.reshard(module)
-            reduced |= fsdp_reduce.parameters_of(module)
+            sharded |= fsdp_reduce.parameters_of(module)
+        reducers.update(sharded)
         index = 0
         for name, module in self._state.modules.items():
+            check_module(name, module)
             for path, parameter in module.named_parameters():
                 if id(parameter) in self._slots:
                     continue
                 if parameter.requires_grad:
-                    _check(f"{name}.{path}", parameter, id(parameter) in reduced)
-                self._slots[id(parameter)] = _Slot(index, parameter)
+                    check_parameter(f"{name}.{path}", parameter, reducers[id(parameter)])
+                self._slots[id(parameter)] = Slot(index, f"{name}.{path}", parameter)
                 index += 1
         self._scales = Scales(index)
         self._largest = torch.zeros(index, device=self._world.device)
         self._state.track("rackrun.scales", self._scales)
         for number, wrapper in enumerate(wrappers):
             self._unhook.append(ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper)))
-        if any(fsdp_reduce.parameters_of(module) for module in self._state.modules.values()):
+        if sharded:
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
             norms.divert()
             for name, optimizer in self._state.optimizers.items():
-                _check_optimizer(name, optimizer)
+                check_optimizer(name, optimizer)
+        if (
+            self._world.generation
+            and not self._world.rank
+            and any(map(has_running_statistics, self._state.modules.values()))
+        ):
+            say(
+                'with reduction="exact" losses and weights do not depend on the number of ranks, but the running statistics of batch norm, '
+                "and what is computed in eval() with them, do."
+            )
 
     def detach(self) -> None:
         """The model is to go."""
@@ -124,40 +127,37 @@ class ExactReduction:
         self._fit = fit(expected, self._width.headroom, self._bits)
         self._largest.zero_()
         for slot in self._slots.values():
-            slot.fresh = True
-        self._step, self._shard, self._added = step, None, 0
-        self._reduced.clear()
+            slot.fresh, slot.reduced = True, False
+        self._once.begin(step, self._local_gradients())
         step.shard_losses = {}
 
     def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
         """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
         ranks share the global batch."""
-        step.gradient_scale, self._data_ranks = step.weight, data_ranks
-        if self._shard is not None:
-            self._harvest(counts=not self._shard.ghost)
-        self._shard = shard
-        self._added += not shard.ghost
-        if self._added > self._shards:
-            raise StepError(
-                f"more than the {self._shards} micro-batches of the global batch were computed in one step.",
-                remedy='iterate over one loader, once, in a step with reduction="exact".',
-            )
+        step.gradient_scale = step.weight
+        if not self._once.begun or self._world.unit_passed:
+            return  # nothing is trained in a phase, or after the gate
+        if self._once.shard is not None:
+            self._harvest(counts=not self._once.shard.ghost)
+        self._once.next(shard, data_ranks)
 
     def settle(self, step: Step) -> float:
         """Before the gate: what the ranks have seen, of all shards. Returns this rank's part of the loss.
 
-        Raises `Abandoned`, on every rank, when a gradient has outgrown its scale."""
+        Raises `Abandoned`, on every rank, when a gradient has outgrown its scale; `StepError` when one was not reduced."""
         losses = [-math.inf] * self._shards
         for index, loss in (step.shard_losses or {}).items():
             value = float(loss.item())
             losses[index] = value if math.isfinite(value) else math.inf
-        offered = torch.cat([self._largest.double().cpu(), torch.tensor(losses, dtype=torch.float64)])
+        mine = self._largest.double().cpu()
+        offered = torch.cat([mine, torch.tensor(losses, dtype=torch.float64)])
         if self._world.size > 1:
             on_device = offered.to(self._world.device)
             dist.all_reduce(on_device, dist.ReduceOp.MAX)
             offered = on_device.cpu()
         if self._world.broken or not self._world.generation:
             return 0.0  # the gate will not pass
+        self._once.check_complete(self._slots.values(), mine, self._local_gradients())
         largest, seen = offered[: len(self._slots)].float(), offered[len(self._slots) :]
         outgrown = largest.isfinite() & (largest > self._fit.limits)
         if outgrown.any():
@@ -175,22 +175,38 @@ class ExactReduction:
     def committed(self) -> None:
         """The step counts: its gradients decide the scales of the next."""
         self._scales.seen(self._measured)
-        self._raised = self._step = None
+        self._raised = None
+        self._once.end()
 
     # -- adding
     def _harvest(self, *, counts: bool) -> None:
         """Take over what backward has left in this rank, and clear it."""
+        any_new = False
+        for slot, gradient in self._local_gradients():
+            if self._once.is_new(slot, gradient):
+                any_new = True
+                if counts:
+                    self._add(slot, _flat(gradient, slot.parameter))
+        self._once.taken(any_new=any_new)
         for module in self._state.modules.values():
-            for parameter, gradient in fsdp_reduce.local_gradients(module) if counts else ():
-                self._add(self._slots[id(parameter)], gradient.reshape(-1))
             fsdp_reduce.clear_local_gradients(module)
         for wrapper in self._state.wrappers():
             for parameter in wrapper.module.parameters():
-                if counts and parameter.grad is not None:
-                    self._add(self._slots[id(parameter)], _flat(parameter.grad, parameter))
-                ddp.clear(wrapper, parameter)
+                if parameter.grad is not None and self._once.is_new(self._slots[id(parameter)], parameter.grad):
+                    ddp.clear(wrapper, parameter)
+        self._once.leave(self._local_gradients())
 
-    def _add(self, slot: _Slot, flat: torch.Tensor, into: torch.Tensor | None = None) -> None:
+    def _local_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """What is not reduced yet, or of another step."""
+        for module in self._state.modules.values():
+            for parameter, gradient in fsdp_reduce.local_gradients(module):
+                yield self._slots[id(parameter)], gradient
+        for wrapper in self._state.wrappers():
+            for parameter in wrapper.module.parameters():
+                if parameter.grad is not None:
+                    yield self._slots[id(parameter)], parameter.grad
+
+    def _add(self, slot: Slot, flat: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Round the gradient of one shard, and add it to the sum of its parameter; or write it ``into`` integers of its own."""
         if into is not None:
             largest = self._arithmetic.add(flat, self._fit.scale[slot.index], into, fresh=True)
@@ -205,38 +221,17 @@ class ExactReduction:
         elif largest > place.item():
             place.fill_(largest)
 
-    def _last_shard(self, what: Any, ranks: int) -> bool:
-        """Whether a gradient that is being reduced now, over so many ranks, counts: a ghost's does not. Raises `StepError` where it
-        could not be undone, and where the sum could leave the integers' range."""
-        if self._step is None or self._shard is None or self._world.unit_passed:
-            raise StepError(
-                'gradients were reduced where reduction="exact" cannot: before the first micro-batch, after optimizer.step(), or in a phase.',
-                remedy="iterate over run.loader(...) in the @run.step function, and call every backward() before the first optimizer.step().",
-            )
-        if what in self._reduced:
-            raise StepError(
-                'gradients of one micro-batch were reduced twice, which reduction="exact" cannot add up.',
-                remedy="call backward() once for each micro-batch, on the sum of the losses.",
-            )
-        if ranks > self._data_ranks:
-            raise StepError(
-                f'gradients are added over {ranks} ranks, but {self._data_ranks} share the global batch: reduction="exact" counts on one part for each micro-batch.',
-                remedy='reduce over the data axes of the mesh only, or use reduction="fast".',
-            )
-        self._reduced.add(what)
-        return not self._shard.ghost
-
     # -- DDP: all-reduce of buckets
     def _reduce_bucket(
         self, number: int, wrapper: DistributedDataParallel, bucket: Any
     ) -> torch.futures.Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
-        counts = self._last_shard((number, bucket.index()), wrapper.process_group.size())
+        slots = [self._slots[id(parameter)] for parameter in bucket.parameters()]
+        counts = self._once.reduces(slots, wrapper.process_group.size(), passed=self._world.unit_passed)
         if buffer.is_sparse:
             raise StepError(
                 'reduction="exact" cannot add sparse gradients.', remedy="use nn.Embedding(..., sparse=False)."
             )
-        slots = [self._slots[id(parameter)] for parameter in bucket.parameters()]
         wire = self._wire((number, bucket.index()), slots, buffer)
         start = 0
         for slot in slots:
@@ -258,7 +253,7 @@ class ExactReduction:
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(read)
         return reduced
 
-    def _wire(self, key: tuple[int, int], slots: Sequence[_Slot], buffer: torch.Tensor) -> torch.Tensor:
+    def _wire(self, key: tuple[int, int], slots: Sequence[Slot], buffer: torch.Tensor) -> torch.Tensor:
         """The integers of one bucket, in its order, and a mark for each parameter; made once in a generation."""
         wire = self._wires.get(key)
         if wire is None:
@@ -279,7 +274,9 @@ class ExactReduction:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The sums of this rank's shards, in floats of the same size, and a mark for each parameter."""
         slots = [self._slots[id(parameter)] for parameter in parameters]
-        counts = self._last_shard(("fsdp", slots[0].index), ranks)
+        counts = self._once.reduces(slots, ranks, passed=self._world.unit_passed)
+        if ranks == self._world.size:  # parts of equal size would meet unseen
+            self._world.order.add(f"reduces {[slot.index for slot in slots]}")
         found = []
         for slot, given in zip(slots, gradients, strict=True):
             gradient = given.contiguous()
@@ -311,11 +308,11 @@ class ExactReduction:
         self._read(slots, sizes, output.view(self._width.dtype), output)
 
     # -- both
-    def _mark_unusable(self, slots: Sequence[_Slot], marks: torch.Tensor) -> None:
+    def _mark_unusable(self, slots: Sequence[Slot], marks: torch.Tensor) -> None:
         found = torch.stack([self._largest[slot.index] for slot in slots])
         marks.copy_(found.isinf())
 
-    def _read(self, slots: Sequence[_Slot], sizes: Sequence[int], sums: torch.Tensor, out: torch.Tensor) -> None:
+    def _read(self, slots: Sequence[Slot], sizes: Sequence[int], sums: torch.Tensor, out: torch.Tensor) -> None:
         """Integers, and behind them the marks, to floats."""
         marks = sums[sum(sizes) :]
         if out.device.type == "cpu":
@@ -332,32 +329,11 @@ class ExactReduction:
             start += size
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if group.get("fused") and any(isinstance(p, DTensor) and p.device.type == "cpu" for p in group["params"]):
-            raise StepError(
-                f"{name!r} has fused=True, which on a CPU rounds the last elements of a shard unlike the others: "
-                "where shards end depends on the number of ranks.",
-                remedy="leave out fused=True.",
-            )
-
-
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the order in which DDP lays it into a bucket: that of the parameter's memory."""
-    if gradient.is_contiguous() and parameter.is_contiguous():
-        return gradient.view(-1)
-    laid = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-    return laid.as_strided((laid.numel(),), (1,))
-
-
-def _check(path: str, parameter: torch.Tensor, reduced: bool) -> None:
-    if not reduced:
-        raise StepError(
-            f'{path} is trained, but neither DDP nor FSDP2 reduces its gradient, so reduction="exact" cannot.',
-            remedy="wrap the module in DistributedDataParallel or fully_shard, on one rank too; or freeze the parameter.",
-        )
-    if not parameter.dtype.is_floating_point:
-        raise StepError(
-            f'{path} is {parameter.dtype}: reduction="exact" adds floating-point gradients only.',
-            remedy='use reduction="fast".',
-        )
+    """In the order in which it is laid out for the collective: FSDP's rows; in a bucket of DDP that of the parameter's memory, if that is dense."""
+    if isinstance(parameter, DTensor) or (gradient.is_contiguous() and parameter.is_contiguous()):
+        return gradient.reshape(-1)
+    laid = torch.empty_like(parameter, dtype=gradient.dtype)
+    if laid.stride() != parameter.stride():
+        return gradient.reshape(-1)
+    return laid.copy_(gradient).as_strided((laid.numel(),), (1,))

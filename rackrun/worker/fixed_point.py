@@ -8,13 +8,18 @@ chunks, by a compiled kernel, on another device.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rackrun.worker import fixed_point_kernel
+from rackrun.worker.reports import say
+
+if TYPE_CHECKING:
+    from rackrun.worker.fixed_point_triton import TritonKernel
 
 __all__ = ["FixedPoint", "fixed_point"]
 
@@ -33,7 +38,7 @@ class FixedPoint(Protocol):
 
 
 def fixed_point(device: torch.device) -> FixedPoint:
-    return _InChunks() if device.type == "cpu" else _Whole()
+    return _InChunks() if device.type == "cpu" else _Whole(_kernel_for(device))
 
 
 class _InChunks:
@@ -81,9 +86,14 @@ class _InChunks:
 
 
 class _Whole:
-    """On an accelerator: a few kernels over the whole, none of which waits for the host."""
+    """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
+
+    def __init__(self, kernel: TritonKernel | None = None) -> None:
+        self._kernel = kernel
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        if self._kernel is not None and values.dtype != torch.float64:
+            return self._kernel.add(values, scale, into, fresh=fresh)
         wide = values.to(_wide(values.dtype))
         scaled = wide.mul(scale).round_()
         if fresh:
@@ -94,7 +104,26 @@ class _Whole:
         return torch.where(largest.isfinite(), largest, math.inf)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
+        if self._kernel is not None and out.dtype != torch.float64:
+            self._kernel.read(sums, inverse, out)
+            return
         out.copy_(sums.to(_wide(out.dtype)).mul_(inverse))
+
+
+def _kernel_for(device: torch.device) -> TritonKernel | None:
+    """None where there is no Triton for ``device``, or it does not compute the same bits: torch's own operations do."""
+    if device.type != "cuda" or os.environ.get("RACKRUN_KERNELS") == "0":
+        return None
+    try:
+        from rackrun.worker import fixed_point_triton
+
+        return fixed_point_triton.load(device, _Whole())
+    except Exception as error:  # noqa: BLE001 - whatever a compiler and a driver think of
+        if not isinstance(error, ImportError):
+            say(
+                f"the exact reduction's kernel cannot be used here, torch's own operations are: {type(error).__name__}: {error}"
+            )
+        return None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

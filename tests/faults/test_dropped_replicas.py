@@ -31,6 +31,7 @@ racks:
     nvlink: {{domain: 5f4e0c3a-7d1b-4c6e-9a55-0d2f6b8e1c47, clique: 32766}}
 """
 STEPS = 6 * APART
+FILLER = "sh -c 'trap : TERM; while :; do sleep 0.1; done'"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def train(story: Callable[..., Trained], tmp_path: Path) -> Train:
     def run(mode: str, mesh: str, ranks: int, change: Callable[[Story], None]) -> Trained:
         rack = tmp_path / "rack.yaml"
         rack.write_text(RACK.format(trays=ranks // 2))
-        return story(mode, ranks, STEPS, "exact", change, ["--rack", rack, "--mesh", mesh])
+        return story(mode, ranks, STEPS, "exact", change, ["--rack", rack, "--mesh", mesh, "--filler", FILLER])
 
     return run
 
@@ -132,6 +133,8 @@ def test_a_lost_rank_takes_exactly_its_replica_with_it_and_the_rest_of_it_is_the
     assert f"rank 0 lost on {then_lost} (SIGKILL) -> {healthy}" in swap.line
     assert f"join at a step boundary -> {shape.ranks} ranks go on" in grow.line
     assert report.ledger.ok, report.ledger
+    (beside,) = [one for one in report.fillers if one.slot == healthy]
+    assert beside.had_to_go, "as beside any spare, one ran beside it until it was needed"
 
     reference = train(shape.mode, shape.alone, 2, lambda story: None)
     assert trained.gates == reference.gates, trained

@@ -75,7 +75,10 @@ def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> 
         size = 1 if group is None else group.size()
         parameters = [param.sharded_param for param in given["fsdp_params"]]
         ranks = size if replicas is None else size * replicas.size()
-        carried, more = encode(parameters, given["unsharded_grads"], ranks)
+        # What it has not reduced at once is of this type already: of each micro-batch, or of none.
+        gradients = [gradient.to(given["reduce_dtype"] or gradient.dtype) for gradient in given["unsharded_grads"]]
+        carried, more = encode(parameters, gradients, ranks)
+        del gradients
         if size > 1:
             sizes = [
                 _shard_numel(gradient, param.fsdp_placement.dim, size)
@@ -143,7 +146,7 @@ def _shard_numel(gradient: torch.Tensor, dim: int, size: int) -> int:
     if dim:
         return gradient.numel() // size
     rows = gradient.shape[0]
-    return -(-rows // size) * (gradient.numel() // rows)
+    return -(-rows // size) * (gradient.numel() // max(rows, 1))
 
 
 def _refuse(given: dict[str, Any]) -> None:

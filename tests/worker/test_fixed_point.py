@@ -1,0 +1,100 @@
+"""Gradients as fixed-point integers: whoever computes them gets the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rackrun.worker.fixed_point import FixedPoint, fixed_point
+
+
+def plain() -> FixedPoint:
+    arithmetic = fixed_point(torch.device("cpu"))
+    arithmetic._kernel = None  # type: ignore[attr-defined]
+    return arithmetic
+
+
+def of_a_gpu() -> FixedPoint:
+    """What torch's operations do there, where there is no kernel: they do it anywhere."""
+    arithmetic = fixed_point(torch.device("cuda", 0))
+    arithmetic._kernel = None  # type: ignore[attr-defined]
+    return arithmetic
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 2**16 + 7])
+def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 3
+    values[: size // 2] *= 2.0**-20
+    found = []
+    for arithmetic in (plain(), fixed_point(torch.device("cpu")), of_a_gpu()):
+        sums, back = torch.full((size,), 99, dtype=torch.int32), torch.empty(size)
+        largest = [float(arithmetic.add(values, 2.0**22, sums, fresh=fresh)) for fresh in (True, False)]
+        arithmetic.read(sums, 2.0**-22, back)
+        in_place = values.clone()
+        arithmetic.add(in_place, 2.0**22, in_place.view(torch.int32), fresh=True)
+        found.append((largest, sums.tolist(), back.tolist(), in_place.view(torch.int32).tolist()))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == [float(values.abs().max()) if size else 0.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_gradients_of_any_precision_keep_their_bits_down_to_the_scale(
+    dtype: torch.dtype, integers: torch.dtype
+) -> None:
+    values = (torch.arange(-300, 300) * 2.0**-6).to(dtype)
+    sums, back = torch.empty(600, dtype=integers), torch.empty(600, dtype=dtype)
+    arithmetic = fixed_point(torch.device("cpu"))
+    assert arithmetic.add(values, 2.0**16, sums, fresh=True) == float(values.abs().max())
+    arithmetic.read(sums, 2.0**-16, back)
+    assert torch.equal(back, values)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_value_that_is_not_finite_is_seen(bad: float) -> None:
+    values = torch.ones(200)
+    values[77] = bad
+    for arithmetic in (plain(), fixed_point(torch.device("cpu")), of_a_gpu()):
+        assert arithmetic.add(values, 1.0, torch.empty(200, dtype=torch.int32), fresh=True) == math.inf
+
+
+INTERPRETED = """
+import math, torch
+from rackrun.worker import fixed_point_triton
+from rackrun.worker.fixed_point import fixed_point
+
+reference = fixed_point(torch.device("cpu"))
+kernel = fixed_point_triton.load(torch.device("cpu"), fixed_point(torch.device("cuda", 0)))
+assert kernel is not None
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for integers in (torch.int32, torch.int64):
+        for size in (0, 1, 4095, 4096, 9000):
+            values = (torch.randn(size, generator=torch.Generator().manual_seed(size)) * 3).to(dtype)
+            values[: size // 2] *= 2.0**-9
+            found = []
+            for arithmetic in (reference, kernel):
+                sums, back = torch.full((size,), 99, dtype=integers), torch.empty(size, dtype=dtype)
+                largest = [float(arithmetic.add(values, 2.0**20, sums, fresh=fresh)) for fresh in (True, False)]
+                arithmetic.read(sums, 2.0**-20, back)
+                found.append((largest, sums.tolist(), back.tolist()))
+            assert found[0] == found[1], (dtype, integers, size)
+values = torch.randn(5000)
+apart, in_place = torch.empty(5000, dtype=torch.int32), values.clone()
+kernel.add(values, 2.0**20, apart, fresh=True)
+kernel.add(in_place, 2.0**20, in_place.view(torch.int32), fresh=True)
+assert torch.equal(in_place.view(torch.int32), apart)
+values[77] = math.nan
+assert float(kernel.add(values, 1.0, apart, fresh=True)) == math.inf
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_for_a_gpu_computes_the_same_bits_in_tritons_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], check=True, env=environment, timeout=300)
