@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError, UsageError
@@ -182,24 +181,29 @@ class ExactReduction:
     def _harvest(self, *, counts: bool) -> None:
         """Take over what backward has left in this rank, and clear it."""
         any_new = False
-        for slot, gradient in self._local_gradients():
-            if self._once.is_new(slot, gradient):
-                any_new = True
-                if counts:
-                    self._add(slot, _flat(gradient, slot.parameter))
-        self._once.taken(any_new=any_new)
         for module in self._state.modules.values():
+            for parameter, gradient, part in fsdp_reduce.local_gradients(module):
+                slot = self._slots[id(parameter)]
+                if self._once.is_new(slot, gradient):
+                    any_new = True
+                    if counts:
+                        self._add(slot, part().reshape(-1))
             fsdp_reduce.clear_local_gradients(module)
         for wrapper in self._state.wrappers():
             for parameter in wrapper.module.parameters():
-                if parameter.grad is not None and self._once.is_new(self._slots[id(parameter)], parameter.grad):
+                slot = self._slots[id(parameter)]
+                if parameter.grad is not None and self._once.is_new(slot, parameter.grad):
+                    any_new = True
+                    if counts:
+                        self._add(slot, _flat(parameter.grad, parameter))
                     ddp.clear(wrapper, parameter)
+        self._once.taken(any_new=any_new)
         self._once.leave(self._local_gradients())
 
     def _local_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """What is not reduced yet, or of another step."""
         for module in self._state.modules.values():
-            for parameter, gradient in fsdp_reduce.local_gradients(module):
+            for parameter, gradient, _ in fsdp_reduce.local_gradients(module):
                 yield self._slots[id(parameter)], gradient
         for wrapper in self._state.wrappers():
             for parameter in wrapper.module.parameters():
@@ -330,9 +334,9 @@ class ExactReduction:
 
 
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the order in which it is laid out for the collective: FSDP's rows; in a bucket of DDP that of the parameter's memory, if that is dense."""
-    if isinstance(parameter, DTensor) or (gradient.is_contiguous() and parameter.is_contiguous()):
-        return gradient.reshape(-1)
+    """In the order in which DDP lays it into a bucket: that of the parameter's memory, if that has no gaps."""
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return gradient.view(-1)
     laid = torch.empty_like(parameter, dtype=gradient.dtype)
     if laid.stride() != parameter.stride():
         return gradient.reshape(-1)

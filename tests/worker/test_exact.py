@@ -15,6 +15,7 @@ from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import UsageError
@@ -157,6 +158,28 @@ def test_the_bits_are_those_of_one_process(main: Script, ranks: tuple[int, ...],
 def test_replicas_of_shards_are_added_exactly_too(train: Train) -> None:
     alone = computed(run_on(train, sharded, 1))
     assert computed(run_on(train, sharded_and_replicated, 4, mesh={"replicate": 2, "shard": 2})) == alone
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 10)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(batch)))
+        return out
+
+
+@pytest.mark.stories
+def test_tensor_parallel_ranks_share_their_micro_batches(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = Mlp()
+        parallelize_module(model, run.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=run.mesh["dp"])
+        loop(run, model, adam(model, foreach=False), lambda _, batch: loss_of(model, batch))
+
+    alone, several = (run_on(train, main, 2 * replicas, mesh={"dp": replicas, "tp": 2}) for replicas in (1, 3))
+    assert computed(several) == computed(alone)
 
 
 @pytest.mark.parametrize("main", [replicated, pytest.param(sharded, marks=STORY), pytest.param(jumping, marks=STORY)])

@@ -5,6 +5,7 @@ What FSDP copies about is not looked at on the way, so it may be integers in flo
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,13 +43,15 @@ def parameters_of(module: nn.Module) -> set[int]:
     return {id(getattr(owner, name)) for owner, name in owners}
 
 
-def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """What backward passes without synchronisation have left: whole parameters' gradients, of this rank alone."""
+def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor, Callable[[], torch.Tensor]]]:
+    """What backward passes without synchronisation have left: whole parameters' gradients, of this rank alone. And what gives the part
+    that a tensor-parallel rank has of it, for which collectives may run."""
     for param in fsdp.params(module):
-        if param.unsharded_accumulated_grad is not None:
-            yield param.sharded_param, param.unsharded_accumulated_grad_data
-        elif _local_gradient(param) is not None:
-            yield param.sharded_param, param.unsharded_grad_data
+        held, part = param.unsharded_accumulated_grad, "unsharded_accumulated_grad_data"
+        if held is None:
+            held, part = _local_gradient(param), "unsharded_grad_data"
+        if held is not None:
+            yield param.sharded_param, held, functools.partial(getattr, param, part)
 
 
 def clear_local_gradients(module: nn.Module) -> None:
