@@ -46,6 +46,7 @@ check: $(READY)
 bench: $(READY)
 	@$(PY) benchmarks/recovery.py $(ARGS)
 	@$(PY) benchmarks/exact.py $(ARGS)
+	@$(PY) benchmarks/exact_quality.py $(ARGS)
 	@$(PY) benchmarks/rack.py
 	@$(PY) benchmarks/resizing.py $(ARGS)
 	@$(PY) benchmarks/filler.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from common import SEED, Marks, Noise, ResidualMLP, arguments, loss_of
@@ -15,6 +16,8 @@ import rackrun
 BATCH = 4  # of each rank
 RANKS = int(os.environ.get("BENCH_RANKS", "4"))
 REDUCTION = os.environ.get("BENCH_REDUCTION", "fast")
+PAUSE_S = float(os.environ.get("BENCH_PAUSE_S", "0"))
+"""After each step: processors are idle then, as beside GPUs."""
 SNAPSHOT_EVERY = os.environ.get("BENCH_SNAPSHOT_EVERY")
 BLOCKS = [int(steps) or None for steps in os.environ.get("BENCH_SNAPSHOT_BLOCKS", "").split()]
 """Steps from one snapshot to the next in blocks of BENCH_BLOCK_STEPS, in turn; 0 is the automatic interval."""
@@ -58,6 +61,8 @@ def main(run: rackrun.Run) -> None:
         if BLOCKS:
             run._units._snapshots._every = BLOCKS[int(step) // BLOCK_STEPS % len(BLOCKS)]
         train_step(step)
+        if PAUSE_S:
+            time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ class ExactReduction:
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
         self._fit = fit(self._scales.largest, width.headroom, self._bits)
+        self._inverse = torch.zeros(0)
+        """As in ``_fit``; on an accelerator alone."""
+        self._places: dict[tuple[int, ...], torch.Tensor] = {}
         self._measured = torch.zeros(0)
         self._largest = torch.zeros(0)
         """Over the shards of this rank, in this attempt."""
@@ -124,6 +127,8 @@ class ExactReduction:
                 slot.sums = None
         expected = self._raised[1] if self._raised is not None else self._scales.largest
         self._fit = fit(expected, self._width.headroom, self._bits)
+        if not self._arithmetic.on_host:
+            self._inverse = torch.tensor(self._fit.inverse, device=self._world.device)
         self._largest.zero_()
         for slot in self._slots.values():
             slot.fresh, slot.reduced = True, False
@@ -319,18 +324,25 @@ class ExactReduction:
     def _read(self, slots: Sequence[Slot], sizes: Sequence[int], sums: torch.Tensor, out: torch.Tensor) -> None:
         """Integers, and behind them the marks, to floats."""
         marks = sums[sum(sizes) :]
-        if out.device.type == "cpu":
+        if self._arithmetic.on_host:
             unusable = marks[: len(slots)].tolist()
             inverse = [
                 math.nan if bad else self._fit.inverse[slot.index] for slot, bad in zip(slots, unusable, strict=True)
             ]
         else:
-            scales = torch.tensor([self._fit.inverse[slot.index] for slot in slots], device=out.device)
-            inverse = torch.where(marks[: len(slots)] > 0, math.nan, scales).unbind()  # type: ignore[assignment]
+            known = self._inverse[self._places_of(slots)]
+            inverse = torch.where(marks[: len(slots)] > 0, math.nan, known).unbind()  # type: ignore[assignment]
         start = 0
         for factor, size in zip(inverse, sizes, strict=True):
             self._arithmetic.read(sums[start : start + size], factor, out[start : start + size])
             start += size
+
+    def _places_of(self, slots: Sequence[Slot]) -> torch.Tensor:
+        """Their indices, on the device, where they are brought once: the host would wait for that."""
+        key = tuple(slot.index for slot in slots)
+        if key not in self._places:
+            self._places[key] = torch.tensor(key, device=self._world.device)
+        return self._places[key]
 
 
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,12 @@ _CHUNK = 2**16
 
 
 class FixedPoint(Protocol):
+    on_host: bool
+    """What it is told and tells are numbers of the host; else tensors of the device, for which nobody waits."""
+
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
-        """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten. Both flat, of one length.
+        """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten, and may be the same memory. Both
+        flat, of one length.
 
         Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing."""
 
@@ -43,6 +47,8 @@ def fixed_point(device: torch.device) -> FixedPoint:
 
 class _InChunks:
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
+
+    on_host = True
 
     def __init__(self) -> None:
         self._local = threading.local()  # gloo's threads read sums while the main thread adds the next
@@ -88,6 +94,8 @@ class _InChunks:
 class _Whole:
     """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
 
+    on_host = False
+
     def __init__(self, kernel: TritonKernel | None = None) -> None:
         self._kernel = kernel
 
@@ -95,12 +103,12 @@ class _Whole:
         if self._kernel is not None and values.dtype != torch.float64:
             return self._kernel.add(values, scale, into, fresh=fresh)
         wide = values.to(_wide(values.dtype))
+        largest = torch.linalg.vector_norm(wide, float("inf")) if wide.numel() else wide.new_zeros(())
         scaled = wide.mul(scale).round_()
         if fresh:
-            into.copy_(scaled)
+            into.copy_(scaled)  # which may be the memory of ``values``
         else:
             into.add_(scaled.to(into.dtype))
-        largest = torch.linalg.vector_norm(wide, float("inf")) if wide.numel() else wide.new_zeros(())
         return torch.where(largest.isfinite(), largest, math.inf)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import UsageError
 from rackrun.worker import fixed_point_kernel
+from rackrun.worker.fixed_point import fixed_point
 from rackrun.worker.run import Run
 from rackrun.worker.scales import Scales, width_of
 from rackrun.worker.step import Step
@@ -158,6 +159,19 @@ def test_the_bits_are_those_of_one_process(main: Script, ranks: tuple[int, ...],
 def test_replicas_of_shards_are_added_exactly_too(train: Train) -> None:
     alone = computed(run_on(train, sharded, 1))
     assert computed(run_on(train, sharded_and_replicated, 4, mesh={"replicate": 2, "shard": 2})) == alone
+
+
+@pytest.mark.parametrize("main", [replicated, sharded])
+def test_the_arithmetic_of_an_accelerator_trains_the_same_bits(
+    main: Script, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's operations, which do the same on a CPU."""
+    alone = computed(run_on(train, main, 1))
+    monkeypatch.setenv("RACKRUN_KERNELS", "0")
+    elsewhere = fixed_point(torch.device("cuda", 0))
+    assert not elsewhere.on_host
+    monkeypatch.setattr("rackrun.worker.exact.fixed_point", lambda _: elsewhere)
+    assert computed(run_on(train, main, 3)) == alone
 
 
 class Mlp(nn.Module):

@@ -37,10 +37,10 @@ def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
         largest = [float(arithmetic.add(values, 2.0**22, sums, fresh=fresh)) for fresh in (True, False)]
         arithmetic.read(sums, 2.0**-22, back)
         in_place = values.clone()
-        arithmetic.add(in_place, 2.0**22, in_place.view(torch.int32), fresh=True)
+        largest.append(float(arithmetic.add(in_place, 2.0**22, in_place.view(torch.int32), fresh=True)))
         found.append((largest, sums.tolist(), back.tolist(), in_place.view(torch.int32).tolist()))
     assert found[0] == found[1] == found[2]
-    assert found[0][0] == [float(values.abs().max()) if size else 0.0] * 2
+    assert found[0][0] == [float(values.abs().max()) if size else 0.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
