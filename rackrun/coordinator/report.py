@@ -17,8 +17,9 @@ from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.coordinator.sharing import mesh_of, sharing
+from rackrun.coordinator.sharing import mesh_of
 from rackrun.core.commands import Plan
+from rackrun.core.dealing import sharing
 from rackrun.core.ids import Position
 
 __all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_report"]

@@ -45,6 +45,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         steps: int = STEPS,
         options: Sequence[object] = (),
         patience_s: float = 0.0,
+        reduction: str = "fast",
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
@@ -74,6 +75,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             "RACKRUN_TEST_FAULTS": faults_to_json(list(faults)),
             "RACKRUN_TEST_MARKS": str(folder / "marks"),
             "RACKRUN_TEST_JOURNAL": str(tmp_path / f"run-{runs - 1}" / "journal.sqlite"),
+            "RACKRUN_TEST_REDUCTION": reduction,
         }
         if patience_s:
             env["RACKRUN_TEST_PATIENCE"] = str(patience_s)

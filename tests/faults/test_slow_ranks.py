@@ -24,6 +24,12 @@ SLOW = 1
 NOT_SLOW = [rank for rank in range(RANKS) if rank != SLOW]
 
 
+SHIFTED = [3, 1, 2, 2]
+"""Of eight micro-batches."""
+DEALS = "SELECT body FROM events WHERE name = 'DealShards' ORDER BY id"
+PLANS = "SELECT body FROM generations WHERE stage = 'resume' ORDER BY id"
+
+
 def slow_from(step: int, rank: int = SLOW, delay_ms: float = 150.0) -> Fault:
     """In each of its two micro-batches: many times what a loaded host adds to a step of these."""
     return Fault(name=f"slow {rank}", place="forward", rank=rank, step=step, then="slow", delay_ms=delay_ms)
@@ -50,6 +56,28 @@ def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_agai
     own = {rank: own_s(trained, rank, 8, last) for rank in range(RANKS)}
     assert own[SLOW] >= 0.3, own
     assert own[SLOW] > max(own[rank] for rank in NOT_SLOW), own
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("lost", [None, "beside it", "itself"])
+def test_a_slow_rank_gets_fewer_micro_batches_and_it_is_the_same_training(lost: str | None, train: Train) -> None:
+    """Also if a rank is lost as soon as that is told, wherever the others stand then."""
+    dies = {"beside it": SLOW + 1, "itself": SLOW}.get(lost or "")
+    kill = Fault(name="kill", place="before the gate", rank=dies, after="command DealShards")
+    faults = [slow_from(8), *([kill] if lost else [])]
+    options = ["--slow-ranks", "shift", "--slow-after", 1]
+    how = {"steps": 2 * STEPS, "patience_s": PATIENCE_S, "reduction": "exact"}
+    trained = train("ddp", faults, options=options, **how)
+    trained.assert_same_training(train("ddp", **how), faults)
+    found = json.loads(rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged' ORDER BY id")[0])
+    assert [one["rank"] for one in found["slow"]] == [SLOW], trained
+    deals = [json.loads(body)["shares"] for body in rows(trained, DEALS)]
+    assert deals[0] == SHIFTED, trained
+    plans = [json.loads(body)["plan"]["shares"] for body in rows(trained, PLANS)]
+    assert plans == {None: [[]], "beside it": [[], SHIFTED], "itself": [[], []]}[lost], trained
+    last = trained.samples[2 * STEPS - 1]
+    if lost != "itself":  # whoever takes its place is not slow
+        assert (deals, [len(last[rank]) for rank in range(RANKS)]) == ([SHIFTED], [2 * share for share in SHIFTED])
 
 
 @pytest.mark.stories
