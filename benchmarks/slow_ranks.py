@@ -22,11 +22,11 @@ import signal
 import sqlite3
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jobs import Job, Mark, machine, median_range, rackrun_command, save, step_seconds
-from quota import Quota
+from quota import Quota, QuotaUnavailable
 
 RANKS, MICRO_BATCHES, BATCH = 4, 8, 32
 HEALTHY, SLOW = 0.4, 0.3
@@ -55,9 +55,20 @@ def told(run: Job, name: str) -> list[tuple[float, dict[str, Any]]]:
     return [(wall - since, json.loads(body)) for wall, body in found]
 
 
-def wait_told(run: Job, name: str, count: int) -> tuple[float, dict[str, Any]]:
-    run.wait_for(lambda _: len(told(run, name)) >= count, WAIT_S, poll_s=0.2)
-    return told(run, name)[count - 1]
+def wait_told(
+    run: Job, name: str, since: float, wanted: Callable[[dict[str, Any]], Any]
+) -> tuple[float, dict[str, Any]]:
+    """The first since then of which ``wanted`` is true."""
+
+    def found(_: object) -> list[tuple[float, dict[str, Any]]]:
+        return [(at, body) for at, body in told(run, name) if at >= since and wanted(body)]
+
+    first: tuple[float, dict[str, Any]] = run.wait_for(found, WAIT_S, poll_s=0.2)[0]
+    return first
+
+
+def has_told(body: dict[str, Any], rank: int) -> bool:
+    return rank in [one["rank"] for one in body["slow"]]
 
 
 def last_step(marks: Sequence[Mark]) -> int:
@@ -71,42 +82,43 @@ def wait_steps(run: Job, more: int) -> tuple[int, int]:
     return first, first + more
 
 
-def one_round(seed: int) -> dict[str, Any]:
-    victim = random.Random(seed).randrange(RANKS)
+def one_round(seed: int, share: float) -> dict[str, Any]:
+    """``share`` of a core for each healthy rank; micro-batches are as large as that is worth."""
+    victim, batch = random.Random(seed).randrange(RANKS), max(round(BATCH * share / HEALTHY), 1)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(
-            job(1_000_000, "--slow-ranks", "shift", width=512, layers=8, micro_batches=MICRO_BATCHES, batch=BATCH)
+            job(1_000_000, "--slow-ranks", "shift", width=512, layers=8, micro_batches=MICRO_BATCHES, batch=batch)
         )
         run.wait_for(lambda marks: last_step(marks) >= 3, WAIT_S)
         pids = {mark.rank: mark.pid for mark in run.marks()}
-        quotas = {rank: Quota(pid, HEALTHY) for rank, pid in pids.items()}
+        quotas = {rank: Quota(pid, share) for rank, pid in pids.items()}
         for quota in quotas.values():
             stack.callback(quota.close)
         stack.callback(run.kill)
         wait_steps(run, 3)
         healthy = wait_steps(run, 2 * STEADY)
 
-        quotas[victim].set(SLOW * HEALTHY)
+        quotas[victim].set(SLOW * share)
         began = time.monotonic()
-        found_at, found = wait_told(run, "SlowRanksChanged", 1)
-        dealt_at, deal = wait_told(run, "DealShards", 1)
+        found_at, found = wait_told(run, "SlowRanksChanged", began, lambda body: has_told(body, victim))
+        dealt_at, deal = wait_told(run, "DealShards", found_at - 0.1, lambda body: body["shares"])
         during = [mark.step for mark in run.marks() if mark.rank == 0 and began < mark.t <= found_at]
         slow = (during[0], during[-1])
         wait_steps(run, 3)
         shifted = wait_steps(run, STEADY)
-        deals = len(told(run, "DealShards"))
+        deals = [body["shares"] for at, body in told(run, "DealShards") if at > began]
 
-        quotas[victim].set(HEALTHY)
+        quotas[victim].set(share)
         lifted = time.monotonic()
-        even_at, even = wait_told(run, "DealShards", deals + 1)
+        even_at, _ = wait_told(run, "DealShards", lifted, lambda body: not body["shares"])
         after = [mark.step for mark in run.marks() if mark.rank == 0 and lifted < mark.t <= even_at]
         wait_steps(run, 3)
         again = wait_steps(run, STEADY)
-        marks = list(run.marks())
+        marks, verdicts = list(run.marks()), told(run, "SlowRanksChanged")
         alive = {mark.pid for mark in marks} == set(pids.values())
 
     def rate(span: tuple[int, int]) -> float:
-        return RANKS * MICRO_BATCHES * BATCH / statistics.median(step_seconds(marks, *span))
+        return RANKS * MICRO_BATCHES * batch / statistics.median(step_seconds(marks, *span))
 
     rates = {"healthy": rate(healthy), "slow": rate(slow), "shifted": rate(shifted), "even_again": rate(again)}
     result = {
@@ -116,11 +128,11 @@ def one_round(seed: int) -> dict[str, Any]:
         "steps_to_find": len(during),
         "seconds_to_find": round(found_at - began, 1),
         "shares": deal["shares"],
+        "other_verdicts": sum(any(one["rank"] != victim for one in body["slow"]) for _, body in verdicts),
         "told_to_all_after_s": round(dealt_at - found_at, 3),
         "samples_per_s": {name: round(value, 1) for name, value in rates.items()},
         "recovered": round((rates["shifted"] - rates["slow"]) / (rates["healthy"] - rates["slow"]), 3),
         "steps_to_even": len(after),
-        "even": even["shares"],
         "deals_while_slow": deals,
         "same_processes": alive,
     }
@@ -179,18 +191,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round, or 1,000 steps; nothing is written")
     parser.add_argument("--healthy", action="store_true", help="only the steps in which nobody is slow")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--share", type=float, default=HEALTHY, help="of a core, for a healthy rank (default: %(default)s)"
+    )
     args = parser.parse_args()
     here = machine()
-    if args.healthy or args.quick:
-        rounds = [] if args.healthy else [one_round(0)]
-        calm = healthy_steps(1_000 if args.quick else TINY_STEPS) if args.healthy else {}
-    else:
-        rounds = [one_round(seed) for seed in range(args.rounds)]
-        calm = healthy_steps(TINY_STEPS)
+    rounds = []
+    try:
+        for seed in range(0 if args.healthy else 1 if args.quick else args.rounds):
+            rounds.append(one_round(seed, args.share))
+    except QuotaUnavailable as error:
+        print(f"slow ranks are not measured: {error}")
+        return
+    calm = healthy_steps(1_000 if args.quick else TINY_STEPS) if args.healthy or not args.quick else {}
     for name in ("steps_to_find", "recovered") if rounds else ():
         print(f"{name}: {median_range([one[name] for one in rounds])}")
     if not args.quick and not args.healthy:
-        quota = {"healthy": HEALTHY, "slow": round(SLOW * HEALTHY, 3)}
+        quota = {"healthy": args.share, "slow": round(SLOW * args.share, 3)}
         found = {"machine": here, "ranks": RANKS, "micro_batches": RANKS * MICRO_BATCHES, "cores_by_quota": quota}
         print(save("slow_ranks", {**found, "rounds": rounds, "healthy": calm}))
 

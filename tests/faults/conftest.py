@@ -96,10 +96,10 @@ def references() -> dict[str, Trained]:
 def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], Trained]:
     """``reference(mode)``: the training without a fault, run once. ``reference(mode, steps)``: of so many."""
 
-    def of(mode: str, steps: int = STEPS) -> Trained:
-        key = f"{mode} {steps}"
+    def of(mode: str, steps: int = STEPS, reduction: str = "fast") -> Trained:
+        key = f"{mode} {steps} {reduction}"
         if key not in references:
-            trained = train(mode, steps=steps)
+            trained = train(mode, steps=steps, reduction=reduction)
             assert trained.ran.exit_code == 0, trained
             assert not trained.recoveries, trained
             assert sorted(trained.held) == [*(f"{rank}.json" for rank in range(RANKS)), "export.json"], trained

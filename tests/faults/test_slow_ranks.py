@@ -17,7 +17,7 @@ from tests.faults.trained import RANKS, Trained
 pytestmark = pytest.mark.slow
 
 Train, Reference = Callable[..., Trained], Callable[..., Trained]
-STEPS = 36
+STEPS, LONGER = 36, 48
 PATIENCE_S = 30.0
 """A step may take as long as a loaded host makes it: these stories are not about hangs."""
 SLOW = 1
@@ -60,22 +60,23 @@ def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_agai
 
 @pytest.mark.stories
 @pytest.mark.parametrize("lost", [None, "beside it", "itself"])
-def test_a_slow_rank_gets_fewer_micro_batches_and_it_is_the_same_training(lost: str | None, train: Train) -> None:
+def test_a_slow_rank_gets_fewer_micro_batches_and_it_is_the_same_training(
+    lost: str | None, train: Train, reference: Reference
+) -> None:
     """Also if a rank is lost as soon as that is told, wherever the others stand then."""
     dies = {"beside it": SLOW + 1, "itself": SLOW}.get(lost or "")
     kill = Fault(name="kill", place="before the gate", rank=dies, after="command DealShards")
     faults = [slow_from(8), *([kill] if lost else [])]
     options = ["--slow-ranks", "shift", "--slow-after", 1]
-    how = {"steps": 2 * STEPS, "patience_s": PATIENCE_S, "reduction": "exact"}
-    trained = train("ddp", faults, options=options, **how)
-    trained.assert_same_training(train("ddp", **how), faults)
+    trained = train("ddp", faults, steps=LONGER, options=options, patience_s=PATIENCE_S, reduction="exact")
+    trained.assert_same_training(reference("ddp", LONGER, "exact"), faults)
     found = json.loads(rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged' ORDER BY id")[0])
     assert [one["rank"] for one in found["slow"]] == [SLOW], trained
     deals = [json.loads(body)["shares"] for body in rows(trained, DEALS)]
     assert deals[0] == SHIFTED, trained
     plans = [json.loads(body)["plan"]["shares"] for body in rows(trained, PLANS)]
     assert plans == {None: [[]], "beside it": [[], SHIFTED], "itself": [[], []]}[lost], trained
-    last = trained.samples[2 * STEPS - 1]
+    last = trained.samples[LONGER - 1]
     if lost != "itself":  # whoever takes its place is not slow
         assert (deals, [len(last[rank]) for rank in range(RANKS)]) == ([SHIFTED], [2 * share for share in SHIFTED])
 
