@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from pathlib import Path
 
@@ -33,9 +34,13 @@ class Quota:
             self._write("cpu.max", f"{quota} {PERIOD_US}")
 
     def close(self) -> None:
-        """When its process has ended."""
-        with contextlib.suppress(OSError):
-            self._path.rmdir()
+        """When its process is ending: the group goes once the kernel has torn that down."""
+        deadline = time.monotonic() + 10.0
+        while self._path.exists() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self._path.rmdir()
+                return
+            time.sleep(0.02)
 
     def _write(self, name: str, text: str) -> None:
         (self._path / name).write_text(text)

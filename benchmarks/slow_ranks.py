@@ -196,10 +196,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     here = machine()
-    rounds = []
+    count = 0 if args.healthy else 1 if args.quick else args.rounds
     try:
-        for seed in range(0 if args.healthy else 1 if args.quick else args.rounds):
-            rounds.append(one_round(seed, args.share))
+        rounds = [one_round(seed, args.share) for seed in range(count)]
     except QuotaUnavailable as error:
         print(f"slow ranks are not measured: {error}")
         return
