@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,8 +24,6 @@ SLOW = 1
 NOT_SLOW = [rank for rank in range(RANKS) if rank != SLOW]
 
 
-SHIFTED = [3, 1, 2, 2]
-"""Of eight micro-batches."""
 DEALS = "SELECT body FROM events WHERE name = 'DealShards' ORDER BY id"
 PLANS = "SELECT body FROM generations WHERE stage = 'resume' ORDER BY id"
 
@@ -73,12 +71,12 @@ def test_a_slow_rank_gets_fewer_micro_batches_and_it_is_the_same_training(
     found = json.loads(rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged' ORDER BY id")[0])
     assert [one["rank"] for one in found["slow"]] == [SLOW], trained
     deals = [json.loads(body)["shares"] for body in rows(trained, DEALS)]
-    assert deals[0] == SHIFTED, trained
+    assert all(gets_least(shares) for shares in deals), trained
     plans = [json.loads(body)["plan"]["shares"] for body in rows(trained, PLANS)]
-    assert plans == {None: [[]], "beside it": [[], SHIFTED], "itself": [[], []]}[lost], trained
-    last = trained.samples[LONGER - 1]
+    assert len(plans) == (2 if lost else 1), trained
+    assert gets_least(plans[-1]) is (lost == "beside it"), trained
     if lost != "itself":  # whoever takes its place is not slow
-        assert (deals, [len(last[rank]) for rank in range(RANKS)]) == ([SHIFTED], [2 * share for share in SHIFTED])
+        assert len(trained.samples[LONGER - 1][SLOW]) == 2, trained
 
 
 @pytest.mark.stories
@@ -103,6 +101,11 @@ def test_one_blip_of_two_seconds_is_nothing(mode: str, train: Train, reference: 
     assert not trained.recoveries, trained
     assert not rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged'"), trained
     assert own_s(trained, SLOW, 25, 25) >= 2.0, trained
+
+
+def gets_least(shares: Sequence[int]) -> bool:
+    """One of the eight micro-batches of two; the others the rest."""
+    return bool(shares) and (shares[SLOW], sum(shares)) == (1, 8)
 
 
 def own_s(trained: Trained, rank: int, first: int, last: int) -> float:

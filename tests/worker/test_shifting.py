@@ -12,6 +12,7 @@ from harness import Ended, TinyCluster, moments
 from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
@@ -85,6 +86,26 @@ def test_whoever_dies_whenever_all_have_the_same_shares(dies: int, seed: int, tr
 @functools.cache
 def shifted() -> Ended:
     return TinyCluster(script(), spares=0, reduction="exact", slow=SLOW_FOR_A_WHILE).run()
+
+
+def test_ranks_that_share_their_samples_have_one_share(train: Train) -> None:
+    """Ranks 0 and 1 differ only along tp."""
+
+    def main(run: Run) -> None:
+        world = run._world
+
+        def wait(step: int) -> None:
+            while step == FOUND.step + 1 and not world.deals.heard_next:
+                time.sleep(0.001)
+
+        model = DDP(net(), process_group=run.mesh.get_group("dp"))
+        fit(run, model, adam(model), steps=6, before=wait)
+
+    ended = train(main, ranks=4, spares=0, mesh={"dp": 2, "tp": 2}, slow={FOUND: {SLOW: 3.0}})
+    assert ended.exit_code == 0, ended
+    shares = [{rank: len(ids) for rank, ids in ended.ids[Position(step)].items()} for step in (3, 4)]
+    assert shares == [{0: 6, 1: 6, 2: 6, 3: 6}, {0: 2, 1: 2, 2: 10, 3: 10}]
+    assert not ended.plans
 
 
 def test_ddp_meets_once_a_step_also_where_it_has_buffers(train: Train) -> None:
