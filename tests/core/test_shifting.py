@@ -97,7 +97,9 @@ def test_a_script_that_does_not_say_how_many_there_are_is_left_alone() -> None:
     told = Told(JobConfig(trays_min=1, trays_max=1, spares=0, slow_ranks="shift"))
     told.join("a", 4)
     told.train()
-    assert not every(DealShards, told.are_slow(2, times=3.0))
+    answers = told.are_slow(2, times=3.0)
+    assert not every(DealShards, answers)
+    assert "follows the world, or has not been told" in texts(answers)[-1]
 
 
 @pytest.mark.parametrize("answer", ["notice", "swap", "off"])

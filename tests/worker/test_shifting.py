@@ -157,7 +157,7 @@ def test_a_generation_begins_with_its_plans_shares_and_forgets_what_was_told_bef
 @pytest.mark.parametrize("shares", [(3, 1, 2, 2), (1, 1, 5, 1)])
 def test_shares_are_contiguous_and_complete_and_need_no_ghosts(shares: tuple[int, ...]) -> None:
     plan = BatchPlan(16, 2, 0)
-    dealt = [plan.shards_of(rank, 4, shares) for rank in range(4)]
+    dealt = [plan.shards_of(rank, 4, shares=shares) for rank in range(4)]
     assert [len(one) for one in dealt] == list(shares)
     assert [shard for one in dealt for shard in one] == [Shard(index) for index in range(8)]
 
