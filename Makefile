@@ -50,6 +50,7 @@ bench: $(READY)
 	@$(PY) benchmarks/rack.py
 	@$(PY) benchmarks/resizing.py $(ARGS)
 	@$(PY) benchmarks/filler.py
+	@$(PY) benchmarks/slow_ranks.py $(ARGS)
 	@$(PY) benchmarks/snapshots.py $(ARGS)
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
 

@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rackrun
 
-BATCH = 4  # of each rank
+BATCH = int(os.environ.get("BENCH_BATCH", "4"))
+"""Of a micro-batch."""
+MICRO_BATCHES = int(os.environ.get("BENCH_MICRO_BATCHES", "1"))
+"""Of each rank."""
 RANKS = int(os.environ.get("BENCH_RANKS", "4"))
 REDUCTION = os.environ.get("BENCH_REDUCTION", "fast")
 PAUSE_S = float(os.environ.get("BENCH_PAUSE_S", "0"))
@@ -25,7 +28,7 @@ BLOCK_STEPS = int(os.environ.get("BENCH_BLOCK_STEPS", "1"))
 
 
 @rackrun.elastic(
-    global_batch_size=BATCH * RANKS,
+    global_batch_size=BATCH * MICRO_BATCHES * RANKS,
     micro_batch_size=BATCH,
     seed=SEED,
     snapshot_every=int(SNAPSHOT_EVERY) if SNAPSHOT_EVERY else None,

@@ -104,7 +104,7 @@ class Tray:
                 if worker := self._find(command.slot, command.incarnation):
                     self._fillers.clear(worker.slot, "the spare is fenced")
                     worker.kill()
-            case c.BreakGeneration() | c.PauseWorkers() | c.DrainWorkers() | c.ReleaseWorkers():
+            case c.BreakGeneration() | c.PauseWorkers() | c.DealShards() | c.DrainWorkers() | c.ReleaseWorkers():
                 self._pass_on(command, [(worker.slot, worker.incarnation) for worker in command.workers])
             case c.ResumeGeneration():
                 self._resume = command

@@ -28,6 +28,7 @@ from rackrun.core.commands import (
     AskPolicy,
     BreakGeneration,
     Command,
+    DealShards,
     Decided,
     DismissTray,
     DrainWorkers,
@@ -300,7 +301,7 @@ class Driver:
                     self._send(command, (member.slot for member in command.plan.members))
             case StartWorker() | FenceWorker():
                 self._send(command, (command.slot,))
-            case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
+            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
                 self._send(command, (worker.slot for worker in command.workers))
             case DismissTray():
                 self._send_to(frame(command), (command.tray,))

@@ -17,8 +17,9 @@ from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.fillers import FillerUse, filler_uses
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.coordinator.sharing import mesh_of, sharing
+from rackrun.coordinator.sharing import mesh_of
 from rackrun.core.commands import Plan
+from rackrun.core.dealing import sharing
 from rackrun.core.ids import Position
 
 __all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_report"]
@@ -285,7 +286,7 @@ def _check_ledger(
     doubled: list[str] = []
     differing: list[str] = []
     seen: Counter[int] = Counter()
-    first_content: dict[Position, tuple[bytes, ...]] = {}
+    first_content: dict[Position, tuple[tuple[int, ...], tuple[bytes, ...]]] = {}
     total = 0
     axes = mesh_of(connection)
     for (at, in_era), rows in sorted(samples.items()):
@@ -301,12 +302,16 @@ def _check_ledger(
         twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
         if len(twice):
             doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
-        content = (delivered.tobytes(),) if len(blobs) == len(rows) else tuple(rows[rank][1] for rank in sorted(rows))
-        if at not in first_content:
-            first_content[at] = content
+        dealt: tuple[int, ...] = ()  # where only digests are kept: they tell nothing when ranks had other shares
+        content: tuple[bytes, ...] = (delivered.tobytes(),)
+        if len(blobs) < len(rows):
+            dealt, content = zip(*(rows[rank][:2] for rank in sorted(rows)), strict=True)
+        known = first_content.get(at)
+        if known is None:
+            first_content[at] = dealt, content
             total += sum(count for count, _, _ in rows.values())
             seen.update(delivered.tolist())
-        elif first_content[at] != content:
+        elif (known[0] == dealt and known[1] != content) or sum(known[0]) != sum(dealt):
             differing.append(f"{_name(at)}: computed again on other samples")
     return LedgerCheck(
         units=len({at for at, _ in expected}),

@@ -7,7 +7,9 @@ a generation and the plan of the next it looks at nothing.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -56,6 +58,9 @@ class SlowWatch:
         self._plan: Plan | None = None
         self._axes: tuple[tuple[str, int], ...] = ()
         self._open: dict[Position, dict[Rank, UnitCommitted]] = {}
+        self._rests: deque[float] = deque(maxlen=limits.window)
+        self._meets = False
+        """In some step so far."""
         if self._stragglers is not None:
             metrics.own_s = self._stragglers.own_s
 
@@ -88,11 +93,20 @@ class SlowWatch:
         units = [ranks[rank] for rank in sorted(ranks)]
         if any(one.own <= 0 for one in units):
             return  # disturbed, or not known
+        self._meets |= any(one.meets for one in units)
+        self._rests.append(_rest(units))
         verdict = stragglers.step(_for_equal_work(units), max(one.seconds for one in units))
         if verdict is not None:
             self._metrics.slow = len(verdict.slow)
-            event = SlowRanksChanged(generation=plan.generation, slow=verdict.slow, everybody=verdict.everybody)
-            self._changed(event)
+            self._changed(
+                SlowRanksChanged(
+                    generation=plan.generation,
+                    slow=verdict.slow,
+                    everybody=verdict.everybody,
+                    rest=round(median(self._rests), 3),
+                    meets=self._meets,
+                )
+            )
 
     def _begin(self) -> None:
         self._open.clear()
@@ -105,7 +119,18 @@ class SlowWatch:
 def _for_equal_work(units: Sequence[UnitCommitted]) -> list[float]:
     """Own seconds, as if each had computed as many micro-batches as the others."""
     passes = sum(unit.passes for unit in units) / len(units)
-    return [unit.own * passes / unit.passes if unit.passes else unit.own for unit in units]
+    return [unit.own + _in_passes(unit) * (passes / unit.passes - 1) if unit.passes else unit.own for unit in units]
+
+
+def _in_passes(unit: UnitCommitted) -> float:
+    return min(unit.in_passes or unit.own, unit.own)
+
+
+def _rest(units: Sequence[UnitCommitted]) -> float:
+    """What a step costs beside its micro-batches, in micro-batches: the usual rank's."""
+    return median(
+        (unit.own - _in_passes(unit)) * unit.passes / _in_passes(unit) if unit.passes else 0.0 for unit in units
+    )
 
 
 def _groups(axes: tuple[tuple[str, int], ...], size: int) -> list[int]:

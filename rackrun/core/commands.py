@@ -20,6 +20,7 @@ __all__ = [
     "AskPolicy",
     "BreakGeneration",
     "Command",
+    "DealShards",
     "Decided",
     "DismissTray",
     "DrainWorkers",
@@ -141,6 +142,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     worlds: tuple[tuple[Step, int], ...] = ()
     """(step, ranks): from each of these steps on, so many ranks commit, or will, what was not committed before. A step that is done
     again belongs to the world that has committed it first."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each data-parallel rank, by its place; (): as even as they go. Deals (`DealShards`) are counted from here."""
 
 
 class SetTimer(_Command, frozen=True, kw_only=True):
@@ -202,6 +205,20 @@ class PauseWorkers(_Command, frozen=True, kw_only=True):
 
     generation: Generation
     """The present one."""
+    workers: tuple[Worker, ...]
+    because: str
+
+
+class DealShards(_Command, frozen=True, kw_only=True):
+    """Share the micro-batches of a step out anew, once all ranks have heard of it: the gate of a step tells. Nobody answers. Who is
+    in another generation by then ignores it: its plan says the same."""
+
+    generation: Generation
+    """The present one."""
+    number: int
+    """Of this deal in it, from 1."""
+    shares: tuple[int, ...]
+    """As `Plan.shares`."""
     workers: tuple[Worker, ...]
     because: str
 
@@ -285,6 +302,7 @@ WorkerCommand: TypeAlias = (
     | BreakGeneration
     | ResumeGeneration
     | PauseWorkers
+    | DealShards
     | DrainWorkers
     | ReleaseWorkers
     | DismissTray

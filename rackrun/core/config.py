@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from rackrun.core.situation import Rules, Weights
 
-__all__ = ["JobConfig"]
+__all__ = ["JobConfig", "SlowRanks"]
+
+SlowRanks: TypeAlias = Literal["notice", "swap", "shift", "swap,shift", "off"]
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +25,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let a group that belongs into one NVLink clique go on over the network, where no clique has room for it."""
     pause_timeout_ms: int = 60_000
     """Ranks that have not paused for a planned swap after this long are not waited for: the swap is made as after a loss."""
-    slow_ranks: Literal["notice", "swap", "off"] = "notice"
-    """What is done about a rank that is slower than its peers for long: it is said; it is replaced too; nobody looks."""
+    slow_ranks: SlowRanks = "notice"
+    """What is done about a rank that is slower than its peers for long: it is said; it is replaced too; it gets fewer micro-batches;
+    replaced, and until then fewer; nobody looks."""
     snapshot_copies: Literal["local", "mirror", "xor", "rs"] = "mirror"
     """What other trays keep of snapshots."""
     set_size: int = 8

@@ -282,3 +282,4 @@ class ControlPlane:
         """Raises AssertionError where the core contradicts itself. Tests call it after every event."""
         self._rack.check_invariants()
         self._job.world.check_invariants()
+        self._job.shifting.check_invariants()

@@ -137,6 +137,8 @@ class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
     """It changes by entering ``main`` again (`rackrun.core.commands.Reshard`), not in place."""
     exact: bool = False
     """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
+    shards: int = 0
+    """Micro-batches of the global batch; 0: it has not said."""
 
 
 class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
@@ -257,7 +259,7 @@ class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     slot: SlotId
     times: float
-    """Its own time over that of its peers: what they have to themselves. A plan of fewer micro-batches for it divides by this."""
+    """Its own time over that of its peers, for the same work."""
     own_ms: float
     """Of a step, or a micro-batch of it: the median of the window."""
     past: float
@@ -275,6 +277,10 @@ class SlowRanksChanged(_Event, frozen=True, kw_only=True):
     """All that are, by rank."""
     everybody: float = 0.0
     """All take so many times as long as they once did; 0: they do not."""
+    rest: float = 0.0
+    """What a step costs a rank beside its micro-batches, in micro-batches."""
+    meets: bool = False
+    """Ranks with different samples meet in collectives of each micro-batch: all have to have as many."""
 
 
 class TimerFired(_Event, frozen=True, kw_only=True):

@@ -46,6 +46,7 @@ from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
 from rackrun.core.restart import Restart
 from rackrun.core.seating import Seating
+from rackrun.core.shifting import Shifting
 from rackrun.core.slowness import Slowness
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
@@ -75,6 +76,7 @@ class JobMachine:
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
     batches: BatchNotices = field(init=False)
+    shifting: Shifting = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
@@ -109,6 +111,7 @@ class JobMachine:
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.batches = BatchNotices(self.emit)
         self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
+        self.shifting = Shifting(self.config, self.world, self.seating, self.emit, self._generation_ends)
         self.forming = Forming(
             self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
         )
@@ -180,6 +183,7 @@ class JobMachine:
         world.members.clear()
         self.finale.gone.clear()
         self.recovery.forget_all()
+        self.shifting.forget()
         store = self.rack.store(world.plan.store if world.plan else "")
         starts = [
             self.rack.start(
@@ -223,6 +227,7 @@ class JobMachine:
         """``event`` is None for a rank that returned before its first step."""
         if event is not None:
             record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
+            record.shards = event.shards
             self.recovery.learn_class(
                 record, event.replica_class
             )  # told again once the first step has shown what differs
@@ -375,6 +380,13 @@ class JobMachine:
     def slow_ranks(self, event: SlowRanksChanged) -> None:
         if self.world.plan is not None:
             self.slowness.heard(event, self.world.plan.generation, self.world.seats)
+            self.shifting.heard(event)  # last: a swap may be on its way
+
+    def shares(self) -> tuple[int, ...]:
+        return self.shifting.in_plan()
+
+    def _generation_ends(self) -> bool:
+        return self.swap.under_way or self.finale.stopping is not None
 
     def close_breaker(self, at_ms: int) -> None:
         self.triage.close_breaker(at_ms)
@@ -416,6 +428,7 @@ class JobMachine:
         self.finale.drain()
         self.finale.look(at_ms)
         self._look_at_swaps(at_ms)
+        self.shifting.look()
 
     def _look_at_swaps(self, at_ms: int) -> None:
         if self.finale.stopping is None:

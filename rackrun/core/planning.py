@@ -36,6 +36,8 @@ class Planner:
     world: World
     rack: RackMachine
     sources: Sources
+    shares: Callable[[], tuple[int, ...]]
+    """With which the next generation begins."""
     emit: Callable[[Command], None]
 
     def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
@@ -76,6 +78,7 @@ class Planner:
             reshard=reshard,
             full=world.full,
             worlds=world.go_on_after(prospect.committed),
+            shares=self.shares(),
         )
         self.sources.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING

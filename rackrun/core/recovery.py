@@ -56,6 +56,7 @@ class Ladder(Protocol):
     def start_spare(self, slot: SlotId) -> StartWorker: ...
     def await_fit(self, what: str) -> None: ...
     def relent(self) -> bool: ...
+    def shares(self) -> tuple[int, ...]: ...
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self.sources = Sources(self.world, self.rack, self.plan_again)
-        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.emit)
+        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit)
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
         self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes)

@@ -1,4 +1,5 @@
-"""What is done about slow ranks: it is said, and with ``--slow-ranks swap`` one at a time is replaced at a step boundary.
+"""What is done about slow ranks: it is said, and with ``--slow-ranks swap`` one at a time is replaced at a step boundary. That it gets
+less work instead is said elsewhere (`rackrun.core.shifting`).
 
 A slot whose rank is to go for its slowness is *on probation*: left when a better one is ready, as a GPU on its way out is
 (`rackrun.core.swap`), and the last choice from then on. Three things hold a swap back, and are said:
@@ -6,8 +7,6 @@ A slot whose rank is to go for its slowness is *on probation*: left when a bette
 - one at a time: while a rank waits to be replaced, no other is chosen;
 - a rank that was replaced a short time ago and is slow again is slow wherever it sits: its work is, not its place;
 - after some swaps in a short time nothing more goes until a person has looked (``rackctl close-breaker``).
-
-To give a slow rank less work instead would be another answer, here: `SlowRank.times` says how much less.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Slowness:
         self._say(slow, seats, event.everybody)
         self._slow = slow
         self._held = {rank: why for rank, why in self._held.items() if rank in slow}
-        if self.config.slow_ranks == "swap":
+        if "swap" in self.config.slow_ranks:
             self._forgive(seats)
             self._choose(seats, event.at_ms)
 

@@ -46,6 +46,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     cost: float = 0.1
     noise: float = 3.0
     """A slow rank's median is above its peers' by this many median absolute deviations of rows."""
+    again: float = 1.3
+    """A slow rank whose median is so many times what was told, or that part of it, is told of again."""
     all_slower: float = 1.5
     all_as_before: float = 1.2
     settle: int = 3
@@ -172,8 +174,8 @@ class Stragglers:
         self._past[whole] = np.fmin(past, now)[whole]
         self._slow = slow
         found = tuple(self._described(rank, now, times, past, hits) for rank in np.flatnonzero(slow).tolist())
-        verdict, told = Verdict(found, self._compare_with_past(whole)), self._told
-        if _who(verdict) == _who(told) and bool(verdict.everybody) == bool(told.everybody):
+        verdict = Verdict(found, self._compare_with_past(whole))
+        if self._is_known(verdict) and bool(verdict.everybody) == bool(self._told.everybody):
             return None
         self._told = verdict
         return verdict
@@ -194,6 +196,14 @@ class Stragglers:
         self._everybody = high >= limits.all_as_before * past if self._everybody else low >= limits.all_slower * past
         return round(usual / past, 2) if self._everybody else 0.0
 
+    def _is_known(self, verdict: Verdict) -> bool:
+        """The same ranks are slow, and about as slow as they were, or on their way not to be."""
+        known, limits = {(one.rank, one.slot): one.times for one in self._told.slow}, self.limits
+        now = {(one.rank, one.slot): one.times for one in verdict.slow}
+        return now.keys() == known.keys() and all(
+            times < limits.times or 1 / limits.again < times / known[one] < limits.again for one, times in now.items()
+        )
+
     def _described(self, rank: int, now: Floats, times: Floats, past: Floats, hits: npt.NDArray[np.int64]) -> SlowRank:
         before = float(past[rank])
         return SlowRank(
@@ -205,10 +215,6 @@ class Stragglers:
             rows=int(hits[rank]),
             window=self.limits.window,
         )
-
-
-def _who(verdict: Verdict) -> list[tuple[Rank, SlotId]]:
-    return [(one.rank, one.slot) for one in verdict.slow]
 
 
 def _lower_median(values: Floats) -> float:

@@ -66,6 +66,11 @@ class PlannedSwap:
         self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
 
     @property
+    def under_way(self) -> bool:
+        """This generation was told to pause: it ends soon."""
+        return self._pausing == self.world.generation != 0
+
+    @property
     def all_paused(self) -> bool:
         return len(self._paused) == self.world.size
 

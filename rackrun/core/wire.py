@@ -48,6 +48,10 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     """Of these, what this rank did not wait for others; 0 when that is not known."""
     passes: int = 0
     """Micro-batches that it computed in the committed attempt, ghosts included."""
+    in_passes: float = 0.0
+    """Of ``own``, what these took: the rest is the same however many they are."""
+    meets: bool = False
+    """Ranks with different samples met in a micro-batch before the last (`rackrun.worker.meetings`)."""
     gate: tuple[float, ...] = ()
     ids: bytes = b""
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""

@@ -105,6 +105,8 @@ class WorkerRecord:
     """The ranks of the world that it was started for: a spare's model is cut for them."""
     exact: bool = False
     """What it computes does not depend on the number of ranks."""
+    shards: int = 0
+    """Micro-batches of the global batch, as it says; 0: it has not."""
     parked: WorkerParked | None = None
     fenced_for: str = ""
     story: list[str] = field(default_factory=lambda: ["starting"])

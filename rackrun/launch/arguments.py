@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import Std
@@ -24,6 +24,7 @@ from torch.distributed.run import get_args_parser
 from rackrun.agent.config import FillerConfig, ScriptConfig
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
+from rackrun.core.config import SlowRanks
 from rackrun.errors import UsageError
 from rackrun.launch.filler import filler
 from rackrun.launch.own_options import add_own_options
@@ -89,7 +90,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     min_ranks: int
     """How far the world may shrink; 0: not."""
     policy: Policy
-    slow_ranks: Literal["notice", "swap", "off"]
+    slow_ranks: SlowRanks
     slow_after_s: float
     quiet: bool
     role: str

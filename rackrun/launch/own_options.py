@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import get_args
 
 from torch.distributed.argparse_util import check_env, env
+
+from rackrun.core.config import SlowRanks
 
 __all__ = ["add_own_options"]
 
@@ -62,9 +65,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "much in that: goodput (default 1), cost (0), resilience (1)."),
         add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "
             "all ranks stand still for a tray to come back or to be added, where no spare and no free slot is left. Default: not."),
-        add("--slow-ranks", "--slow_ranks", action=env, choices=("notice", "swap", "off"), default="notice", help="When a rank is "
+        add("--slow-ranks", "--slow_ranks", action=env, choices=get_args(SlowRanks), default="notice", help="When a rank is "
             "slower than its peers, step after step: notice, say so; swap, replace it at a step boundary too, if a better "
-            "slot has a spare; off, do not look."),
+            "slot has a spare; shift, give it fewer micro-batches and the others more; swap,shift, the one where that can be, else "
+            "the other; off, do not look."),
         add("--slow-after", "--slow_after", action=env, type=float, default=10.0, metavar="SECONDS", help="So long, and in at "
             "least 15 of 20 steps, a rank must have been slower before that counts. Default: 10."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "

@@ -13,6 +13,7 @@ from typing import assert_never
 
 from rackrun.core.commands import (
     BreakGeneration,
+    DealShards,
     DismissTray,
     DrainWorkers,
     FenceWorker,
@@ -75,6 +76,8 @@ class ControlThread(threading.Thread):
                 self._world.on_release()
             case PauseWorkers(generation=generation):
                 self._world.on_pause(generation)
+            case DealShards():
+                self._world.on_deal(command)
             case DrainWorkers():
                 self._world.drain = True
             case StartWorker() | FenceWorker() | DismissTray() | StopJob():

@@ -69,9 +69,9 @@ class BatchPlan:
     def shards(self) -> int:
         return self.global_batch // self.micro_batch
 
-    def shards_of(self, dp_rank: int, dp_size: int, shards: int = 0) -> list[Shard]:
+    def shards_of(self, dp_rank: int, dp_size: int, shards: int = 0, shares: Sequence[int] = ()) -> list[Shard]:
         """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts. ``shards``: of a step's
-        own global batch, which may have too few for all."""
+        own global batch, which may have too few for all. ``shares``: how many each rank gets instead."""
         if not shards and dp_size > self.shards:
             raise UsageError(
                 f"{dp_size} data-parallel ranks share {self.shards} micro-batches "
@@ -79,6 +79,10 @@ class BatchPlan:
                 remedy="use a larger global batch, a smaller micro-batch, or fewer ranks.",
             )
         shards = shards or self.shards
+        if shares:
+            assert (len(shares), sum(shares)) == (dp_size, shards), "shares of another world, or of another batch"
+            before = sum(shares[:dp_rank])
+            return [Shard(index) for index in range(before, before + shares[dp_rank])]
         first, stop = dp_rank * shards // dp_size, (dp_rank + 1) * shards // dp_size
         most = -(-shards // dp_size)
         mine = [Shard(index) for index in range(first, stop)]
@@ -158,7 +162,7 @@ class Loader:
             self._workers.close()
 
     def __len__(self) -> int:
-        """Micro-batches per step on this rank."""
+        """Micro-batches per step on this rank, now."""
         return len(self._run.my_shards())
 
     def _begins(self, step: int) -> tuple[int, int]:

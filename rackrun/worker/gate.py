@@ -51,6 +51,8 @@ class GateSums(NamedTuple):
     """Ranks that have begun a later unit already, before a rollback."""
     pausing: float
     """Ranks that were told to pause for a planned swap."""
+    dealt: float
+    """Ranks that have heard of the next deal (`rackrun.worker.deals`)."""
 
 
 class CollectiveOrder:

@@ -27,6 +27,10 @@ class OwnTime:
         self._clock = clock
         self.passes = 0
         """Micro-batches so far, ghosts included."""
+        self.in_passes = 0.0
+        """Of this rank's own time, what these took; known when they are over."""
+        self._first = (0.0, 0.0)
+        """When the first began, and what was waited before."""
         self._waited = 0.0
         self._computed: float | None = None
         """When a backward pass had computed all; until somebody sees that its end is over."""
@@ -36,9 +40,24 @@ class OwnTime:
 
     def begin(self) -> None:
         self.passes = 0
+        self.in_passes = 0.0
         self._waited = 0.0
         self._computed = None
         self._disturbed = False
+
+    def next_pass(self) -> None:
+        """A micro-batch begins."""
+        self.goes_on()
+        if not self.passes:
+            self._first = self._clock(), self._waited
+        self.passes += 1
+
+    def passes_over(self) -> None:
+        """What follows is the same however many they were."""
+        self.goes_on()
+        if self.passes and not self.in_passes:
+            began, waited = self._first
+            self.in_passes = max(0.0, self._clock() - began - (self._waited - waited))
 
     def disturbed(self) -> None:
         """The world broke: how long this unit took says nothing."""

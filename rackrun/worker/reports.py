@@ -23,9 +23,9 @@ __all__ = ["Reports", "say"]
 
 
 class Reports:
-    def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False) -> None:
+    def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False, shards: int = 0) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
-        self._mesh, self._exact = mesh, exact
+        self._mesh, self._exact, self._shards = mesh, exact, shards
         self.fixed, self.reenters = "", False
         """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
         self._snapshot = self._not_mirrored = -1
@@ -47,6 +47,7 @@ class Reports:
                     fixed=self.fixed,
                     reenters=self.reenters,
                     exact=self._exact,
+                    shards=self._shards,
                 )
             )
 
@@ -92,6 +93,8 @@ class Reports:
                     seconds=seconds,
                     own=own,
                     passes=self._world.own_time.passes,
+                    in_passes=self._world.own_time.in_passes,
+                    meets=self._world.meetings.seen,
                     gate=self._world.gate or (),
                     ids=ids.astype("<i8").tobytes(),
                 )

@@ -20,6 +20,7 @@ from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
 from rackrun.worker.lr_rule import ScaleLR
+from rackrun.worker.meetings import Meetings
 from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
@@ -78,6 +79,7 @@ class Run:
         elif options:
             durable = DurableCheckpoints(runtime, self._state, options)
         self._held_by_mesh = unfit_because(self._axes, mesh)
+        self._world.meetings = Meetings(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
         self._units = UnitRunner(
             runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
@@ -260,7 +262,7 @@ class Run:
     def my_shards(self) -> list[Shard]:
         dp_rank, dp_size = self._data_coordinate()
         if self._batches.scale is None:
-            return self.batch.shards_of(dp_rank, dp_size)
+            return self.batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
         step = self._units.step_in_hand
         number = self._units.passed.step + 1 if step is None else int(step)
         return self.batch.shards_of(dp_rank, dp_size, self.batch_of(number).shards)

@@ -82,7 +82,9 @@ class UnitRunner:
         self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
         self._state, self._seed = state, batches.plan.seed
         # a shrink is another training where the batch follows the world
-        self._undo, self._reports = Undo(state), Reports(runtime, mesh, exact=exact is not None and not batches.scale)
+        shards = 0 if batches.scale else batches.plan.shards
+        self._undo = Undo(state)
+        self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
         self._batches, self._rates = batches, LearningRates()
         self._batch: StepBatch | None = None
         """Of the step in hand, or of the one before."""
@@ -265,7 +267,8 @@ class UnitRunner:
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
         self._page.progress()
-        self._world.own_time.passes += 1
+        self._world.own_time.next_pass()
+        self._world.meetings.next_pass(last=last)
         step.weight = 0.0 if shard.ghost else 1.0 / shards
         step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
         if not shard.ghost:
@@ -378,6 +381,7 @@ class UnitRunner:
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
+        self._world.passes_over()
         self._settle()
         self._replicas.unique.exchange()
         ids = self._delivered_ids()
@@ -401,6 +405,7 @@ class UnitRunner:
             cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
             pausing=float(self._world.pausing and self._replicas.known(step.at)),
+            dealt=float(self._world.deals.heard_next),
         )
         self._world.pass_gate(step.at, mine)
 

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rackrun.core.commands import BreakGeneration, Member, Plan
+from rackrun.core.commands import BreakGeneration, DealShards, Member, Plan
 from rackrun.core.events import WorkerParked, WorkerSevered
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.worker.builder import Builder
+from rackrun.worker.deals import Deals
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
 from rackrun.worker.group import ElasticGroup
+from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class World:
         self.flights = Flights()
         self.order = CollectiveOrder()
         self.own_time = OwnTime()
+        self.meetings = Meetings()
+        self.deals = Deals()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -173,6 +177,8 @@ class World:
         self.own_time.goes_on()
         if group.size() == self.size:
             self.order.called(name, result)
+        if self.meetings.looks:
+            self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
         if self.scope is Scope.SETUP:
             self._check_whole()
             self.met += group.size() > 1
@@ -276,6 +282,8 @@ class World:
             sums = None if self._broken else agreed(values.tolist(), self.size, at)
             if sums is not None:
                 self._passed, self._gate, self.unit_passed = at, sums, True
+                if GateSums(*sums).dealt == self.size:
+                    self.deals.agree()
                 return
         self.own_time.disturbed()
         self.wait_plan()  # which carries the verdict
@@ -291,9 +299,16 @@ class World:
         self.in_phase = phase
         self.order.begin_unit()
         self.own_time.begin()
+        self.meetings.begin_unit()
+        self.deals.take_effect()
         self.flights.some_left_behind = False
         self.scope = Scope.UNIT
         self.unit_passed = False
+
+    def passes_over(self) -> None:
+        """Of the unit in hand: what comes now, all do once."""
+        self.own_time.passes_over()
+        self.meetings.over()
 
     def stand_at(self, position: Position, gate: tuple[float, ...]) -> None:
         """A newcomer, and everyone after a rollback: what is committed is what the plan says."""
@@ -381,6 +396,12 @@ class World:
             if generation == self.generation and not self._broken:
                 self._pause_in = generation
 
+    def on_deal(self, command: DealShards) -> None:
+        """As `on_pause`."""
+        with self._changed:
+            if command.generation == self.generation and not self._broken:
+                self.deals.hear(command.number, command.shares)
+
     def on_release(self) -> None:
         with self._changed:
             self._released = True
@@ -423,6 +444,7 @@ class World:
                 assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
             self.generation = plan.generation
             self.joined = plan
+            self.deals.begin(plan.shares)
             self._seated = plan.members
             self._broken = False
             self._failed = None

@@ -137,6 +137,22 @@ def test_a_step_computed_again_on_other_samples_is_found(journal: Journal) -> No
     assert report_of(journal).ledger.differing == ("step 7: computed again on other samples",)
 
 
+@pytest.mark.parametrize(("dealt", "ok"), [((1, 3), True), ((2, 2), False), ((1, 2), False)])
+def test_by_digests_alone_a_step_that_was_dealt_otherwise_is_told_by_how_many_samples_it_had(
+    dealt: tuple[int, int], ok: bool, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "digests.sqlite", run_id="x", ledger="digest")
+    again = plan(2, *WORLD, committed=Position(7), rollback=6)
+    for world in (plan(1, *WORLD), again):
+        journal.persist(ResumeGeneration(plan=world, because=""), 1)
+    for generation, shares in ((1, (2, 2)), (2, dealt)):
+        first = generation
+        for rank, share in enumerate(shares):
+            journal.unit(unit(7, rank, generation=generation, ids=ids(*range(first, first + share))), 1.0)
+            first += share
+    assert report_of(journal).ledger.ok is ok
+
+
 def on_a_mesh(tmp_path: Path, delivered: dict[int, bytes]) -> Report:
     """One step of four ranks, two by two."""
     journal = Journal(tmp_path / "mesh.sqlite", run_id="job-2")

@@ -38,7 +38,9 @@ class Watched:
                 self.watch.committed(self.unit(rank, seconds, passes[rank] if passes else 2, generation))
             self.step += 1
 
-    def unit(self, rank: int, own: float, passes: int = 2, generation: int = 0) -> UnitCommitted:
+    def unit(
+        self, rank: int, own: float, passes: int = 2, generation: int = 0, in_passes: float = 0.0, meets: bool = False
+    ) -> UnitCommitted:
         return UnitCommitted(
             slot=SlotId(f"a/{rank}"),
             incarnation=Incarnation(rank + 1),
@@ -48,6 +50,8 @@ class Watched:
             seconds=1.0,
             own=own,
             passes=passes,
+            in_passes=in_passes,
+            meets=meets,
         )
 
     @property
@@ -98,6 +102,25 @@ def test_a_rank_with_more_micro_batches_is_not_slow_for_that(watched: Watched) -
     assert not watched.changed
     watched.steps(2 * ENOUGH, 0.5, 0.5, 0.75, 0.75, passes=(2, 2, 3, 2))
     assert watched.slow == [[3]]
+
+
+def test_what_a_step_costs_beside_its_micro_batches_is_not_taken_for_slowness(watched: Watched) -> None:
+    """A rank that was slow has one micro-batch, and is as fast as the others now: half of its time is the update."""
+    for _ in range(2 * ENOUGH):
+        for rank, passes in enumerate((3, 3, 1, 3)):
+            watched.watch.committed(watched.unit(rank, 0.2 + 0.2 * passes, passes, in_passes=0.2 * passes))
+        watched.step += 1
+    assert not watched.changed
+
+
+def test_with_a_slow_rank_goes_what_the_rest_of_a_step_costs_and_whether_ranks_meet(watched: Watched) -> None:
+    for step in range(ENOUGH):
+        for rank, slow in enumerate((1, 1, 2, 1)):
+            unit = watched.unit(rank, 0.5 * slow, 4, in_passes=0.4 * slow, meets=step == 0 and rank == 3)
+            watched.watch.committed(unit)
+        watched.step += 1
+    (event,) = watched.changed
+    assert (event.rest, event.meets) == (1.0, True)
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_each_other(watched: Watched) -> None:

@@ -16,6 +16,7 @@ from rackrun.core.commands import (
     Answer,
     BreakGeneration,
     Command,
+    DealShards,
     DismissTray,
     DrainWorkers,
     FenceWorker,
@@ -52,10 +53,13 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
+from rackrun.worker.deals import Deals
 
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""
 
+SHARDS = 37
+"""Micro-batches of a unit."""
 SHORT = ("gather", "stalled", "judge", "last-call", "failed")
 TIMEOUTS = ("park", "owed", "resume")
 
@@ -88,6 +92,7 @@ class Process:
     """Generation and id of its newest snapshot."""
     layout: int = 0
     """Of its state, and of the snapshots that it takes."""
+    deals: Deals = field(default_factory=Deals)
     given: set[tuple[int, int]] = field(default_factory=lambda: {(0, -1)})
     """Of those of which its agent has sent stripes, with success or not."""
     up: deque[Event] = field(default_factory=deque)
@@ -136,6 +141,10 @@ class Cluster:
         self.gates: dict[tuple[int, int], set[int]] = {}
         self.pausing: set[tuple[int, int]] = set()
         """Generation and unit whose gate says that all are to pause after it."""
+        self.heard: dict[tuple[int, int], int] = {}
+        """Generation and unit -> how many say in its gate that they have heard of the next deal."""
+        self.shares: dict[tuple[int, int], tuple[int, ...]] = {}
+        """With which it was computed."""
         self.jammed: set[int] = set()
         """Generations whose collectives hang for everyone."""
         self.announced = 0
@@ -179,7 +188,7 @@ class Cluster:
             case DismissTray():
                 self.dismissed += 1
                 self.tray_dies(command.tray)
-            case ReleaseWorkers() | DrainWorkers() | PauseWorkers():
+            case ReleaseWorkers() | DrainWorkers() | PauseWorkers() | DealShards():
                 self._send(command.workers, command)
             case StopJob():
                 assert command.because
@@ -394,6 +403,7 @@ class Cluster:
                     fixed="" if self.shards == "replicas" or reenters else "it is sharded",
                     reenters=reenters,
                     exact=self.exact,
+                    shards=SHARDS,
                 )
                 process.state = "waiting" if process.rank is None else "running"
                 process.stateful = process.rank is not None
@@ -401,12 +411,11 @@ class Cluster:
                 process.entered_in = process.generation
                 unit = (process.generation, process.passed + 1)
                 self.gates.setdefault(unit, set()).add(_rank(process))
+                self._compute(process, unit)
                 if process.told_to_pause == process.generation:
                     self.pausing.add(unit)
             case "see":
-                self._apply(process)
-                if (process.generation, process.passed) in self.pausing:
-                    self._pause(process)
+                self._see(process)
             case "finish":
                 process.finished = True
                 self._say(process, WorkerFinished)
@@ -419,6 +428,24 @@ class Cluster:
                     self._resume(process)
                 else:
                     self._tell_of_damage(process, *bad)
+
+    def _see(self, process: Process) -> None:
+        self._apply(process)
+        unit = (process.generation, process.passed)
+        if self.heard[unit] == self.plans[process.generation].world_size:
+            process.deals.agree()
+        if unit in self.pausing:
+            self._pause(process)
+
+    def _compute(self, process: Process, unit: tuple[int, int]) -> None:
+        """Its share of the micro-batches: all ranks by the same deal, or a sample would be lost, or used twice."""
+        process.deals.take_effect()
+        shares = self.shares.setdefault(unit, process.deals.shares)
+        assert shares == process.deals.shares, "two deals in one unit"
+        if shares:
+            assert (len(shares), sum(shares)) == (self.plans[process.generation].world_size, SHARDS)
+            assert min(shares) > 0
+        self.heard[unit] = self.heard.get(unit, 0) + process.deals.heard_next
 
     def _pause(self, process: Process) -> None:
         if self._some_are_alone(process):
@@ -477,6 +504,9 @@ class Cluster:
                 self._take(process, command.plan)
             case PauseWorkers():
                 process.told_to_pause = command.generation
+            case DealShards():
+                assert (process.state, process.generation) == ("running", command.generation), "a deal for nobody"
+                process.deals.hear(command.number, command.shares)
             case ReleaseWorkers():
                 self.end(process, code=0)
             case _:
@@ -648,6 +678,7 @@ class Cluster:
         assert chain is not None
         assert plan is not None
         process.chain, process.layout = chain, plan.layout
+        process.deals.begin(plan.shares)
         if plan.reshard is not None:
             self._seal(process, besides=snapshot_id(plan.reshard.layout, Step(plan.committed.step)))
         elif plan.rollback is not None:

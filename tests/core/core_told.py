@@ -50,6 +50,8 @@ class Told:
         self.answers: list[Command] = []
         self.resizes = ""
         """How the script's world changes its size: "in place", by "entering main again"; "": not at all."""
+        self.shards = 0
+        """Micro-batches of its global batch; 0: it does not say."""
 
     def tell(self, event: Event) -> Sequence[Command]:
         fields = {name: getattr(event, name) for name in event.__struct_fields__}
@@ -91,11 +93,15 @@ class Told:
         tray, _, index = slot.partition("/")
         return self.tell(DeviceChecked(tray=TrayId(tray), index=int(index), unfit=unfit))
 
-    def are_slow(self, *slow: int, times: float = 1.5, everybody: float = 0.0) -> Sequence[Command]:
+    def are_slow(
+        self, *slow: int, times: float = 1.5, everybody: float = 0.0, rest: float = 0.0, meets: bool = False
+    ) -> Sequence[Command]:
         """These ranks, and no others."""
         found = tuple(slow_rank(rank, self.view.ranks[rank].slot, times) for rank in slow)
         generation = Generation(self.view.generation)
-        return self.tell(SlowRanksChanged(generation=generation, slow=found, everybody=everybody))
+        return self.tell(
+            SlowRanksChanged(generation=generation, slow=found, everybody=everybody, rest=rest, meets=meets)
+        )
 
     def pauses(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerPaused(**self._who(slot), generation=Generation(self.view.generation)))
@@ -115,7 +121,14 @@ class Told:
         fixed = "" if self.resizes else "it is fixed"
         reenters = self.resizes == "entering main again"
         return self.tell(
-            WorkerReady(**self._who(slot), replica_class=replica_class, mesh=axes, fixed=fixed, reenters=reenters)
+            WorkerReady(
+                **self._who(slot),
+                replica_class=replica_class,
+                mesh=axes,
+                fixed=fixed,
+                reenters=reenters,
+                shards=self.shards,
+            )
         )
 
     def exits(

@@ -7,12 +7,13 @@ import os
 import random
 from collections import Counter
 
+import pytest
 from core_followed import Followed, FollowedCore
 from core_model import SHORT, TIMEOUTS, Cluster
 from core_told import slow_rank, verdict_on
 
 from rackrun.core.commands import Notice
-from rackrun.core.config import JobConfig
+from rackrun.core.config import JobConfig, SlowRanks
 from rackrun.core.events import (
     BreakerClosed,
     DepartureAnnounced,
@@ -218,7 +219,7 @@ def storm_of_shards(seed: int) -> Cluster:
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
 
 
-def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster, answer: SlowRanks = "swap") -> Cluster:
     """Ranks become slow, and fast again, also while others are lost."""
     rng = random.Random(seed)
     trays, slots = rng.randint(1, 4), rng.randint(2, 3)
@@ -228,7 +229,8 @@ def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
         spares=rng.randint(1, min(3, trays * slots - 1)),
         start_over=True,
         no_progress_max=20,
-        slow_ranks="swap",
+        slow_ranks=answer,
+        min_ranks=0 if answer == "swap" else 1,
     )
     shards = rng.choice(["replicas", "pairs", "unique"])
     cluster = kind(config, slots, rng.randint(10, 40), shards, racks=rng.random() < 0.5)
@@ -398,6 +400,26 @@ def test_in_a_storm_of_slow_ranks_they_are_replaced_and_no_history_is_lost() -> 
     assert seen["exit 0"] > SEEDS / 20, seen
     assert seen["planned"] > SEEDS / 30, seen
     assert seen["held back"] > SEEDS / 100, seen
+
+
+@pytest.mark.parametrize("answer", ["shift", "swap,shift"])
+def test_in_a_storm_of_slow_ranks_all_compute_by_one_deal(answer: SlowRanks) -> None:
+    """That they do is what the model checks whenever a rank enters a gate."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 10):
+        try:
+            cluster = storm_of_slow_ranks(seed, answer=answer)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        deals = {(generation, shares) for (generation, _), shares in cluster.shares.items() if shares}
+        begun = {(generation, plan.shares) for generation, plan in cluster.plans.items() if plan.shares}
+        seen["in a generation"] += len(deals - begun)
+        seen["with a generation"] += len(deals & begun)
+        seen["never came to be"] += len(begun - deals)
+    assert seen["exit 0"] > SEEDS / 20, seen
+    assert min(seen["in a generation"], seen["with a generation"]) > SEEDS / 100, seen
 
 
 def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> None:

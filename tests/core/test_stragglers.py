@@ -154,6 +154,16 @@ def test_one_that_has_always_been_slow_has_no_better_past() -> None:
 
 
 # -- hysteresis ------------------------------------------------------------------------------------------------------
+def test_a_slow_rank_that_becomes_much_slower_is_told_of_again() -> None:
+    found = judged(lambda _rng, step: [0.6, 0.6, 0.6, 0.9 if step < 60 else 1.8], 4, 100)
+    assert [[round(one.times, 1) for one in verdict.slow] for _, verdict in found] == [[1.5], [3.0]]
+
+
+def test_a_slow_rank_that_wavers_is_not_told_of_again() -> None:
+    found = judged(lambda _rng, step: [0.6, 0.6, 0.6, 0.9 if step // 10 % 2 else 1.1], 4, 200)
+    assert [who(verdict) for _, verdict in found] == [[3]]
+
+
 def test_a_slow_rank_that_recovers_is_slow_no_more() -> None:
     found = judged(lambda _rng, step: [0.6, 0.6, 0.6, 1.2 if 30 <= step < 60 else 0.6], 4, 100)
     assert [who(verdict) for _, verdict in found] == [[3], []]

@@ -45,6 +45,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         steps: int = STEPS,
         options: Sequence[object] = (),
         patience_s: float = 0.0,
+        reduction: str = "fast",
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"train-{runs}"
@@ -74,6 +75,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
             "RACKRUN_TEST_FAULTS": faults_to_json(list(faults)),
             "RACKRUN_TEST_MARKS": str(folder / "marks"),
             "RACKRUN_TEST_JOURNAL": str(tmp_path / f"run-{runs - 1}" / "journal.sqlite"),
+            "RACKRUN_TEST_REDUCTION": reduction,
         }
         if patience_s:
             env["RACKRUN_TEST_PATIENCE"] = str(patience_s)
@@ -94,10 +96,10 @@ def references() -> dict[str, Trained]:
 def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], Trained]:
     """``reference(mode)``: the training without a fault, run once. ``reference(mode, steps)``: of so many."""
 
-    def of(mode: str, steps: int = STEPS) -> Trained:
-        key = f"{mode} {steps}"
+    def of(mode: str, steps: int = STEPS, reduction: str = "fast") -> Trained:
+        key = f"{mode} {steps} {reduction}"
         if key not in references:
-            trained = train(mode, steps=steps)
+            trained = train(mode, steps=steps, reduction=reduction)
             assert trained.ran.exit_code == 0, trained
             assert not trained.recoveries, trained
             assert sorted(trained.held) == [*(f"{rank}.json" for rank in range(RANKS)), "export.json"], trained

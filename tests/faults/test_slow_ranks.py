@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -17,11 +17,15 @@ from tests.faults.trained import RANKS, Trained
 pytestmark = pytest.mark.slow
 
 Train, Reference = Callable[..., Trained], Callable[..., Trained]
-STEPS = 36
+STEPS, LONGER = 36, 48
 PATIENCE_S = 30.0
 """A step may take as long as a loaded host makes it: these stories are not about hangs."""
 SLOW = 1
 NOT_SLOW = [rank for rank in range(RANKS) if rank != SLOW]
+
+
+DEALS = "SELECT body FROM events WHERE name = 'DealShards' ORDER BY id"
+PLANS = "SELECT body FROM generations WHERE stage = 'resume' ORDER BY id"
 
 
 def slow_from(step: int, rank: int = SLOW, delay_ms: float = 150.0) -> Fault:
@@ -53,6 +57,29 @@ def test_a_rank_that_becomes_slow_is_found_and_replaced_and_no_step_is_done_agai
 
 
 @pytest.mark.stories
+@pytest.mark.parametrize("lost", [None, "beside it", "itself"])
+def test_a_slow_rank_gets_fewer_micro_batches_and_it_is_the_same_training(
+    lost: str | None, train: Train, reference: Reference
+) -> None:
+    """Also if a rank is lost as soon as that is told, wherever the others stand then."""
+    dies = {"beside it": SLOW + 1, "itself": SLOW}.get(lost or "")
+    kill = Fault(name="kill", place="before the gate", rank=dies, after="command DealShards")
+    faults = [slow_from(8), *([kill] if lost else [])]
+    options = ["--slow-ranks", "shift", "--slow-after", 1]
+    trained = train("ddp", faults, steps=LONGER, options=options, patience_s=PATIENCE_S, reduction="exact")
+    trained.assert_same_training(reference("ddp", LONGER, "exact"), faults)
+    found = json.loads(rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged' ORDER BY id")[0])
+    assert [one["rank"] for one in found["slow"]] == [SLOW], trained
+    deals = [json.loads(body)["shares"] for body in rows(trained, DEALS)]
+    assert all(gets_least(shares) for shares in deals), trained
+    plans = [json.loads(body)["plan"]["shares"] for body in rows(trained, PLANS)]
+    assert len(plans) == (2 if lost else 1), trained
+    assert gets_least(plans[-1]) is (lost == "beside it"), trained
+    if lost != "itself":  # whoever takes its place is not slow
+        assert len(trained.samples[LONGER - 1][SLOW]) == 2, trained
+
+
+@pytest.mark.stories
 @pytest.mark.soak
 def test_by_default_a_slow_rank_is_told_of_and_stays(train: Train, reference: Reference) -> None:
     faults = [slow_from(8)]
@@ -74,6 +101,11 @@ def test_one_blip_of_two_seconds_is_nothing(mode: str, train: Train, reference: 
     assert not trained.recoveries, trained
     assert not rows(trained, "SELECT body FROM events WHERE name = 'SlowRanksChanged'"), trained
     assert own_s(trained, SLOW, 25, 25) >= 2.0, trained
+
+
+def gets_least(shares: Sequence[int]) -> bool:
+    """One of the eight micro-batches of two; the others the rest."""
+    return bool(shares) and (shares[SLOW], sum(shares)) == (1, 8)
 
 
 def own_s(trained: Trained, rank: int, first: int, last: int) -> float:

@@ -46,6 +46,7 @@ from rackrun.coordinator.eras import Eras
 from rackrun.core.commands import (
     BreakGeneration,
     Command,
+    DealShards,
     DrainWorkers,
     FenceWorker,
     PauseWorkers,
@@ -63,6 +64,8 @@ from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import (
     Event,
     Failure,
+    SlowRank,
+    SlowRanksChanged,
     StopRequested,
     TimerFired,
     TrayJoined,
@@ -71,7 +74,7 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerSevered,
 )
-from rackrun.core.ids import Generation, Position, Step, TrayId
+from rackrun.core.ids import Generation, Position, Rank, Step, TrayId
 from rackrun.core.policy import parse_rules
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted, decode_upward
 from rackrun.link import boot
@@ -134,6 +137,8 @@ class Ended:
     copied: list[StateCopied] = field(default_factory=list)
     told: list[tuple[int, Position, int]] = field(default_factory=list)
     """Rank, unit, attempt: every commit, as often as it was told."""
+    met: set[int] = field(default_factory=set)
+    """Ranks that have met others in a micro-batch that was not their last."""
     paused: dict[int, Paused] = field(default_factory=dict)
     """By rank, when it was first told."""
     ready: dict[int, WorkerReady] = field(default_factory=dict)
@@ -220,7 +225,9 @@ class _Child:
 
 class TinyCluster:
     """``kill``: rank -> the moment at which its first worker dies. ``ranks`` workers train and ``spares`` wait. ``mark`` is made when
-    the coordinator has heard that a spare is ready. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``."""
+    the coordinator has heard that a spare is ready. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``.
+    ``slow``: when somebody tells of a unit as committed, which ranks are found to be slow from then on, and how many times: they get fewer
+    micro-batches."""
 
     def __init__(
         self,
@@ -237,13 +244,14 @@ class TinyCluster:
         swap: Swap | None = None,
         min_ranks: int = 0,
         policy: str = "",
+        slow: Mapping[Position, Mapping[int, float]] | None = None,
         mark: Path | None = None,
         scale: Any = None,
         **elastic: Any,
     ) -> None:
         self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
         self._swap, self._ranks, self._told_to_pause = swap, ranks, False
-        self._mark = mark
+        self._mark, self._slow = mark, dict(slow or {})
         self._resized = False
         self._told_in: dict[Position, Generation] = {}
         self._elastic: dict[str, Any] = {
@@ -267,6 +275,7 @@ class TinyCluster:
                 join_timeout_ms=30_000,
                 min_ranks=min_ranks,
                 rules=parse_rules(policy),
+                slow_ranks="shift",
             )
         )
         self._children: dict[Worker, _Child] = {}
@@ -360,7 +369,7 @@ class TinyCluster:
                 self._send(command.workers, command)
             case ResumeGeneration():
                 self._resume(command)
-            case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
+            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
                 self._send(command.workers, command)
             case StopJob():
                 self._tell(f"stop {command.exit_code}: {command.because}")
@@ -379,7 +388,7 @@ class TinyCluster:
         )
         if plan.generation > 1:
             self._ended.plans.append(plan)
-            self._resized |= plan.world_size != self._ranks
+            self._resized |= plan.world_size != self._ranks or bool(plan.shares)
         workers = tuple(Worker(member.slot, member.incarnation) for member in plan.members)
         if all(worker in self._children for worker in workers):
             self._send(workers, command)
@@ -445,6 +454,7 @@ class TinyCluster:
 
     def _committed(self, message: UnitCommitted) -> None:
         self._ended.told.append((message.rank, message.at, message.attempt))
+        self._ended.met |= {message.rank} if message.meets else set()
         if self._swap is not None and self._swap.told_after == message.at and not self._told_to_pause:
             self._told_to_pause = True
             self._tell_to_pause(message.generation)
@@ -464,6 +474,8 @@ class TinyCluster:
             self._ended.ids[message.at] = {}  # only ranks that are lost had seen it committed; it is dealt out anew
         self._told_in[message.at] = message.generation
         assert self._ended.ids.setdefault(message.at, {}).setdefault(message.rank, ids) == ids
+        if message.at in self._slow:
+            self._find_slow(self._slow.pop(message.at))
         if self._drain_at == message.at.step:
             self._drain_at = None
             self._event(StopRequested(because="the test wants it", exit_code=0))
@@ -471,6 +483,14 @@ class TinyCluster:
     def _counts(self, at: Position, generation: int) -> bool:
         """Whether what was told as committed in that generation still is in the next."""
         return Eras({plan.generation: plan for plan in self._ended.plans}).counts(at, generation)
+
+    def _find_slow(self, times: Mapping[int, float]) -> None:
+        view = self._core.view()
+        slow = tuple(
+            SlowRank(rank=Rank(rank), slot=view.ranks[rank].slot, times=how, own_ms=1, past=1, rows=20, window=20)
+            for rank, how in times.items()
+        )
+        self._event(SlowRanksChanged(generation=view.generation, slow=slow))
 
     def _exited(self, child: _Child) -> None:
         child.channel.setblocking(False)

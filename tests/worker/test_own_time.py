@@ -101,3 +101,29 @@ def test_of_a_unit_in_which_the_world_broke_nothing_is_known() -> None:
     assert own.of(1.0) == 0.0
     own.begin()
     assert own.of(1.0) == 1.0
+
+
+def test_what_micro_batches_take_is_told_apart_from_the_rest_of_a_step() -> None:
+    clock = Clock()
+    own = OwnTime(clock)
+    own.begin()
+    clock.now += 0.1  # before the first
+    for _ in range(2):
+        own.next_pass()
+        clock.now += 0.2
+    own.waited(0.05)
+    clock.now += 0.05
+    own.passes_over()
+    clock.now += 0.3  # the update
+    own.passes_over()  # the gate of a later optimizer changes nothing
+    assert (own.passes, round(own.in_passes, 9), round(own.of(0.85), 9)) == (2, 0.4, 0.8)
+
+
+def test_the_wait_at_the_end_of_the_last_backward_is_not_its_micro_batchs() -> None:
+    clock = Clock()
+    own = OwnTime(clock)
+    own.begin()
+    own.next_pass()
+    backward(bucket=0.2, rest=0.3, landed=0.5, clock=clock, own=own)
+    own.passes_over()
+    assert round(own.in_passes, 9) == 0.5

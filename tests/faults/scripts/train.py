@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 import rackrun
 
 MODE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+REDUCTION = os.environ.get("RACKRUN_TEST_REDUCTION", "fast")
 PATIENCE_S = float(os.environ.get("RACKRUN_TEST_PATIENCE", "0"))
 """How long a step may take without being called a hang; 0: as rackrun finds."""
 WIDTH = 18  # over four ranks: shards of different sizes
@@ -53,7 +54,7 @@ class Block(nn.Module):
         return x + self.drop(self.down(self.up(self.norm(x)).relu()))
 
 
-@rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=2)
+@rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=2, reduction=REDUCTION)  # type: ignore[arg-type]
 def main(run: rackrun.Run) -> None:
     strike = Striker(run)
     blocks = nn.Sequential(*(Block() for _ in range(3)))
