@@ -35,7 +35,9 @@ from rackrun.core.commands import (
     FenceWorker,
     Notice,
     PauseWorkers,
+    ReleaseRack,
     ReleaseWorkers,
+    RequestRack,
     ResumeGeneration,
     SetTimer,
     StartWorker,
@@ -47,6 +49,7 @@ from rackrun.core.events import (
     Event,
     JournalFailed,
     PolicyAnswered,
+    RackRefused,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -138,6 +141,8 @@ class Driver:
         """Told of a tray that is lost: where its agent is ours, it is to be gone, also if it is only stopped."""
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
         """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
+        self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
+        """Pass it on to the provider; `RackDelivered` or `RackRefused` is to be submitted."""
         self._pace = Pace()
         self._going: set[TrayId] = set()
         """Told to leave: they go by themselves."""
@@ -305,8 +310,8 @@ class Driver:
                 self._send(command, (worker.slot for worker in command.workers))
             case DismissTray():
                 self._send_to(frame(command), (command.tray,))
-            case AskPolicy():
-                self.ask(command)
+            case AskPolicy() | RequestRack() | ReleaseRack():
+                self._hand_on(command)
             case Notice() | Answer() | Decided():
                 self._tell(command)
             case StopJob():
@@ -328,8 +333,19 @@ class Driver:
         self.metrics.persist_s.observe((self.now_ms() - began) / 1e3)
         return True
 
+    def _hand_on(self, command: AskPolicy | RequestRack | ReleaseRack) -> None:
+        """To code of the user's, which answers later."""
+        if isinstance(command, AskPolicy):
+            self.ask(command)
+        else:
+            self.provide(command)
+
     def _nobody_to_ask(self, command: AskPolicy) -> None:
         self.submit(PolicyAnswered(question=command.question, trouble="has nobody who could ask it"))
+
+    def _nobody_to_provide(self, command: RequestRack | ReleaseRack) -> None:
+        if isinstance(command, RequestRack):
+            self.submit(RackRefused(request=command.request, because="nobody is there who could be asked"))
 
     def _send(self, command: WorkerCommand, slots: Iterable[SlotId]) -> None:
         self._send_to(frame(command), dict.fromkeys(tray_of(slot) for slot in slots))

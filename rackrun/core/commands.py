@@ -31,7 +31,9 @@ __all__ = [
     "PauseWorkers",
     "Plan",
     "Refusal",
+    "ReleaseRack",
     "ReleaseWorkers",
+    "RequestRack",
     "Restore",
     "Reshard",
     "ResumeGeneration",
@@ -286,6 +288,25 @@ class AskPolicy(_Command, frozen=True, kw_only=True):
     view: situation.ClusterView
 
 
+class RequestRack(_Command, frozen=True, kw_only=True):
+    """Ask the provider for a rack. `RackDelivered` or `RackRefused` comes back, some time or never; `ReleaseRack` takes it back."""
+
+    request: int
+    """From 1 on, in the whole job."""
+    trays: int
+    slots: int
+    """Of each tray."""
+    because: str
+
+
+class ReleaseRack(_Command, frozen=True, kw_only=True):
+    """Nobody wants what was asked for any more, whether it has come or not: the provider is to take it back. At the end of the job all
+    are released, without this."""
+
+    request: int
+    because: str
+
+
 class StopJob(_Command, frozen=True, kw_only=True):
     """The end. Agents end every worker; the launcher exits with ``exit_code`` (0 done, 1 the script's, 3 ours)."""
 
@@ -308,4 +329,4 @@ WorkerCommand: TypeAlias = (
     | DismissTray
     | StopJob
 )
-Command: TypeAlias = WorkerCommand | SetTimer | Notice | Answer | Decided | AskPolicy
+Command: TypeAlias = WorkerCommand | SetTimer | Notice | Answer | Decided | AskPolicy | RequestRack | ReleaseRack

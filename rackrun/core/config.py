@@ -61,3 +61,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``module:function`` that is asked first (`AskPolicy`); "": nobody is."""
     repair_patience_ms: int = 0
     """How long all stand still for hardware to come back or to be added, where no spare and no free slot is left."""
+    provider: str = ""
+    """Who is asked for other racks (`RequestRack`); "": nobody."""
+    provider_expected_s: float | None = None
+    """How long that takes, as the provider says."""
+    acquire_timeout_ms: int = 3_600_000
+    """A request that has brought nothing for so long is taken back."""
+    rack_join_ms: int = 120_000
+    """So long after a rack is said to be there its trays must have joined."""

@@ -23,6 +23,9 @@ from rackrun.core.events import (
     Event,
     JournalFailed,
     PolicyAnswered,
+    RackDelivered,
+    RackPreempted,
+    RackRefused,
     ReturnRequested,
     SlowRanksChanged,
     SnapshotDamaged,
@@ -143,6 +146,8 @@ class ControlPlane:
                 self._job.described(event)
             case PolicyAnswered():
                 self._job.recovery.answered(event)
+            case RackDelivered() | RackRefused() | RackPreempted():
+                self._provider_says(event)
             case CostsMeasured():
                 pass  # the meter has heard it
             case JournalFailed():
@@ -152,6 +157,15 @@ class ControlPlane:
                 record = self._rack.current(event)
                 if record is not None:
                     self._dispatch_worker(event, record)
+
+    def _provider_says(self, event: RackDelivered | RackRefused | RackPreempted) -> None:
+        match event:
+            case RackDelivered():
+                self._job.acquiring.delivered(event)
+            case RackRefused():
+                self._job.acquiring.refused(event)
+            case RackPreempted():
+                self._job.acquiring.preempted(event)
 
     def _judged(self, event: DeviceJudged | DeviceChecked | BreakerClosed | SlowRanksChanged) -> None:
         match event:
@@ -203,6 +217,7 @@ class ControlPlane:
             self._tray_lost(event.tray, f"{event.tray} came back empty", event.at_ms)
         if self._job.world.phase is not Phase.STOPPED:
             self._rack.join(event)
+            self._job.acquiring.tray_joined(event.tray, event.at_ms)
             self._job.joined(event)
 
     def _tray_lost(self, tray: TrayId, because: str, at_ms: int) -> None:
@@ -214,6 +229,7 @@ class ControlPlane:
         losses = self._rack.lose_tray(tray, because)
         self._job.triage.forget(tray)
         self._job.control.tray_lost(tray)
+        self._job.acquiring.tray_lost(tray, at_ms)
         self._job.recovery.sources.forget_tray(tray)
         self._job.lost(losses, at_ms)
         self._job.recovery.sources.tray_lost(tray, address, at_ms)

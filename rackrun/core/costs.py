@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker
-from rackrun.core.events import CostsMeasured, Event, TrayJoined, TrayLost, WorkerReady, WorkerResumed
+from rackrun.core.commands import Command, Plan, ReleaseRack, RequestRack, ResumeGeneration, StartWorker
+from rackrun.core.events import (
+    CostsMeasured,
+    Event,
+    RackDelivered,
+    TrayJoined,
+    TrayLost,
+    WorkerReady,
+    WorkerResumed,
+)
 from rackrun.core.ids import Incarnation, Rank, SlotId, TrayId
 from rackrun.core.situation import Costs, Priors
 
@@ -34,6 +42,12 @@ class Meter:
     _takeover_s: deque[float] = field(default_factory=_few)
     _repair_s: deque[float] = field(default_factory=_few)
     _starting: dict[SlotId, tuple[Incarnation, int]] = field(default_factory=dict)
+    _acquire_s: deque[float] = field(default_factory=_few)
+    _asked_ms: dict[int, int] = field(default_factory=dict)
+    """Requests for racks that have not come."""
+    _joined_ms: dict[TrayId, int] = field(default_factory=dict)
+    """Since the oldest of these."""
+    _delivered: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
     _lost_ms: dict[TrayId, int] = field(default_factory=dict)
     _plan: Plan | None = None
     _planned_ms: int = 0
@@ -53,8 +67,15 @@ class Meter:
                 self._resumed(event)
             case TrayLost():
                 self._lost_ms[event.tray] = event.at_ms
-            case TrayJoined() if event.tray in self._lost_ms:
-                self._repair_s.append((event.at_ms - self._lost_ms.pop(event.tray)) / 1e3)
+            case TrayJoined():
+                if event.tray in self._lost_ms:
+                    self._repair_s.append((event.at_ms - self._lost_ms.pop(event.tray)) / 1e3)
+                if self._asked_ms:
+                    self._joined_ms[event.tray] = event.at_ms
+                    self._acquired()
+            case RackDelivered() if event.request in self._asked_ms:
+                self._delivered[event.request] = event.trays
+                self._acquired()
             case _:
                 pass
 
@@ -67,6 +88,10 @@ class Meter:
                     self.recoveries += self._plan is not None
                     self._plan, self._planned_ms = command.plan, at_ms
                     self._waiting = dict.fromkeys(member.rank for member in command.plan.members)
+                case RequestRack():
+                    self._asked_ms[command.request] = at_ms
+                case ReleaseRack():
+                    self._forget(command.request)
                 case _:
                     pass
 
@@ -85,9 +110,24 @@ class Meter:
             state_bytes=told.state_bytes,
             start_s=_usual(self._start_s),
             repair_s=_usual(self._repair_s),
+            acquire_s=_usual(self._acquire_s),
             checkpoint_age_s=age_s,
             checkpoint_every_s=told.checkpoint_every_s,
         )
+
+    def _acquired(self) -> None:
+        """What was asked for is there when the first of its trays has joined; its name may be told before or after that."""
+        for request, trays in list(self._delivered.items()):
+            came_ms = [self._joined_ms[tray] for tray in trays if tray in self._joined_ms]
+            if came_ms:
+                self._acquire_s.append(max(min(came_ms) - self._asked_ms[request], 0) / 1e3)
+                self._forget(request)
+
+    def _forget(self, request: int) -> None:
+        self._asked_ms.pop(request, None)
+        self._delivered.pop(request, None)
+        if not self._asked_ms:
+            self._joined_ms.clear()
 
     def _resumed(self, event: WorkerResumed) -> None:
         plan = self._plan

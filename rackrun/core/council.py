@@ -100,7 +100,8 @@ class Council:
         if decided != self._decided:
             self._decided = decided
             self.emit(Decided(generation=view.generation, failure=failure, decision=decision))
-            if decision.by == "user" and decision.rung is Rung.WAIT:
+            stands_still = decision.rung is Rung.WAIT or decision.meanwhile == "wait"
+            if decision.by == "user" and stands_still:
                 due_ms = at_ms + math.ceil(decision.deadline_s * 1e3)
                 self.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
 

@@ -27,6 +27,9 @@ __all__ = [
     "Failure",
     "JournalFailed",
     "PolicyAnswered",
+    "RackDelivered",
+    "RackPreempted",
+    "RackRefused",
     "ReturnRequested",
     "SlowRank",
     "SlowRanksChanged",
@@ -313,6 +316,33 @@ class PolicyAnswered(_Event, frozen=True, kw_only=True):
     """It raised, returned something else, or took too long."""
 
 
+class RackDelivered(_Event, frozen=True, kw_only=True):
+    """The provider says that a rack is there: its agents have joined, or will."""
+
+    request: int
+    """`RequestRack.request`"""
+    trays: tuple[TrayId, ...]
+    """Under these names."""
+
+
+class RackRefused(_Event, frozen=True, kw_only=True):
+    """Nothing comes of a request: the provider says no, or it failed. Of a rack that is there already: nobody looks after it any more."""
+
+    request: int
+    because: str
+    failed: bool = False
+    """It raised, or its process ended: something of the rack may be there, and is to be released."""
+
+
+class RackPreempted(_Event, frozen=True, kw_only=True):
+    """The provider takes a rack back before long."""
+
+    request: int
+    because: str
+    trays: tuple[TrayId, ...] = ()
+    """These of it; (): all."""
+
+
 class DrainRequested(_Event, frozen=True, kw_only=True):
     """A person wants nobody on a tray or a slot (``rackctl drain``)."""
 
@@ -397,6 +427,9 @@ Event: TypeAlias = (
     | TimerFired
     | CostsMeasured
     | PolicyAnswered
+    | RackDelivered
+    | RackRefused
+    | RackPreempted
     | StopRequested
     | JournalFailed
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rackrun.core.acquiring import Acquiring
 from rackrun.core.batch_notices import BatchNotices
 from rackrun.core.commands import (
     Command,
@@ -47,6 +48,7 @@ from rackrun.core.recovery import Recovery, named
 from rackrun.core.restart import Restart
 from rackrun.core.seating import Seating
 from rackrun.core.shifting import Shifting
+from rackrun.core.situation import ProviderNow
 from rackrun.core.slowness import Slowness
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
@@ -80,6 +82,7 @@ class JobMachine:
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
+    acquiring: Acquiring = field(init=False)
     _restart: Restart = field(init=False)
     _calm_ms: int = 0
     """Until then nothing starts in the background."""
@@ -128,6 +131,9 @@ class JobMachine:
             self.stop,
         )
         self.culprit = Culprit(self.config.gather_ms)
+        self.acquiring = Acquiring(
+            self.config, self.world, self.rack, self.emit, self.departs, self.slot_empty, self._ending
+        )
 
     # -- trays and timers ------------------------------------------------------------------------------------------
     def joined(self, event: TrayJoined) -> None:
@@ -167,6 +173,8 @@ class JobMachine:
             self.swap.timer(number, at_ms)
         elif kind == "policy":
             self.recovery.overdue(number, at_ms)
+        elif kind == "rack":
+            self.acquiring.timer(number, at_ms)
         elif kind == "exits" and number == str(self.world.generation):
             self._exits_overdue()
         else:
@@ -280,6 +288,15 @@ class JobMachine:
 
     def relent(self) -> bool:
         return self.control.relent()
+
+    def acquire(self, at_ms: int) -> None:
+        self.acquiring.ask(at_ms)
+
+    def provider(self, at_ms: int) -> ProviderNow | None:
+        return self.acquiring.now(at_ms)
+
+    def acquires(self, at_ms: int) -> bool:
+        return self.acquiring.patient(at_ms)
 
     def _exits_overdue(self) -> None:
         if self.world.phase not in (Phase.RESTARTING, Phase.ENDING):
@@ -400,6 +417,7 @@ class JobMachine:
     # -- what people ask ------------------------------------------------------------------------------------------
     def look(self, at_ms: int) -> None:
         """After every event: how far is what was asked?"""
+        self.acquiring.look(at_ms)
         if self.control.under_way:
             self.control.look(at_ms)
             if self.control.stirs():
@@ -420,6 +438,7 @@ class JobMachine:
     # -- training --------------------------------------------------------------------------------------------------
     def trained(self, at_ms: int) -> None:
         """Everybody computes: time for what had to wait."""
+        self.acquiring.settled()
         first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
         self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
         if self._calm_ms > at_ms:
@@ -440,7 +459,8 @@ class JobMachine:
         if at_ms < self._calm_ms:
             return
         wanted = self.world.spares + self.world.full - self.world.size
-        for slot in self.rack.free_slots()[: max(wanted - len(self.rack.spares()), 0)]:
+        short = max(wanted - len(self.rack.spares()), self.acquiring.spares_short(), 0)
+        for slot in self.acquiring.own_first(self.rack.free_slots())[:short]:
             self.emit(self.start_spare(slot))
 
     def start_spare(self, slot: SlotId) -> StartWorker:

@@ -13,7 +13,7 @@ from rackrun.core.ids import Position, Rank, SlotId, TrayId, slot_id
 from rackrun.core.layout import natural
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating, Staff
-from rackrun.core.situation import ClusterView, Failure, RankNow, SpareNow, TrayNow, Whose
+from rackrun.core.situation import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
 from rackrun.core.verdict import StatePlan
 from rackrun.core.workers import Loss, WorkerRecord, WorkerState, why_exited
 from rackrun.core.world import World
@@ -95,7 +95,15 @@ class Outlook:
     seating: Seating
     meter: Meter
 
-    def view(self, prospect: Prospect, *, moved: tuple[Rank, ...], waited_ms: int, absorbs: int) -> ClusterView:
+    def view(
+        self,
+        prospect: Prospect,
+        *,
+        moved: tuple[Rank, ...],
+        waited_ms: int,
+        absorbs: int,
+        provider: ProviderNow | None = None,
+    ) -> ClusterView:
         """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
         world, rack, config = self.world, self.rack, self.config
         lost, state, staff = world.lost(), prospect.state, prospect.staff
@@ -131,6 +139,7 @@ class Outlook:
             start_patience_s=config.join_timeout_ms / 1e3,
             repair_patience_s=config.repair_patience_ms / 1e3,
             absorbs=absorbs,
+            provider=provider,
             recoveries=self.meter.recoveries,
             costs=self.meter.costs(prospect.committed.step),
         )

@@ -6,6 +6,7 @@ Pure and deterministic: the same failure, view, rules and weights give the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -19,19 +20,22 @@ REASON_MAX = 300
 """Characters of a user's own reason, or of what went wrong there."""
 WAIT_S_MIN = 1.0
 """A user's wait: the function is asked again after it."""
+_MEANWHILE: dict[str, Literal["wait", "train"]] = {"acquire-wait": "wait", "acquire-train": "train"}
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
 
 
 def parse_rules(text: str) -> Rules:
-    """``swap,wait,restart``: in this order. ``no-restart``: the cheapest but this. ``cheapest`` or "": the cheapest. Raises UsageError."""
+    """``swap,wait,restart``: in this order. ``no-restart``: the cheapest but this. ``cheapest`` or "": the cheapest. ``acquire-wait``,
+    ``acquire-train``: one of the two acquires. Raises UsageError."""
     words = [word.strip().lower() for word in text.split(",") if word.strip()]
     if words in ([], ["cheapest"]):
         return Rules()
     found: list[Rung] = []
     negative = [word for word in words if word.startswith("no-")]
+    meanwhile: Literal["", "wait", "train"] = next((_MEANWHILE[word] for word in words if word in _MEANWHILE), "")
     for word in words:
         try:
-            found.append(Rung(word.removeprefix("no-")))
+            found.append(Rung.ACQUIRE if word in _MEANWHILE else Rung(word.removeprefix("no-")))
         except ValueError as error:
             raise UsageError(f"--policy {text!r}: there is no rung {word!r}.", remedy=_REMEDY) from error
     if negative and len(negative) < len(words):
@@ -39,7 +43,7 @@ def parse_rules(text: str) -> Rules:
     if len(dict.fromkeys(found)) < len(found):
         raise UsageError(f"--policy {text!r} names a rung twice.", remedy=_REMEDY)
     if not negative:
-        return Rules(order=tuple(found))
+        return Rules(order=tuple(found), meanwhile=meanwhile)
     if Rung.STOP in found:
         raise UsageError(f"--policy {text!r}: a job must be able to stop.", remedy="leave out no-stop.")
     return Rules(never=tuple(found))
@@ -72,19 +76,19 @@ def choose(
 ) -> Decision:
     """What to do. A script's own error stops the job, whatever the rules; stop competes only with a wait for hardware."""
     rules = rules or Rules()
-    found = options(failure, view, weights, priors)
+    found = options(failure, view, weights, priors, meanwhile=rules.meanwhile)
     if failure.whose is Whose.USER:
         return _decision(_of(found, Rung.STOP), f"the script's own error: {failure.what}", view, found, "default")
     if rules.order:
         return _first(rules, view, found)
     allowed = [one for one in found if one.possible and one.rung not in rules.never]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
-    hardware = [one for one in going_on if one.rung is Rung.WAIT and not view.comes_by_itself]
-    if not view.exact and any(one.rung is not Rung.SHRINK and one not in hardware for one in going_on):
-        going_on = [one for one in going_on if one.rung is not Rung.SHRINK]  # the others keep the bits
-    only_hardware = len(hardware) == len(going_on)
+    if not view.exact and any(not _resizes(one) and not _for_hardware(one, view) for one in going_on):
+        still = options(failure, view, weights, priors, meanwhile="wait")
+        going_on = [_of(still, one.rung) for one in going_on if one.rung is not Rung.SHRINK]  # the others keep the bits
+    only_hardware = all(_for_hardware(one, view) for one in going_on)
     best = _cheapest(allowed if only_hardware else going_on)
-    others = [one for one in allowed if one is not best]
+    others = [one for one in allowed if one.rung is not best.rung]
     return _decision(best, _because(best, others, view, found, rules), view, found, "default")
 
 
@@ -105,7 +109,7 @@ def only_answer(rung: Rung, why: str, failure: Failure, view: ClusterView | None
 
 def refusal(decision: Decision, failure: Failure, view: ClusterView) -> str:
     """Why what a user's policy wants is impossible; "": it is possible."""
-    wanted = _of(options(failure, view), decision.rung)
+    wanted = _of(options(failure, view, meanwhile=decision.meanwhile), decision.rung)
     if not wanted.possible:
         return f"{decision.rung.value} is impossible: {wanted.why_not}"
     if decision.targets and decision.targets != view.takeovers | view.uprooted and decision.targets != view.takeovers:
@@ -123,10 +127,10 @@ def settled(
     priors: Priors | None = None,
 ) -> Decision:
     """A user's decision, with what it leaves open filled in."""
-    found = options(failure, view, weights, priors)
+    found = options(failure, view, weights, priors, meanwhile=decision.meanwhile)
     option = _of(found, decision.rung)
     reason = one_line(decision.reason) or "the user's policy says so"
-    full = _decision(option, f"{option.rung.value}: {reason} ({_sum(option, view)})", view, found, "user")
+    full = _decision(option, f"{_named(option)}: {reason} ({_sum(option, view)})", view, found, "user")
     deadline_s = min(max(decision.deadline_s, WAIT_S_MIN) if decision.deadline_s else full.deadline_s, full.deadline_s)
     return msgspec.structs.replace(full, deadline_s=deadline_s)
 
@@ -145,11 +149,27 @@ def _first(rules: Rules, view: ClusterView, found: tuple[Option, ...]) -> Decisi
         if option.possible:
             before = f"; before it {'; '.join(passed)}" if passed else ""
             return _decision(
-                option, f"{rung.value}, by the order given: {_sum(option, view)}{before}", view, found, "order"
+                option, f"{_named(option)}, by the order given: {_sum(option, view)}{before}", view, found, "order"
             )
         if rung is not Rung.ABSORB or rung in rules.order:
             passed.append(f"{rung.value}: {option.why_not}")
     raise AssertionError("a stop is always possible")
+
+
+def _resizes(option: Option) -> bool:
+    """The world gets smaller by it."""
+    return option.rung is Rung.SHRINK or option.meanwhile == "train"
+
+
+def _for_hardware(option: Option, view: ClusterView) -> bool:
+    """All would stand still for hardware that has not come."""
+    if option.rung is Rung.WAIT:
+        return not view.comes_by_itself
+    return option.meanwhile == "wait" and view.provider is not None and not view.provider.came
+
+
+def _named(option: Option) -> str:
+    return f"{option.rung.value}{', and train on' if option.meanwhile == 'train' else ''}"
 
 
 def _cheapest(of: Sequence[Option]) -> Option:
@@ -165,11 +185,11 @@ def _because(best: Option, others: Sequence[Option], view: ClusterView, found: S
                 whose.setdefault(one.why_not or "not allowed", []).append(one.rung.value)
         why = "; ".join(f"{', '.join(rungs)}: {obstacle}" for obstacle, rungs in whose.items())
         return f"stop: nothing else is possible{' and allowed' if rules.never else ''} ({why})"
-    told = f"{best.rung.value}: {_sum(best, view)}"
-    rest = [one for one in others if one.rung is not Rung.STOP or best.rung is Rung.WAIT]
+    told = f"{_named(best)}: {_sum(best, view)}"
+    rest = [one for one in others if one.rung is not Rung.STOP or best.rung in (Rung.WAIT, Rung.ACQUIRE)]
     if rest:
         second = _cheapest(rest)
-        told += f"; {second.rung.value} would be {_number(second.cost_gpu_s)}"
+        told += f"; {_named(second)} would be {_number(second.cost_gpu_s)}"
     return told
 
 
@@ -181,11 +201,14 @@ def _decision(option: Option, reason: str, view: ClusterView, found: tuple[Optio
     if option.rung is Rung.WAIT:
         patience_s = view.start_patience_s if view.comes_by_itself else 0.0
         deadline_s = max(patience_s, view.repair_patience_s) - view.waited_s
+    elif option.meanwhile == "wait" and view.provider is not None:
+        deadline_s = view.provider.patience_s
     return Decision(
         rung=option.rung,
         reason=reason,
         targets=targets,
         deadline_s=deadline_s,
+        meanwhile=option.meanwhile,
         cost_gpu_s=option.cost_gpu_s,
         figures=option.figures,
         options=found,

@@ -31,7 +31,7 @@ from rackrun.core.progress import Progress
 from rackrun.core.rack import RackMachine
 from rackrun.core.resizing import Resizing
 from rackrun.core.seating import Seating, Staff
-from rackrun.core.situation import ClusterView, Decision, Rung
+from rackrun.core.situation import ClusterView, Decision, ProviderNow, Rung
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources, named
 from rackrun.core.stalls import Standstill
@@ -57,6 +57,9 @@ class Ladder(Protocol):
     def await_fit(self, what: str) -> None: ...
     def relent(self) -> bool: ...
     def shares(self) -> tuple[int, ...]: ...
+    def acquire(self, at_ms: int) -> None: ...
+    def provider(self, at_ms: int) -> ProviderNow | None: ...
+    def acquires(self, at_ms: int) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -224,7 +227,8 @@ class Recovery:
     def _give_up(self, at_ms: int) -> None:
         """Nobody has become ready in this time. For hardware to come there may be more (`JobConfig.repair_patience_ms`)."""
         self.decide(at_ms)
-        patient = self.council.asks or at_ms - self._broken_ms < self.config.repair_patience_ms
+        waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.ladder.acquires(at_ms)
+        patient = self.council.asks or waits
         if self.world.phase is Phase.PARKING and not patient:
             self.endings.not_in_time(self._told())
 
@@ -307,6 +311,7 @@ class Recovery:
             moved=tuple(sorted(self._moved)),
             waited_ms=at_ms - self._broken_ms,
             absorbs=self._progress.absorbs(prospect.committed),
+            provider=self.ladder.provider(at_ms),
         )
         decision = self.council.decide(failure, view, at_ms)
         if decision is None:
@@ -326,7 +331,11 @@ class Recovery:
             case Rung.SHRINK:
                 self._shrink(prospect, at_ms)
             case Rung.ACQUIRE:
-                raise AssertionError("not built yet, so never possible")
+                self.ladder.acquire(at_ms)
+                if decision.meanwhile == "train":
+                    self._shrink(prospect, at_ms)
+                else:
+                    self._start_spares(prospect, view)
 
     def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
         """Nothing else is left, and nobody is against it."""

@@ -4,7 +4,7 @@ A loss is in GPU-seconds, in three kinds that `Weights` weigh:
 
 ========== ==========================================================================================================
 goodput    ranks x (the time until all compute again + the time of what they compute again); after a shrink also the time of those that
-           are missing (*away*)
+           are missing (*away*), and after an acquire that trains on
 cost       (ranks + spares) x the same time; of a stop only what comes after it has been started again
 resilience the chance that another GPU fails before one is repaired, x ranks x the repair, when no slot is left over
 ========== ==========================================================================================================
@@ -15,7 +15,9 @@ What has passed already (`ClusterView.waited_s`) is lost whatever is done, and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from rackrun.core.situation import ClusterView, Failure, Option, Priors, Rung, Weights
 
@@ -31,18 +33,48 @@ class _Price(NamedTuple):
 
 
 def options(
-    failure: Failure, view: ClusterView, weights: Weights | None = None, priors: Priors | None = None
+    failure: Failure,
+    view: ClusterView,
+    weights: Weights | None = None,
+    priors: Priors | None = None,
+    *,
+    meanwhile: Literal["", "wait", "train"] = "",
 ) -> tuple[Option, ...]:
-    """Every rung, in the order of `Rung`."""
+    """Every rung, in the order of `Rung`. ``meanwhile``: which of the two acquires is meant; "": the cheaper one."""
     weights, priors = weights or Weights(), priors or Priors()
-    return tuple(_option(rung, failure, view, weights, priors) for rung in Rung)
+    return tuple(
+        _acquires(failure, view, weights, priors, meanwhile)
+        if rung is Rung.ACQUIRE
+        else _option(rung, failure, view, weights, priors)
+        for rung in Rung
+    )
+
+
+def _acquires(
+    failure: Failure, view: ClusterView, weights: Weights, priors: Priors, meanwhile: Literal["", "wait", "train"]
+) -> Option:
+    waiting = _option(Rung.ACQUIRE, failure, view, weights, priors)
+    if not waiting.possible:
+        return waiting
+    waiting = msgspec.structs.replace(waiting, meanwhile="wait")
+    if meanwhile == "wait":
+        return waiting
+    if why_not := _may_shrink(failure, view):
+        return waiting if not meanwhile else Option(rung=Rung.ACQUIRE, why_not=why_not)
+    training = _priced(Rung.ACQUIRE, _acquire_training(failure, view, priors), view, weights, priors)
+    training = msgspec.structs.replace(training, meanwhile="train")
+    return training if meanwhile or training.cost_gpu_s < waiting.cost_gpu_s else waiting
 
 
 def _option(rung: Rung, failure: Failure, view: ClusterView, weights: Weights, priors: Priors) -> Option:
     obstacle, price = _RUNGS[rung]
     if why_not := obstacle(failure, view):
         return Option(rung=rung, why_not=why_not)
-    seconds, unpaid_s, away_gpu_s = price(failure, view, priors)
+    return _priced(rung, price(failure, view, priors), view, weights, priors)
+
+
+def _priced(rung: Rung, price: _Price, view: ClusterView, weights: Weights, priors: Priors) -> Option:
+    seconds, unpaid_s, away_gpu_s = price
     down_s = sum(seconds.values())
     goodput = view.world_size * down_s
     paid = (view.world_size + len(view.spares)) * (down_s - unpaid_s)
@@ -96,8 +128,18 @@ def _may_take_over(failure: Failure, view: ClusterView) -> str:
     return "" if view.takeovers else view.why_short or "no spare is ready"
 
 
-def _may_acquire(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
-    return "not built yet"
+def _may_acquire(failure: Failure, view: ClusterView) -> str:
+    if view.provider is None:
+        return "there is no provider (--provider)"
+    if not failure.ranks:
+        return "nobody is lost"
+    if obstacle := _state(view):
+        return obstacle
+    if view.takeovers:
+        return "there is nothing to wait for"
+    if view.provider.came and view.coming < view.short:
+        return f"with the rack that came {view.coming} of {view.short} workers that are missing can come"
+    return view.provider.why_not
 
 
 def _may_shrink(failure: Failure, view: ClusterView) -> str:
@@ -159,13 +201,38 @@ def _move(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     return price
 
 
+def _acquire(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    """All stand still until the rack has come, and its workers have started."""
+    if view.provider is not None and view.provider.came:
+        return _wait(failure, view, priors)
+    coming = {"request_s": _request_s(view, priors), "start_s": _known(view.costs.start_s, priors.start_s)}
+    return _Price(coming | _swap(failure, view, priors).seconds)
+
+
+def _acquire_training(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
+    """As a shrink, of which it is known when the others come."""
+    away_s = _request_s(view, priors) + _known(view.costs.start_s, priors.start_s)
+    return _smaller(failure, view, priors, away_s)
+
+
+def _request_s(view: ClusterView, priors: Priors) -> float:
+    """What is left of a request, or all of one."""
+    provider = view.provider
+    if provider is None or provider.came:
+        return 0.0
+    expected_s = priors.acquire_s if provider.expected_s is None else provider.expected_s
+    return max(_known(view.costs.acquire_s, expected_s) - (provider.asked_s or 0.0), 0.0)
+
+
 def _shrink(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     """Only the numbers change. The world is smaller until workers can join, and then all stop once more for them."""
-    regroup_s = _known(view.costs.regroup_s, priors.regroup_s)
     if view.comes_by_itself:
-        away_s = _known(view.costs.start_s, priors.start_s)
-    else:
-        away_s = _known(view.costs.repair_s, priors.repair_s)
+        return _smaller(failure, view, priors, _known(view.costs.start_s, priors.start_s))
+    return _smaller(failure, view, priors, _known(view.costs.repair_s, priors.repair_s))
+
+
+def _smaller(failure: Failure, view: ClusterView, priors: Priors, away_s: float) -> _Price:
+    regroup_s = _known(view.costs.regroup_s, priors.regroup_s)
     return _Price(
         {"regroup_s": regroup_s, "redone_s": _redone_s(failure, view, priors), "rejoin_s": _takeover_s(view, priors)},
         away_gpu_s=(view.world_size - view.shrink_to) * away_s,
@@ -218,12 +285,11 @@ def _known(measured: float | None, prior: float) -> float:
     return prior if measured is None else measured
 
 
-_NOT_BUILT = _Price({})
 _RUNGS: dict[Rung, tuple[Callable[[Failure, ClusterView], str], Callable[[Failure, ClusterView, Priors], _Price]]] = {
     Rung.ABSORB: (_may_absorb, _absorb),
     Rung.SWAP: (_may_swap, _swap),
     Rung.MOVE: (_may_move, _move),
-    Rung.ACQUIRE: (_may_acquire, lambda _failure, _view, _priors: _NOT_BUILT),
+    Rung.ACQUIRE: (_may_acquire, _acquire),
     Rung.SHRINK: (_may_shrink, _shrink),
     Rung.WAIT: (_may_wait, _wait),
     Rung.RESTART: (_may_restart, _restart),

@@ -19,6 +19,7 @@ __all__ = [
     "Failure",
     "Option",
     "Priors",
+    "ProviderNow",
     "RankNow",
     "Rules",
     "Rung",
@@ -39,7 +40,7 @@ class Rung(Enum):
     MOVE = "move"
     """So do they, and the living rest of a bound group moves with its lost member into another NVLink clique."""
     ACQUIRE = "acquire"
-    """Get other hardware. Not built yet."""
+    """Ask a provider for another rack. All stand still until it has come, or go on as after a shrink meanwhile (`Decision.meanwhile`)."""
     SHRINK = "shrink"
     """Go on without the lost ranks, with the same global batch, and grow again when workers can join."""
     WAIT = "wait"
@@ -95,6 +96,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Of a worker, until it stands at its first step."""
     repair_s: float | None = None
     """From the loss of a tray until it has come back."""
+    acquire_s: float | None = None
+    """From a request for a rack until the first of its trays has joined."""
     checkpoint_age_s: float | None = None
     """Training time since the newest checkpoint on disk; None: there is none."""
     checkpoint_every_s: float | None = None
@@ -112,6 +115,8 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 30.0
     repair_s: float = 1800.0
     """A tray that reboots."""
+    acquire_s: float = 600.0
+    """A rack from a batch system's queue that is not full. A provider that knows better says so."""
     relaunch_s: float = 3600.0
     """Until somebody starts a stopped job again."""
     mtbf_gpu_s: float = 1.8e8
@@ -136,6 +141,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The first of these that is possible is taken. `Rung.ABSORB` comes before and `Rung.STOP` after them unless they are named."""
     never: tuple[Rung, ...] = ()
     """The cheapest of the others."""
+    meanwhile: Literal["", "wait", "train"] = ""
+    """`Decision.meanwhile`, when the order comes to `Rung.ACQUIRE`."""
 
 
 class TrayNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +164,21 @@ class RankNow(msgspec.Struct, frozen=True, kw_only=True):
 class SpareNow(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     state: Literal["ready", "starting", "unfit"]
+
+
+class ProviderNow(msgspec.Struct, frozen=True, kw_only=True):
+    """Who gives the job other racks (``--provider``), and what has been asked of it."""
+
+    expected_s: float | None = None
+    """How long a request takes, as it says itself."""
+    asked_s: float | None = None
+    """Since the request that is out; None: none is."""
+    came: bool = False
+    """A rack has come, and its workers are starting, or can be started."""
+    patience_s: float = 3600.0
+    """How long the next of these is waited for: the rack, its trays, its workers."""
+    why_not: str = ""
+    """Why it is not asked now."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +229,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """How long workers that come are waited for, and GPUs that may become fit (``join_timeout``)."""
     repair_patience_s: float = 0.0
     """How long other hardware is waited for (``--wait-for-hardware``)."""
+    provider: ProviderNow | None = None
     absorbs: int = 0
     """How often this step was done again in place already."""
     recoveries: int = 0
@@ -234,6 +257,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted, weighted. 0 where it is impossible."""
     figures: dict[str, float] = {}
     """What that was made of: seconds for all ranks (``*_s``), and weighted GPU-seconds (``*_gpu_s``)."""
+    meanwhile: Literal["", "wait", "train"] = ""
+    """Of `Rung.ACQUIRE`: which of the two this is, the cheaper one unless the other was asked for."""
 
     @property
     def possible(self) -> bool:
@@ -249,6 +274,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Who takes which rank over. {}: as `ClusterView.takeovers`, which is the only other thing that is possible."""
     deadline_s: float = 0.0
     """Of a wait, from now; 0: as long as is allowed."""
+    meanwhile: Literal["", "wait", "train"] = ""
+    """Of `Rung.ACQUIRE`: until the rack has come all stand still, or go on without the lost ranks, as after a shrink. "": what costs
+    less."""
     cost_gpu_s: float = 0.0
     """Predicted."""
     figures: dict[str, float] = {}

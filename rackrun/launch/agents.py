@@ -46,6 +46,11 @@ class LocalAgents:
         self._changed = asyncio.Event()
         self.exit_codes: dict[TrayId, int] = {}
 
+    def template(self) -> bytes:
+        """The configuration of another agent of this job, as JSON, but for what differs from tray to tray."""
+        config = next(iter(self._configs.values()))
+        return msgspec.json.encode(msgspec.structs.replace(config, topology=b"", slot_env=(), simulated=False))
+
     def start(self) -> None:
         """By a fork, from the main thread, before its event loop runs. Where a preload has left threads, or initialised
         CUDA, agents are fresh interpreters instead, which takes seconds."""

@@ -29,6 +29,7 @@ from rackrun.errors import UsageError
 from rackrun.launch.filler import filler
 from rackrun.launch.own_options import add_own_options
 from rackrun.launch.policy import Policy, policy
+from rackrun.launch.provider import Provider, provider
 from rackrun.launch.rack import Axes, RackHere, mesh_text
 from rackrun.launch.redundancy import redundancy
 from rackrun.launch.size import size_of
@@ -90,6 +91,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     min_ranks: int
     """How far the world may shrink; 0: not."""
     policy: Policy
+    provider: Provider
     slow_ranks: SlowRanks
     slow_after_s: float
     quiet: bool
@@ -159,6 +161,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             "several hosts need a common name for the job, and there is no --rdzv-id.",
             remedy="give the same --rdzv-id on every host, for example the scheduler's job id.",
         )
+    asked = policy(args.policy, args.policy_weights, args.wait_for_hardware)
     return Options(
         script=_script(args),
         run_id=run_id,
@@ -189,7 +192,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         },
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         min_ranks=_min_ranks(args.min_ranks),
-        policy=policy(args.policy, args.policy_weights, args.wait_for_hardware),
+        policy=asked,
+        provider=provider(args.provider, args.acquire_timeout, asked.rules),
         slow_ranks=args.slow_ranks,
         slow_after_s=_slow_after_s(args.slow_after),
         quiet=args.quiet,

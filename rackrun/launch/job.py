@@ -15,6 +15,8 @@ import msgspec
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.journal import Journal
 from rackrun.coordinator.policy_host import PolicyHost
+from rackrun.coordinator.provider_child import Hello
+from rackrun.coordinator.provider_host import RELEASE_S, ProviderHost
 from rackrun.coordinator.server import Server
 from rackrun.core.commands import StopJob
 from rackrun.core.config import JobConfig
@@ -49,26 +51,7 @@ async def host(
         ledger=options.ledger,
         on_trouble=screen.say,
     )
-    config = JobConfig(
-        trays_min=options.nodes_min * options.trays,
-        trays_max=options.nodes_max * options.trays,
-        spares=options.spares,
-        mesh=options.mesh,
-        cross_clique=options.cross_clique,
-        snapshot_copies=options.redundancy.kind,
-        set_size=max(options.redundancy.width, 2),
-        set_parity=options.redundancy.parity,
-        max_restarts=options.max_restarts,
-        start_over=options.start_over,
-        slow_ranks=options.slow_ranks,
-        join_timeout_ms=options.join_timeout_ms,
-        last_call_ms=options.last_call_ms,
-        min_ranks=options.min_ranks,
-        rules=options.policy.rules,
-        weights=options.policy.weights,
-        policy_function=options.policy.function,
-        repair_patience_ms=options.policy.repair_patience_ms,
-    )
+    config = _config(options)
     journal.fact("config", msgspec.json.encode(config).decode())
     driver = Driver(
         ControlPlane(config),
@@ -82,9 +65,11 @@ async def host(
     place.announce(endpoint)
     driver.fence = agents.fence
     asked = PolicyHost(config.policy_function, driver.submit) if config.policy_function else None
+    racks = _racks(config, driver, agents, endpoint, screen)
+    hosts = [one for one in (asked, racks) if one is not None]
+    agents.beside = lambda: [pid for one in hosts for pid in one.pids()]
     if asked is not None:
         driver.ask = asked.ask
-        agents.beside = asked.pids
         asked.start()
     driver.begin()
 
@@ -119,11 +104,13 @@ async def host(
             _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
         ):
             over = await asyncio.shield(driver.finished)
+            if racks is not None:
+                await racks.end(_AT_ONCE_S if requests > 1 else RELEASE_S)
             await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)
         await server.close()
     finally:
-        if asked is not None:
-            asked.close()
+        for one in hosts:
+            one.close()
         agents.kill()
         driver.close()
         for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", driver.now_ms())):
@@ -142,6 +129,43 @@ async def host(
         )
     )
     return over
+
+
+def _racks(
+    config: JobConfig, driver: Driver, agents: LocalAgents, endpoint: Endpoint, screen: Screen
+) -> ProviderHost | None:
+    if not config.provider:
+        return None
+    hello = Hello(run_id=endpoint.run_id, template=agents.template())
+    racks = ProviderHost(config.provider, hello, driver.submit, screen.say)
+    driver.provide = racks.provide
+    return racks
+
+
+def _config(options: Options) -> JobConfig:
+    return JobConfig(
+        trays_min=options.nodes_min * options.trays,
+        trays_max=options.nodes_max * options.trays,
+        spares=options.spares,
+        mesh=options.mesh,
+        cross_clique=options.cross_clique,
+        snapshot_copies=options.redundancy.kind,
+        set_size=max(options.redundancy.width, 2),
+        set_parity=options.redundancy.parity,
+        max_restarts=options.max_restarts,
+        start_over=options.start_over,
+        slow_ranks=options.slow_ranks,
+        join_timeout_ms=options.join_timeout_ms,
+        last_call_ms=options.last_call_ms,
+        min_ranks=options.min_ranks,
+        rules=options.policy.rules,
+        weights=options.policy.weights,
+        policy_function=options.policy.function,
+        repair_patience_ms=options.policy.repair_patience_ms,
+        provider=options.provider.spec,
+        provider_expected_s=options.provider.expected_s,
+        acquire_timeout_ms=options.provider.timeout_ms,
+    )
 
 
 async def follow(options: Options, url: str, agents: LocalAgents, token: str) -> StopJob:

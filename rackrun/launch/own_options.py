@@ -65,6 +65,11 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "much in that: goodput (default 1), cost (0), resilience (1)."),
         add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "
             "all ranks stand still for a tray to come back or to be added, where no spare and no free slot is left. Default: not."),
+        add("--provider", action=env, type=str, default="", metavar="WHO", help="Where another rack comes from when no spare is left: "
+            "local[:racks=N,after=SECONDS], simulated ones on this host; MODULE:FUNCTION[:ARGS], one of your own "
+            "(docs/providers.md). Default: from nowhere."),
+        add("--acquire-timeout", "--acquire_timeout", action=env, type=float, default=None, metavar="SECONDS", help="How long a rack "
+            "may take to come before it is not waited for any more. Default: 3600."),
         add("--slow-ranks", "--slow_ranks", action=env, choices=get_args(SlowRanks), default="notice", help="When a rank is "
             "slower than its peers, step after step: notice, say so; swap, replace it at a step boundary too, if a better "
             "slot has a spare; shift, give it fewer micro-batches and the others more; swap,shift, the one where that can be, else "
