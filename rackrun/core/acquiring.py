@@ -79,6 +79,8 @@ class Acquiring:
     """Why the last of them did not."""
     _barred: str = ""
     """Why the provider is not asked again in this recovery."""
+    _over: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
+    """Requests that are done with, and the trays that were there before each."""
     _unwanted: dict[TrayId, str] = field(default_factory=dict)
     """Trays that may still join, and are not to."""
 
@@ -132,16 +134,20 @@ class Acquiring:
     # -- what the provider says ------------------------------------------------------------------------------------
     def delivered(self, event: RackDelivered) -> None:
         one = self.rented.get(event.request)
+        theirs = [tray for other in self.rented.values() for tray in other.named]
         if one is None:
-            self._say(f"rack {event.request} was delivered, and is not wanted any more")
-            self._send_away(event.trays, f"rack {event.request} comes too late", event.at_ms)
-            self.emit(ReleaseRack(request=event.request, because="it comes too late"))
+            self._say(
+                f"rack {event.request} was delivered, and nobody wants it{'' if event.request in self._over else ', or ever did'}"
+            )
+            if (there := self._over.get(event.request)) is not None:
+                new = [tray for tray in event.trays if tray not in there and tray not in theirs]
+                self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
+                self.emit(ReleaseRack(request=event.request, because="it comes too late"))
             return
         if one.stage is not _Stage.ASKED:
             self._say(f"the provider says once more that {one} is there: that is ignored")
             return
         trays = tuple(dict.fromkeys(event.trays))
-        theirs = [tray for other in self.rented.values() for tray in other.named]
         not_new = [tray for tray in trays if tray in one.there or tray in theirs]
         if not trays or not_new:
             what = f"{', '.join(not_new)}, in the job before" if not_new else "no tray"
@@ -349,6 +355,7 @@ class Acquiring:
     def _release(self, one: _Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
         """``gone``: nothing of it is left, or comes."""
         del self.rented[one.request]
+        self._over[one.request] = one.there
         if told:
             self.emit(ReleaseRack(request=one.request, because=why))
         if not gone:

@@ -210,8 +210,10 @@ def _acquire(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
 
 
 def _acquire_training(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
-    """As a shrink, of which it is known when the others come."""
+    """As a shrink, until the rack has come, or what is lost is repaired: whichever is first. What comes by itself is not waited for."""
     away_s = _request_s(view, priors) + _known(view.costs.start_s, priors.start_s)
+    if not view.comes_by_itself:
+        away_s = min(away_s, _known(view.costs.repair_s, priors.repair_s))
     return _smaller(failure, view, priors, away_s)
 
 

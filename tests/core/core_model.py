@@ -23,7 +23,9 @@ from rackrun.core.commands import (
     Notice,
     PauseWorkers,
     Plan,
+    ReleaseRack,
     ReleaseWorkers,
+    RequestRack,
     Reshard,
     Restore,
     ResumeGeneration,
@@ -37,6 +39,7 @@ from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import (
     Event,
     Failure,
+    RackDelivered,
     SnapshotDamaged,
     SnapshotStriped,
     TimerFired,
@@ -124,6 +127,16 @@ class Cluster:
         self.answers: dict[str, list[Answer]] = {}
         """To each request, in order."""
         self.dismissed = 0
+        self.wanted: dict[int, RequestRack] = {}
+        """Racks that were asked for, and not released."""
+        self.rented: dict[int, tuple[TrayId, ...]] = {}
+        """Trays of each rack that has come, or will."""
+        self.asked = 0
+        self.trays_come = True
+        """By themselves: back, or new ones."""
+        self.named: set[TrayId] = set()
+        """Those that the core has been told of as a rack's."""
+        self.taken_back: set[TrayId] = set()
         self.core = ControlPlane(config)
         self.slots, self.units, self.shards = slots, units, shards
         self.now = 0
@@ -154,6 +167,8 @@ class Cluster:
     # -- the wire --------------------------------------------------------------------------------------------------
     def tell(self, event: Event) -> None:
         self.now += 1
+        if isinstance(event, RackDelivered):
+            self.named.update(event.trays)
         event = _stamped(event, self.now)
         commands = self.core.handle(event)
         self.log.append(f"{event} -> {commands}")
@@ -188,11 +203,25 @@ class Cluster:
             case DismissTray():
                 self.dismissed += 1
                 self.tray_dies(command.tray)
+            case RequestRack():
+                assert command.request not in self.wanted, "asked twice"
+                assert command.trays > 0 < command.slots
+                self.wanted[command.request] = command
+                self.asked += 1
+            case ReleaseRack():
+                self.wanted.pop(command.request, None)
+                self._take_back(self.rented.get(command.request, ()))
             case ReleaseWorkers() | DrainWorkers() | PauseWorkers() | DealShards():
                 self._send(command.workers, command)
             case StopJob():
                 assert command.because
                 self.stopped = command
+
+    def _take_back(self, trays: tuple[TrayId, ...]) -> None:
+        self.taken_back.update(self.named.intersection(trays))
+        for tray in trays:
+            if self.up_trays.get(tray):
+                self.tray_dies(tray)
 
     def _hear(self, answer: Answer) -> None:
         self.drained, self.departing = set(answer.drained), set(answer.departing)
@@ -241,6 +270,7 @@ class Cluster:
 
     def _start(self, command: StartWorker) -> None:
         assert not self.withdrawn(command.slot), "a worker starts in a place that is drained"
+        assert tray_of(command.slot) not in self.taken_back, "a worker starts on a rack that was released"
         if not self.up_trays.get(tray_of(command.slot), False):
             return
         here = [p for p in self.processes.values() if p.slot == command.slot and p.alive]

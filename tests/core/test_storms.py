@@ -21,6 +21,9 @@ from rackrun.core.events import (
     DeviceJudged,
     DrainRequested,
     Event,
+    RackDelivered,
+    RackPreempted,
+    RackRefused,
     ReturnRequested,
     SlowRanksChanged,
     SwapRequested,
@@ -238,6 +241,63 @@ def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster, answer: SlowRa
     return play(cluster, trays, rng, kinds, 0.03)
 
 
+def storm_of_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+    """Hardly any spare, and a provider that delivers, refuses, fails, lies and takes back at any moment."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 4), rng.randint(1, 2)
+    order = rng.choice(["", "swap,acquire-wait,shrink,wait,restart", "swap,acquire-train,wait,restart", "swap,acquire"])
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=rng.randint(0, 1),
+        start_over=rng.random() < 0.5,
+        no_progress_max=20,
+        min_ranks=1,
+        provider="local",
+        rules=parse_rules(order),
+    )
+    cluster = kind(config, slots, rng.randint(10, 40), rng.choice(["replicas", "replicas", "pairs", "unique"]))
+    cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.5
+    cluster.trays_come = False
+    kinds = ["tray", "kill", "segv", "timeout", *["provider"] * 12]
+    return play(cluster, trays, rng, kinds, rng.choice([0.03, 0.1]))
+
+
+def provider_acts(cluster: Cluster, rng: random.Random) -> None:
+    """Of whatever was asked of it, wanted or not."""
+    request = rng.choice([*cluster.wanted, *range(1, cluster.asked + 2)])
+    own = [tray for tray, lives in cluster.up_trays.items() if lives and tray not in cluster.rented.get(request, ())]
+    match rng.choice(["comes"] * 5 + ["comes unsaid", "is said", "no", "fails", "is the job's own", "taken back"]):
+        case "comes" | "comes unsaid" | "is said" as how if request in cluster.wanted:
+            wanted = cluster.wanted[request]
+            size = max(wanted.trays + rng.choice([0, 0, 0, 1, -1]), 1)
+            trays = tuple(TrayId(f"rack-{request}-{number}") for number in range(size))
+            if trays[0] in cluster.up_trays:
+                return
+            cluster.rented[request] = trays
+            said = RackDelivered(request=request, trays=trays)
+            late = rng.random() < 0.5
+            if how != "comes unsaid" and not late:
+                cluster.tell(said)
+            for tray in trays if how != "is said" else ():
+                if cluster.stopped is None and request in cluster.wanted and rng.random() < 0.9:
+                    cluster.join(tray, slots=rng.choice([None, None, None, 1]))
+            if how != "comes unsaid" and late and cluster.stopped is None:
+                cluster.tell(said)
+        case "comes" | "is said" if not cluster.rented.get(request) and request <= cluster.asked:
+            trays = cluster.rented[request] = (TrayId(f"rack-{request}-0"),)
+            cluster.tell(RackDelivered(request=request, trays=trays))
+            cluster.join(trays[0])
+        case "no" | "fails" as how:
+            cluster.tell(RackRefused(request=request, because="no quota", failed=how == "fails"))
+        case "is the job's own" if own:
+            cluster.tell(RackDelivered(request=request, trays=(rng.choice(own),)))
+        case _:
+            trays = cluster.rented.get(request, ())
+            some = trays if rng.random() < 0.5 else (rng.choice([*trays, *own]),) if trays or own else ()
+            cluster.tell(RackPreempted(request=request, because="the queue", trays=some))
+
+
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
     for tray in (TrayId(f"tray-{number}") for number in range(trays)):
         if tray not in cluster.up_trays:
@@ -274,9 +334,11 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
     missing = [tray for number in range(5) if (tray := TrayId(f"tray-{number}")) not in cluster.up_trays]
     if gone:
         cluster.lease_lapses(rng.choice(gone))
-    elif missing and rng.random() < 0.5:
+    elif missing and rng.random() < (0.5 if cluster.trays_come else 0.03):
         other = rng.random() if cluster.racks else 1.0
         cluster.join(rng.choice(missing), slots=1 if other < 0.2 else None, lies=0.2 <= other < 0.3)
+    elif kind == "provider":
+        provider_acts(cluster, rng)
     elif kind in ("tray", "trays") and up:
         for tray in rng.sample(up, min(2 if kind == "trays" else 1, len(up))):
             cluster.tray_dies(tray)
@@ -384,6 +446,33 @@ def test_in_a_storm_of_requests_nobody_is_where_nobody_is_to_be_and_each_is_answ
     assert seen["exit 0"] > SEEDS / 9, seen
     assert min(seen["planned"], seen["drain done"], seen["swap done"], seen["return done"]) > SEEDS / 12, seen
     assert min(seen["dismissed"], seen["called off"], seen["drain refused"]) > SEEDS / 30, seen
+
+
+def test_in_a_storm_of_racks_that_come_and_go_each_story_ends_with_one_history_or_with_a_reason() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 4):
+        try:
+            cluster = storm_of_racks(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        told = "\n".join(cluster.log)
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["asked"] += "RequestRack" in told
+        for what in (
+            "came to nothing",
+            "is given back:",
+            "takes it back",
+            "nobody wants it",
+            "every rank has a worker",
+        ):
+            seen[what] += what in told
+        slots = [member.slot for plan in cluster.plans.values() for member in plan.members]
+        seen["used"] += any(slot.startswith("rack-") for slot in slots)
+    assert seen["exit 0"] > SEEDS / 10, seen
+    assert seen["asked"] > SEEDS / 15, seen
+    assert seen["used"] > SEEDS / 60, seen
+    assert min(seen.values()) > 0, seen
 
 
 def test_in_a_storm_of_slow_ranks_they_are_replaced_and_no_history_is_lost() -> None:

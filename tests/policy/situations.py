@@ -12,7 +12,8 @@
 ``rollback N``             steps; ``state lost``: nothing is left in memory
 ``checkpoint X s ago``     is on disk; ``begin again``: from step 0. Either allows a restart; ``at step N``; ``restarts N`` are left (3)
 ``waited X s``             since the break; ``patience X s``: for hardware; ``start patience X s``
-``step|regroup|takeover|start|repair X s``, ``state X GB``, ``copy X GB/s``   are measured
+``step|regroup|takeover|start|repair|acquire X s``, ``state X GB``, ``copy X GB/s``   are measured
+``provider``               racks can be asked for; ``expects X s``: as it says; ``asked X s``: ago; ``came``: its workers can start; ``no quota``: it has refused
 ``planned``, ``user bug``, ``preemption``
 ========================== =========================================================================================
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 
 from rackrun.core.ids import Rank, SlotId
-from rackrun.policy import ClusterView, Costs, Failure, SpareNow, Whose
+from rackrun.policy import ClusterView, Costs, Failure, ProviderNow, SpareNow, Whose
 
 __all__ = ["situation"]
 
@@ -31,9 +32,9 @@ _PATTERNS = (
     r"(?P<name>checkpoint) (?P<value>\S+) s ago",
     r"(?P<name>shrink) to (?P<value>\d+)",
     r"(?P<name>state|copy) (?P<value>[\d.]+) GB(/s)?",
-    r"(?P<name>start patience|waited|patience|step|regroup|takeover|start|repair) (?P<value>\S+) s",
+    r"(?P<name>start patience|waited|patience|step|regroup|takeover|start|repair|acquire|expects|asked) (?P<value>\S+) s",
     r"(?P<name>rollback|at step|restarts) (?P<value>\S+)",
-    r"(?P<name>state lost|begin again|out of reach|exact|planned|user bug|preemption)(?P<value>)",
+    r"(?P<name>state lost|begin again|out of reach|exact|planned|user bug|preemption|provider|came|no quota)(?P<value>)",
 )
 
 
@@ -94,6 +95,7 @@ def _view(said: dict[str, float]) -> ClusterView:
         waited_s=said.get("waited", 0.0),
         start_patience_s=said.get("start patience", 600.0),
         repair_patience_s=said.get("patience", 0.0),
+        provider=_provider(said),
         costs=Costs(
             step_s=said.get("step"),
             regroup_s=said.get("regroup"),
@@ -102,6 +104,18 @@ def _view(said: dict[str, float]) -> ClusterView:
             state_bytes=said["state"] * 1e9 if "state" in said else None,
             start_s=said.get("start"),
             repair_s=said.get("repair"),
+            acquire_s=said.get("acquire"),
             checkpoint_age_s=said.get("checkpoint"),
         ),
+    )
+
+
+def _provider(said: dict[str, float]) -> ProviderNow | None:
+    if "provider" not in said:
+        return None
+    return ProviderNow(
+        expected_s=said.get("expects"),
+        asked_s=said.get("asked"),
+        came="came" in said,
+        why_not="no quota" if "no quota" in said else "",
     )

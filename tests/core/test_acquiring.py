@@ -1,0 +1,401 @@
+"""A rack is asked of a provider, waited for or trained without, used, and given back; a provider is believed nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core_told import Told, every, only, plan_in, ranks, stop_in
+
+from rackrun.core.commands import (
+    Answer,
+    Command,
+    Decided,
+    DismissTray,
+    Notice,
+    PauseWorkers,
+    ReleaseRack,
+    RequestRack,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+)
+from rackrun.core.config import JobConfig
+from rackrun.core.events import RackDelivered, RackPreempted, RackRefused, TimerFired
+from rackrun.core.ids import TrayId
+from rackrun.core.policy import parse_rules
+from rackrun.core.situation import Rung
+
+
+def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:
+    """Two trays of two slots, all of which train; with ``spares``, a third for them."""
+    config = JobConfig(
+        trays_min=2 + bool(spares),
+        trays_max=2 + bool(spares),
+        spares=spares,
+        min_ranks=1,
+        provider=provider,
+        rules=parse_rules(rules),
+        acquire_timeout_ms=60_000,
+    )
+    told = Told(config)
+    told.resizes = "in place"
+    for tray in ("a", "b", "c")[: config.trays_min]:
+        told.join(tray, 2)
+    told.train()
+    return told
+
+
+def lose(told: Told, tray: str = "b", snapshots: Sequence[int] = ()) -> Sequence[Command]:
+    told.tray_lost(tray)
+    return told.park_all(snapshots=snapshots)
+
+
+def deliver(told: Told, request: int, *trays: str) -> Sequence[Command]:
+    return told.tell(RackDelivered(request=request, trays=tuple(map(TrayId, trays))))
+
+
+def refuse(told: Told, request: int = 1, because: str = "no quota", *, failed: bool = False) -> Sequence[Command]:
+    return told.tell(RackRefused(request=request, because=because, failed=failed))
+
+
+def is_over(told: Told, stage: str, request: int = 1) -> Sequence[Command]:
+    """The time of a stage; it comes when the core has said that it would."""
+    name = f"rack:{request}:{stage}"
+    timer = [command for command in told.answers if isinstance(command, SetTimer) and command.name == name][-1]
+    told.now = max(told.now, timer.at_ms)
+    return told.tell(TimerFired(name=name))
+
+
+def said(commands: Sequence[Command]) -> str:
+    return "\n".join(command.text for command in commands if isinstance(command, Notice))
+
+
+def rung(commands: Sequence[Command]) -> Rung:
+    return only(Decided, commands).decision.rung
+
+
+def reason(commands: Sequence[Command]) -> str:
+    return only(Decided, commands).decision.reason
+
+
+def serve(told: Told, tray: str = "r", request: int = 1) -> Sequence[Command]:
+    """Its trays join, its workers start, take over and train."""
+    deliver(told, request, tray)
+    told.join(tray, 2)
+    out = [command for slot in (f"{tray}/0", f"{tray}/1") for command in told.ready(slot)]
+    told.resume_all()
+    return out
+
+
+# -- it comes ----------------------------------------------------------------------------------------------------------
+def test_all_stand_still_until_the_rack_has_come_and_its_workers_take_the_lost_ranks_over() -> None:
+    told = begun()
+    asked = lose(told)
+    assert rung(asked) is Rung.ACQUIRE
+    request = only(RequestRack, asked)
+    assert (request.request, request.trays, request.slots) == (1, 1, 2)
+    assert not every(ResumeGeneration, asked)
+    assert not said(deliver(told, 1, "r")), "it is there when its trays have joined"
+    joined = told.join("r", 2)
+    assert {start.slot for start in every(StartWorker, joined)} == {"r/0", "r/1"}
+    told.ready("r/0")
+    done = told.ready("r/1")
+    assert rung(done) is Rung.SWAP
+    assert ranks(plan_in(done)) == {0: "a/0", 1: "a/1", 2: "r/0", 3: "r/1"}
+    told.resume_all()
+    assert told.view.phase == "training"
+    assert not every(ReleaseRack, told.answers), "it is needed"
+
+
+def test_the_name_of_a_tray_may_be_told_after_it_has_joined() -> None:
+    told = begun()
+    lose(told)
+    assert len(every(StartWorker, told.join("r", 2))) == 2
+    assert "rack 1 is there: r, 2 slots" in said(deliver(told, 1, "r"))
+
+
+def test_the_others_train_on_meanwhile_and_the_world_grows_when_the_rack_has_come() -> None:
+    told = begun("swap,acquire-train")
+    commands = lose(told)
+    assert rung(commands) is Rung.ACQUIRE
+    assert only(RequestRack, commands).trays == 1
+    assert plan_in(commands).world_size == 2
+    told.resume_all()
+    deliver(told, 1, "r")
+    assert len(every(StartWorker, told.join("r", 2))) == 2
+    told.ready("r/0")
+    told.ready("r/1")
+    assert every(PauseWorkers, told.answers)
+    told.pause_all()
+    grown = told.park_all()
+    assert plan_in(grown).world_size == 4
+    assert {"r/0", "r/1"} <= set(ranks(plan_in(grown)).values())
+
+
+def test_a_second_loss_while_a_rack_is_waited_for_asks_for_no_second_one() -> None:
+    told = begun()
+    lose(told)
+    told.exits("a/1")
+    told.timer("gather")
+    assert len(every(RequestRack, told.answers)) == 1
+
+
+def test_a_rack_of_which_some_trays_never_join_is_used_as_far_as_it_goes() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r", "never")
+    told.join("r", 2)
+    assert "of rack 1 1 of 2 trays have joined" in said(is_over(told, "delivered"))
+    told.ready("r/0")
+    assert rung(told.ready("r/1")) is Rung.SWAP
+
+
+def test_a_rack_that_is_too_small_is_used_after_the_next_rung() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    commands = told.join("r", 1)
+    assert rung(commands) is Rung.SHRINK
+    assert "acquire: with the rack that came 1 of 2 workers that are missing can come" in reason(commands)
+    told.resume_all()
+    assert not every(ReleaseRack, told.answers)
+    told.ready("r/0")
+    told.pause_all()
+    assert plan_in(told.park_all()).world_size == 3
+
+
+# -- it does not come --------------------------------------------------------------------------------------------------
+def test_without_a_provider_acquire_is_refused_with_the_reason() -> None:
+    commands = lose(begun(provider=""))
+    assert rung(commands) is Rung.SHRINK
+    assert "acquire: there is no provider (--provider)" in reason(commands)
+
+
+def test_after_a_refusal_the_next_rung_is_taken_and_the_reason_said_but_another_failure_asks_again() -> None:
+    told = begun()
+    lose(told)
+    commands = refuse(told)
+    assert rung(commands) is Rung.SHRINK
+    assert "acquire: rack 1: the provider refused it: no quota" in reason(commands)
+    assert not every(ReleaseRack, commands), "there is nothing to take back"
+    told.resume_all()
+    told.exits("a/1")
+    assert only(RequestRack, told.park_all()).request == 2
+
+
+def test_one_that_hangs_is_waited_for_until_the_deadline_and_the_request_is_taken_back() -> None:
+    told = begun()
+    lose(told)
+    commands = is_over(told, "asked")
+    assert only(ReleaseRack, commands).request == 1
+    assert rung(commands) is Rung.SHRINK
+    assert "acquire: rack 1: it did not come within 60 s (--acquire-timeout)" in reason(commands)
+
+
+def test_one_that_fails_is_told_to_take_back_what_there_may_be() -> None:
+    told = begun()
+    lose(told)
+    commands = refuse(told, because="OSError: no such queue", failed=True)
+    assert only(ReleaseRack, commands).request == 1
+    assert "the provider failed: OSError: no such queue" in reason(commands)
+
+
+def test_with_no_other_rung_the_job_ends_with_the_reason_when_the_provider_has_failed() -> None:
+    told = begun("swap,acquire-wait")
+    lose(told)
+    stop = stop_in(refuse(told))
+    assert stop.exit_code == 3
+    assert "acquire: rack 1: the provider refused it: no quota" in stop.because
+
+
+def test_a_rack_that_is_said_to_be_there_and_never_joins_is_not_waited_for_without_end() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    commands = is_over(told, "delivered")
+    assert only(ReleaseRack, commands).request == 1
+    assert "rack 1: it was delivered, and none of its trays joined within 120 s" in reason(commands)
+
+
+@pytest.mark.parametrize("trays", [("a",), ("r", "a"), ()])
+def test_a_rack_of_trays_that_are_in_the_job_already_is_none(trays: tuple[str, ...]) -> None:
+    told = begun()
+    lose(told)
+    commands = deliver(told, 1, *trays)
+    assert rung(commands) is Rung.SHRINK
+    assert "the provider says that it is" in reason(commands)
+    assert not every(Answer, commands), "the job's own trays stay"
+
+
+def test_the_same_rack_for_two_requests_is_none() -> None:
+    told = begun()
+    lose(told)
+    serve(told)
+    told.tray_lost("a")
+    told.park_all()
+    commands = deliver(told, 2, "r")
+    assert "the provider says that it is r, in the job before" in said(commands)
+
+
+def test_a_rack_that_is_delivered_twice_is_the_same_rack() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    assert "once more" in said(deliver(told, 1, "r", "s"))
+    told.ready("r/0")
+    assert rung(told.ready("r/1")) is Rung.SWAP
+
+
+def test_a_rack_that_comes_after_it_was_cancelled_is_sent_back_and_not_used() -> None:
+    told = begun()
+    lose(told)
+    is_over(told, "asked")
+    told.resume_all()
+    late = deliver(told, 1, "r")
+    assert only(ReleaseRack, late).because == "it comes too late"
+    commands = told.join("r", 2)
+    assert not every(StartWorker, commands)
+    assert only(DismissTray, commands).tray == "r"
+
+
+@pytest.mark.parametrize("request_", [1, 5])
+def test_a_late_or_made_up_delivery_that_names_trays_of_the_job_sends_none_of_them_away(request_: int) -> None:
+    told = begun()
+    lose(told)
+    is_over(told, "asked")
+    told.resume_all()
+    commands = deliver(told, request_, "a")
+    assert "nobody wants it" in said(commands)
+    assert not every(Answer, commands)
+    assert not [tray for tray in told.view.trays if tray.withdrawn]
+
+
+def test_workers_that_never_become_ready_are_not_waited_for_without_end() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    commands = is_over(told, "joined")
+    assert only(ReleaseRack, commands).request == 1
+    assert rung(commands) is Rung.SHRINK
+    assert "none of its workers was ready within 600 s" in reason(commands)
+
+
+def test_a_rack_whose_workers_all_fail_is_given_back() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    for slot in ("r/0", "r/1") * 3:
+        commands = told.exits(slot, code=1)
+    assert "rack 1 came to nothing: it is of no use: its workers fail (r/1: exit code 1)" in said(commands)
+    assert only(ReleaseRack, commands).request == 1
+    assert "shrink" in {one.decision.rung.value for one in every(Decided, told.answers)}
+
+
+def test_after_three_requests_in_a_row_of_which_nothing_came_there_is_no_fourth() -> None:
+    told = begun("swap,acquire-wait,shrink")
+    for number in (1, 2, 3):
+        assert only(RequestRack, lose(told)).request == number
+        refuse(told, number)
+        told.resume_all()
+        told.join("b", 2)
+        told.ready("b/0")
+        told.ready("b/1")
+        told.pause_all()
+        told.park_all()
+        told.resume_all()
+        assert told.view.world_size == 4
+    commands = lose(told)
+    assert rung(commands) is Rung.SHRINK
+    why = "acquire: 3 requests in a row came to nothing (the last: rack 3: the provider refused it: no quota)"
+    assert why in reason(commands)
+
+
+# -- it goes -----------------------------------------------------------------------------------------------------------
+def test_a_request_is_cancelled_when_the_lost_ranks_have_come_back_otherwise() -> None:
+    told = begun()
+    lose(told)
+    told.join("b", 2)
+    told.ready("b/0")
+    told.ready("b/1")
+    commands = told.resume_all()
+    assert only(ReleaseRack, commands).because == "every rank has a worker"
+    assert not [tray for tray in told.view.trays if tray.withdrawn]
+
+
+def test_a_rack_is_given_back_when_the_jobs_own_trays_suffice_again() -> None:
+    """First spares start there, then ranks go over between two steps, then its trays are dismissed, then it is released."""
+    told = begun()
+    lose(told)
+    serve(told)
+    back = told.join("b", 2)
+    assert {start.slot for start in every(StartWorker, back)} == {"b/0", "b/1"}
+    told.ready("b/0")
+    commands = told.ready("b/1")
+    assert "rack 1 is given back" in said(commands)
+    assert every(PauseWorkers, commands)
+    told.pause_all()
+    plan = plan_in(told.park_all())
+    assert ranks(plan) == {0: "a/0", 1: "a/1", 2: "b/0", 3: "b/1"}
+    told.resume_all()
+    for slot in ("r/0", "r/1"):
+        told.exits(slot)
+    assert only(DismissTray, told.answers).tray == "r"
+    assert only(ReleaseRack, told.tray_lost("r")).because == "its trays are gone"
+
+
+def test_a_rack_that_is_lost_is_released_and_another_one_is_asked_for() -> None:
+    told = begun()
+    lose(told)
+    serve(told)
+    assert only(ReleaseRack, told.tray_lost("r")).request == 1
+    assert only(RequestRack, told.park_all()).request == 2
+
+
+def test_on_notice_of_preemption_ranks_leave_what_it_names() -> None:
+    told = begun("swap,acquire-wait", spares=2)
+    lose(told, "b")
+    told.resume_all()  # the spares on c have taken over
+    lose(told, "c")
+    serve(told)
+    told.join("b", 2)
+    told.ready("b/0")
+    told.ready("b/1")
+    commands = told.tell(RackPreempted(request=1, because="the queue needs it"))
+    assert every(PauseWorkers, commands)
+    told.pause_all()
+    assert {"b/0", "b/1"} <= set(ranks(plan_in(told.park_all())).values())
+
+
+@pytest.mark.parametrize(("request_", "trays"), [(1, ("a",)), (7, ("a",)), (7, ())])
+def test_a_notice_of_preemption_drains_nothing_that_is_not_of_that_rack(request_: int, trays: tuple[str, ...]) -> None:
+    told = begun()
+    lose(told)
+    serve(told)
+    commands = told.tell(RackPreempted(request=request_, because="mine now", trays=tuple(map(TrayId, trays))))
+    assert not every(Answer, commands)
+    assert not [tray for tray in told.view.trays if tray.withdrawn]
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+def test_how_long_a_rack_takes_is_learnt_from_the_first_one() -> None:
+    told = begun()
+    lose(told)
+    told.now += 4_000
+    serve(told)
+    told.tray_lost("r")
+    commands = told.park_all()
+    assert only(Decided, commands).decision.figures["request_s"] == 4.0
+
+
+def test_one_that_comes_as_it_lied_teaches_nothing() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    is_over(told, "delivered")
+    told.resume_all()
+    told.exits("a/1")
+    assert only(Decided, told.park_all()).decision.figures["request_s"] == 600.0
