@@ -62,6 +62,10 @@ class LocalRacks:
             )  # one by one: what cannot be started is released with the others
         return names
 
+    def close(self) -> None:
+        """In a process that goes on without it."""
+        self._starter.shutdown()
+
     def release(self, name: str) -> None:
         agents = self._starter.submit(self._agents.get, name, []).result()
         deadline = time.monotonic() + _LEAVES_S

@@ -229,3 +229,20 @@ def test_torchruns_timeouts_are_used(script: str) -> None:
 
 def test_devices_are_counted_by_torch(script: str) -> None:
     assert parse(["--nproc-per-node", "cpu", script]).slots >= 1
+
+
+def test_a_policy_that_asks_for_racks_needs_somebody_who_gives_them(script: Path) -> None:
+    with pytest.raises(UsageError, match="names acquire, and there is nobody who could give a rack"):
+        parse(["--policy", "swap,acquire", str(script)])
+    with pytest.raises(UsageError, match="--acquire-timeout is given without --provider"):
+        parse(["--acquire-timeout", "5", str(script)])
+    with pytest.raises(UsageError, match="no time to wait"):
+        parse(["--provider", "local", "--acquire-timeout", "0", str(script)])
+    with pytest.raises(UsageError, match="'tries=1' is none of"):
+        parse(["--provider", "local:tries=1", str(script)])
+    with pytest.raises(UsageError, match="names no provider"):
+        parse(["--provider", "slurm", str(script)])
+    assert parse(["--policy", "no-acquire", str(script)]).provider.spec == ""
+    given = parse(["--provider", "local:after=2", "--acquire-timeout", "60", "--policy", "acquire-wait", str(script)])
+    assert (given.provider.expected_s, given.provider.timeout_ms) == (7.0, 60_000)
+    assert given.policy.rules.meanwhile == "wait"
