@@ -37,8 +37,10 @@ class Shelf:
             free = [host for host in self._hosts if host not in taken]
             if len(free) < request.trays:
                 raise Refused(f"{len(free)} of {len(self._hosts)} hosts are free, {request.trays} are wanted")
-            self._taken[request.name] = {host: self._start(host, request) for host in free[: request.trays]}
-            return list(self._taken[request.name])
+            agents = self._taken[request.name] = {}
+            for host in free[: request.trays]:
+                agents[host] = self._start(host, request)  # what fails is released, with those before it
+            return list(agents)
 
     def release(self, name: str) -> None:
         with self._ours:

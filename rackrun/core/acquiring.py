@@ -1,9 +1,4 @@
-"""Racks that are asked of a provider: from the request until each is given back.
-
-::
-
-    ASKED --delivered--> DELIVERED --its trays join--> JOINED --a worker is ready--> SERVING --not needed--> LEAVING --> (released)
-      +----------------------+-----------------------------+---- nothing comes of it --> (released) <-- unusable ---+
+"""Racks that are asked of a provider: from the request until each is given back (`rackrun.core.rented` has the stages).
 
 Each stage up to SERVING has its time. A provider is believed nothing: a rack is there when its trays have joined, and of use when a worker
 of it is ready. One that has failed is not asked again in the same recovery; after `FAILURES_MAX` in a row it is not asked any more.
@@ -14,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from rackrun.core.commands import Command, Notice, ReleaseRack, RequestRack, SetTimer
 from rackrun.core.config import JobConfig
@@ -22,6 +16,7 @@ from rackrun.core.events import DepartureAnnounced, RackDelivered, RackPreempted
 from rackrun.core.ids import Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.core.policy import allows, one_line
 from rackrun.core.rack import RackMachine
+from rackrun.core.rented import Rented, Stage
 from rackrun.core.situation import ProviderNow, Rung
 from rackrun.core.workers import WorkerState
 from rackrun.core.world import Phase, World
@@ -32,32 +27,6 @@ FAILURES_MAX = 3
 """Requests in a row of which nothing has come."""
 _EXIT_CODE = 143
 """Of a job whose last trays are taken back: as after SIGTERM."""
-
-
-class _Stage(Enum):
-    ASKED = "asked"
-    DELIVERED = "delivered"
-    JOINED = "joined"
-    SERVING = "serving"
-    LEAVING = "leaving"
-
-
-@dataclass(slots=True)
-class _Rented:
-    request: int
-    trays: int
-    asked_ms: int
-    until_ms: int
-    """How long the present stage may take."""
-    there: tuple[TrayId, ...]
-    """Trays that had joined when it was asked for: none of them can be what comes."""
-    failed: int
-    """Requests in a row that had failed before it."""
-    stage: _Stage = _Stage.ASKED
-    named: tuple[TrayId, ...] = ()
-
-    def __str__(self) -> str:
-        return f"rack {self.request}"
 
 
 @dataclass(slots=True)
@@ -71,7 +40,7 @@ class Acquiring:
     changed: Callable[[int], None]
     """What can be decided may be something else now."""
     ending: Callable[[], str]
-    rented: dict[int, _Rented] = field(default_factory=dict)
+    rented: dict[int, Rented] = field(default_factory=dict)
     _asked: int = 0
     _failed: int = 0
     """Requests of which nothing came, in a row."""
@@ -96,7 +65,7 @@ class Acquiring:
         return ProviderNow(
             expected_s=self.config.provider_expected_s,
             asked_s=None if one is None else (at_ms - one.asked_ms) / 1e3,
-            came=one is not None and one.stage in (_Stage.JOINED, _Stage.SERVING),
+            came=one is not None and one.stage in (Stage.JOINED, Stage.SERVING),
             patience_s=(self.config.acquire_timeout_ms if one is None else one.until_ms - at_ms) / 1e3,
             why_not="" if one is not None else why_not,
         )
@@ -113,7 +82,7 @@ class Acquiring:
         missing = max(self.world.full - len(self.world.members) - len(self.rack.fit_spares()), 1)
         slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
         self._asked += 1
-        one = _Rented(
+        one = Rented(
             request=self._asked,
             trays=-(-missing // slots),
             asked_ms=at_ms,
@@ -125,7 +94,7 @@ class Acquiring:
         trays = f"{one.trays} {'tray' if one.trays == 1 else 'trays'} of {slots} {'slot' if slots == 1 else 'slots'}"
         self._say(f"{one} is asked for, with {trays}")
         self.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
-        self._enter(one, _Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
+        self._enter(one, Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
 
     def settled(self) -> None:
         """All train: the next failure is another one."""
@@ -144,7 +113,7 @@ class Acquiring:
                 self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
                 self.emit(ReleaseRack(request=event.request, because="it comes too late"))
             return
-        if one.stage is not _Stage.ASKED:
+        if one.stage is not Stage.ASKED:
             self._say(f"the provider says once more that {one} is there: that is ignored")
             return
         trays = tuple(dict.fromkeys(event.trays))
@@ -154,7 +123,7 @@ class Acquiring:
             self._fail(one, f"the provider says that it is {what}", event.at_ms)
         else:
             one.named = trays
-            self._enter(one, _Stage.DELIVERED, self.config.rack_join_ms, event.at_ms)
+            self._enter(one, Stage.DELIVERED, self.config.rack_join_ms, event.at_ms)
             self._look_whether_joined(one, event.at_ms)
         self.changed(event.at_ms)
 
@@ -163,7 +132,7 @@ class Acquiring:
         because = one_line(event.because)
         if one is None:
             self._say(f"rack {event.request}, which is not wanted any more: {because}")
-        elif one.stage in (_Stage.ASKED, _Stage.DELIVERED):
+        elif one.stage in (Stage.ASKED, Stage.DELIVERED):
             what = "the provider failed" if event.failed else "the provider refused it"
             self._fail(one, f"{what}: {because}", event.at_ms, release=event.failed)
             self.changed(event.at_ms)
@@ -174,14 +143,14 @@ class Acquiring:
         """Ranks leave what it names, of this rack."""
         one = self.rented.get(event.request)
         because = f"the provider takes it back ({one_line(event.because)})"
-        if one is None or one.stage is _Stage.LEAVING:
+        if one is None or one.stage is Stage.LEAVING:
             return
         going = [tray for tray in event.trays or one.named if tray in one.named]
         if len(going) < len(one.named) and not going:
             self._say(f"the provider takes back what {one} does not have: {', '.join(event.trays)}")
             return
         all_of_it = all(tray in going or tray in self.rack.departing for tray in one.named)
-        if all_of_it and one.stage is not _Stage.SERVING:
+        if all_of_it and one.stage is not Stage.SERVING:
             self._fail(one, because, event.at_ms)
             self.changed(event.at_ms)
             return
@@ -196,14 +165,14 @@ class Acquiring:
         if tray in self._unwanted:
             self._send_away((tray,), self._unwanted[tray], at_ms)
         for one in self.rented.values():
-            if tray in one.named and one.stage is _Stage.DELIVERED:
+            if tray in one.named and one.stage is Stage.DELIVERED:
                 self._look_whether_joined(one, at_ms)
 
     def tray_lost(self, tray: TrayId, at_ms: int) -> None:
         for one in list(self.rented.values()):
-            if tray not in one.named or one.stage is _Stage.DELIVERED or self._living(one):
+            if tray not in one.named or one.stage is Stage.DELIVERED or self._living(one):
                 continue
-            if one.stage is _Stage.JOINED:
+            if one.stage is Stage.JOINED:
                 self._fail(one, "it was lost before a worker of it was ready", at_ms)
             else:
                 self._release(one, "its trays are gone", at_ms, gone=True)
@@ -215,16 +184,16 @@ class Acquiring:
         if one is None or self.world.phase is Phase.ENDING:
             return
         if one.stage.value == stage:
-            if one.stage is _Stage.ASKED:
+            if one.stage is Stage.ASKED:
                 timeout_s = self.config.acquire_timeout_ms / 1e3
                 self._fail(one, f"it did not come within {timeout_s:g} s (--acquire-timeout)", at_ms)
-            elif one.stage is _Stage.DELIVERED and (joined := self._living(one)):
+            elif one.stage is Stage.DELIVERED and (joined := self._living(one)):
                 self._say(f"of {one} {len(joined)} of {len(one.named)} trays have joined")
-                self._enter(one, _Stage.JOINED, self.config.join_timeout_ms, at_ms)
-            elif one.stage is _Stage.DELIVERED:
+                self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
+            elif one.stage is Stage.DELIVERED:
                 join_s = self.config.rack_join_ms / 1e3
                 self._fail(one, f"it was delivered, and none of its trays joined within {join_s:g} s", at_ms)
-            elif one.stage is _Stage.JOINED:
+            elif one.stage is Stage.JOINED:
                 start_s = self.config.join_timeout_ms / 1e3
                 self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
         self.changed(at_ms)
@@ -234,12 +203,12 @@ class Acquiring:
         if not self.rented or self.world.phase in (Phase.ENDING, Phase.STOPPED):
             return
         for one in list(self.rented.values()):
-            if one.stage in (_Stage.JOINED, _Stage.SERVING) and self._is_useless(one):
+            if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
                 self._failed = one.failed
                 self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
                 self.changed(at_ms)
-            elif one.stage is _Stage.JOINED and self._has_begun(one):
-                one.stage = _Stage.SERVING
+            elif one.stage is Stage.JOINED and self._has_begun(one):
+                one.stage = Stage.SERVING
                 self._failed = 0
         if self.world.phase is Phase.TRAINING and self.world.size == self.world.full and not self.ending():
             self._look_whether_needed(at_ms)
@@ -256,16 +225,16 @@ class Acquiring:
             return 0
         if self.world.size < self.world.full or not self._own_suffices():
             return 0
-        going = [one for one in self.rented.values() if one.stage is _Stage.SERVING]
+        going = [one for one in self.rented.values() if one.stage is Stage.SERVING]
         ranks = max((len(self._ranks(one)) for one in going), default=0)
         return max(ranks - self._own_spares(ready=False), 0)
 
     def _look_whether_needed(self, at_ms: int) -> None:
         for one in list(self.rented.values()):
-            if one.stage in (_Stage.ASKED, _Stage.DELIVERED):
+            if one.stage in (Stage.ASKED, Stage.DELIVERED):
                 self._say(f"{one} is not needed any more: every rank has a worker")
                 self._release(one, "every rank has a worker", at_ms)
-            elif one.stage is not _Stage.LEAVING and self._own_suffices():
+            elif one.stage is not Stage.LEAVING and self._own_suffices():
                 ranks = self._ranks(one)
                 if ranks and (not allows(self.config.rules, Rung.SWAP) or self._own_spares() < len(ranks)):
                     continue
@@ -278,7 +247,7 @@ class Acquiring:
         own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
         return len(own) >= self.world.full + self.world.spares
 
-    def _ranks(self, one: _Rented) -> list[Rank]:
+    def _ranks(self, one: Rented) -> list[Rank]:
         return [rank for rank, record in self.world.members.items() if tray_of(record.worker.slot) in one.named]
 
     def _own_spares(self, *, ready: bool = True) -> int:
@@ -290,53 +259,53 @@ class Acquiring:
         return {tray for one in self.rented.values() for tray in one.named}
 
     # -- parts -----------------------------------------------------------------------------------------------------
-    def _under_way(self, at_ms: int) -> _Rented | None:
+    def _under_way(self, at_ms: int) -> Rented | None:
         """What is waited for: a rack, its trays, or its workers."""
         for one in self.rented.values():
-            if one.stage is _Stage.LEAVING or at_ms >= one.until_ms:
+            if one.stage is Stage.LEAVING or at_ms >= one.until_ms:
                 continue
-            if one.stage is not _Stage.SERVING or self._still_starts(one):
+            if one.stage is not Stage.SERVING or self._still_starts(one):
                 return one
         return None
 
-    def _enter(self, one: _Rented, stage: _Stage, for_ms: int, at_ms: int) -> None:
+    def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
         one.stage, one.until_ms = stage, at_ms + for_ms
         self.emit(SetTimer(name=f"rack:{one.request}:{stage.value}", at_ms=one.until_ms))
 
-    def _look_whether_joined(self, one: _Rented, at_ms: int) -> None:
+    def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
         if all(tray in self.rack.trays for tray in one.named):
             slots = sum(self.rack.trays[tray].slots for tray in one.named)
             size = "" if len(one.named) == one.trays else f"; {one.trays} trays were asked for"
             self._say(f"{one} is there: {', '.join(one.named)}, {slots} {'slot' if slots == 1 else 'slots'}{size}")
-            self._enter(one, _Stage.JOINED, self.config.join_timeout_ms, at_ms)
+            self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
 
-    def _living(self, one: _Rented) -> list[TrayId]:
+    def _living(self, one: Rented) -> list[TrayId]:
         return [tray for tray in one.named if tray in self.rack.trays]
 
-    def _slots(self, one: _Rented) -> list[SlotId]:
+    def _slots(self, one: Rented) -> list[SlotId]:
         return [slot_id(tray, at) for tray in self._living(one) for at in range(self.rack.trays[tray].slots)]
 
-    def _still_starts(self, one: _Rented) -> bool:
+    def _still_starts(self, one: Rented) -> bool:
         there = [self.rack.occupants.get(slot) for slot in self._slots(one) if self.rack.usable(slot)]
         return any(record is None or record.state is WorkerState.STARTING for record in there)
 
-    def _has_begun(self, one: _Rented) -> bool:
+    def _has_begun(self, one: Rented) -> bool:
         there = [self.rack.occupants.get(slot) for slot in self._slots(one)]
         return any(record is not None and record.alive and record.state is not WorkerState.STARTING for record in there)
 
-    def _is_useless(self, one: _Rented) -> bool:
+    def _is_useless(self, one: Rented) -> bool:
         """Nobody is there, and nobody may be or may come to be."""
         return not any(
             slot in self.rack.occupants or self.rack.usable(slot) or self.rack.may_come(slot)
             for slot in self._slots(one)
         )
 
-    def _against(self, one: _Rented) -> str:
+    def _against(self, one: Rented) -> str:
         quarantined = [slot for slot in self._slots(one) if self.rack.quarantined(slot)]
         lost = f"its workers fail ({self.rack.last_spare_loss})" if quarantined and self.rack.last_spare_loss else ""
         return lost or "none of its slots can be used"
 
-    def _fail(self, one: _Rented, why: str, at_ms: int, *, release: bool = True) -> None:
+    def _fail(self, one: Rented, why: str, at_ms: int, *, release: bool = True) -> None:
         """Nothing has come of it."""
         self._failed += 1
         self._last = f"{one}: {why}"
@@ -345,14 +314,14 @@ class Acquiring:
         self._say(f"{one} came to nothing: {why}")
         self._release(one, why, at_ms, told=release)
 
-    def _leave(self, one: _Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
+    def _leave(self, one: Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
         """First its ranks, then its trays; then it is released."""
-        one.stage = _Stage.LEAVING
+        one.stage = Stage.LEAVING
         self._send_away(one.named, because, at_ms, even_if_last=even_if_last)
         if not self._living(one):
             self._release(one, "its trays are gone", at_ms, gone=True)
 
-    def _release(self, one: _Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
+    def _release(self, one: Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
         """``gone``: nothing of it is left, or comes."""
         del self.rented[one.request]
         self._over[one.request] = one.there

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import provider as example
 from rackrun.coordinator.local_racks import local
 from rackrun.coordinator.provider_child import Hello
 from rackrun.coordinator.provider_host import ProviderHost, check
@@ -184,3 +185,20 @@ def test_the_local_provider_has_so_many_racks() -> None:
     assert late.expected_s > 3600
     with pytest.raises(Refused, match="cancelled"):
         late.request_rack(cancelled)
+
+
+def test_the_example_starts_an_agent_on_each_host_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "START", ("sleep", "3600"))
+    shelf = example.Shelf(["node20", "node21"], tmp_path)
+    first = RackRequest(number=1, name="run-rack-1", trays=1, slots=4, template=b'{"token": "secret"}')
+    assert shelf.request_rack(first) == ["node20"]
+    (config,) = tmp_path.iterdir()
+    assert config.stat().st_mode & 0o777 == 0o600
+    assert '"token": "secret"' in config.read_text()
+    with pytest.raises(Refused, match="1 of 2 hosts are free, 2 are wanted"):
+        shelf.request_rack(RackRequest(number=2, name="run-rack-2", trays=2, slots=4))
+    shelf.release("run-rack-2")
+    shelf.release("run-rack-1")
+    assert not list(tmp_path.iterdir())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in
 
 from rackrun.core.commands import (
     Answer,
+    AskPolicy,
     Command,
     Decided,
     DismissTray,
@@ -21,10 +23,10 @@ from rackrun.core.commands import (
     StartWorker,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import RackDelivered, RackPreempted, RackRefused, TimerFired
+from rackrun.core.events import PolicyAnswered, RackDelivered, RackPreempted, RackRefused, TimerFired
 from rackrun.core.ids import TrayId
 from rackrun.core.policy import parse_rules
-from rackrun.core.situation import Rung
+from rackrun.core.situation import Decision, Rung
 
 
 def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:
@@ -399,3 +401,56 @@ def test_one_that_comes_as_it_lied_teaches_nothing() -> None:
     told.resume_all()
     told.exits("a/1")
     assert only(Decided, told.park_all()).decision.figures["request_s"] == 600.0
+
+
+# -- a function of the user's ------------------------------------------------------------------------------------------
+def answered(told: Told, decision: Decision) -> Sequence[Command]:
+    question = every(AskPolicy, told.answers)[-1].question
+    return told.tell(PolicyAnswered(question=question, decision=decision))
+
+
+def with_a_function(provider: str = "local", resizes: str = "in place") -> Told:
+    config = JobConfig(
+        trays_min=2, trays_max=2, spares=0, min_ranks=1, provider=provider, policy_function="mine:choose"
+    )
+    told = Told(config)
+    told.resizes = resizes
+    told.join("a", 2)
+    told.join("b", 2)
+    told.train()
+    return told
+
+
+def test_a_function_may_limit_how_long_all_stand_still_and_is_asked_again_then() -> None:
+    told = with_a_function()
+    provider = only(AskPolicy, lose(told)).view.provider
+    assert provider is not None
+    assert (provider.asked_s, provider.came, provider.patience_s) == (None, False, 3600.0)
+    wanted = Decision(rung=Rung.ACQUIRE, meanwhile="wait", deadline_s=20.0)
+    commands = answered(told, wanted)
+    assert only(Decided, commands).decision.deadline_s == 20.0
+    only(RequestRack, commands)
+    told.now += 20_000
+    provider = only(AskPolicy, told.timer("repair")).view.provider
+    assert provider is not None
+    assert provider.asked_s == 20.0
+    commands = answered(told, Decision(rung=Rung.ACQUIRE, meanwhile="train"))
+    assert plan_in(commands).world_size == 2
+    assert not every(RequestRack, commands), "one is out"
+
+
+@pytest.mark.parametrize(
+    ("provider", "meanwhile", "why"),
+    [
+        ("", "wait", "acquire is impossible: there is no provider (--provider)"),
+        ("local", "train", "acquire is impossible: it is fixed"),
+    ],
+)
+def test_a_function_that_asks_for_what_cannot_be_is_told_why_and_the_default_decides(
+    provider: str, meanwhile: Literal["wait", "train"], why: str
+) -> None:
+    told = with_a_function(provider, resizes="")
+    lose(told)
+    commands = answered(told, Decision(rung=Rung.ACQUIRE, meanwhile=meanwhile))
+    assert f"the policy mine:choose asks for what cannot be: {why}; the default decides" in said(commands)
+    assert only(Decided, commands).decision.by == "default"
