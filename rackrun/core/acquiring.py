@@ -172,10 +172,10 @@ class Acquiring:
         for one in list(self.rented.values()):
             if tray not in one.named or one.stage is Stage.DELIVERED or self._living(one):
                 continue
-            if one.stage is Stage.JOINED:
-                self._fail(one, "it was lost before a worker of it was ready", at_ms)
-            else:
+            if one.proved or one.stage is Stage.LEAVING:
                 self._release(one, "its trays are gone", at_ms, gone=True)
+            else:
+                self._fail(one, "it was lost before it was of use", at_ms)
 
     def timer(self, name: str, at_ms: int) -> None:
         """``request:stage``: its time is over, if it is still there."""
@@ -209,7 +209,8 @@ class Acquiring:
                 self.changed(at_ms)
             elif one.stage is Stage.JOINED and self._has_begun(one):
                 one.stage = Stage.SERVING
-                self._failed = 0
+            if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
+                one.proved, self._failed = True, 0
         if self.world.phase is Phase.TRAINING and self.world.size == self.world.full and not self.ending():
             self._look_whether_needed(at_ms)
 
@@ -223,11 +224,16 @@ class Acquiring:
         """So many more spares on trays of our own would let a rented rack go."""
         if not self.rented or not allows(self.config.rules, Rung.SWAP):
             return 0
-        if self.world.size < self.world.full or not self._own_suffices():
-            return 0
-        going = [one for one in self.rented.values() if one.stage is Stage.SERVING]
-        ranks = max((len(self._ranks(one)) for one in going), default=0)
+        ranks = self._leaving()
+        if self.world.size == self.world.full and self._own_suffices():
+            ranks += max(
+                (len(self._ranks(one)) for one in self.rented.values() if one.stage is Stage.SERVING), default=0
+            )
         return max(ranks - self._own_spares(ready=False), 0)
+
+    def _leaving(self) -> int:
+        """So many ranks have still to leave racks that go."""
+        return sum(len(self._ranks(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
 
     def _look_whether_needed(self, at_ms: int) -> None:
         for one in list(self.rented.values()):
@@ -235,8 +241,8 @@ class Acquiring:
                 self._say(f"{one} is not needed any more: every rank has a worker")
                 self._release(one, "every rank has a worker", at_ms)
             elif one.stage is not Stage.LEAVING and self._own_suffices():
-                ranks = self._ranks(one)
-                if ranks and (not allows(self.config.rules, Rung.SWAP) or self._own_spares() < len(ranks)):
+                ranks, others = len(self._ranks(one)), self._leaving()
+                if ranks and (not allows(self.config.rules, Rung.SWAP) or self._own_spares() < ranks + others):
                     continue
                 self._say(f"{one} is given back: there are slots enough without it")
                 self._leave(one, f"{one} is given back", at_ms)

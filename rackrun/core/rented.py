@@ -37,6 +37,8 @@ class Rented:
     """Requests in a row that had failed before it."""
     stage: Stage = Stage.ASKED
     named: tuple[TrayId, ...] = ()
+    proved: bool = False
+    """A worker of it was ready while all trained, or trained with them."""
 
     def __str__(self) -> str:
         return f"rack {self.request}"

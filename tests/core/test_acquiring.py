@@ -24,6 +24,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.events import PolicyAnswered, RackDelivered, RackPreempted, RackRefused, TimerFired
+from rackrun.core.health import Health
 from rackrun.core.ids import TrayId
 from rackrun.core.policy import parse_rules
 from rackrun.core.situation import Decision, Rung
@@ -36,6 +37,7 @@ def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", s
         trays_max=2 + bool(spares),
         spares=spares,
         min_ranks=1,
+        no_progress_max=99,
         provider=provider,
         rules=parse_rules(rules),
         acquire_timeout_ms=60_000,
@@ -314,6 +316,40 @@ def test_after_three_requests_in_a_row_of_which_nothing_came_there_is_no_fourth(
     assert rung(commands) is Rung.SHRINK
     why = "acquire: 3 requests in a row came to nothing (the last: rack 3: the provider refused it: no quota)"
     assert why in reason(commands)
+
+
+def test_racks_that_are_lost_before_they_were_of_use_are_not_asked_for_again_and_again() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r")
+    told.join("r", 2)
+    told.ready("r/0")
+    commands = told.tray_lost("r")
+    assert rung(commands) is Rung.SHRINK
+    assert "acquire: rack 1: it was lost before it was of use" in reason(commands)
+    assert len(every(RequestRack, told.answers)) == 1
+
+
+def test_racks_that_served_and_then_broke_are_counted_in_a_row_too() -> None:
+    told = begun("swap,acquire-wait,shrink")
+    for number, tray in enumerate("rst", start=1):
+        lose(told)
+        serve(told, tray, number)
+        for slot in (f"{tray}/0", f"{tray}/1"):
+            told.judges(slot, Health.LOST)
+        for slot in (f"{tray}/0", f"{tray}/1"):
+            told.exits(slot)
+        commands = told.park_all()
+        assert f"rack {number} came to nothing: it is of no use: none of its slots can be used" in said(told.answers)
+        assert rung(commands) is Rung.SHRINK
+        told.resume_all()
+        told.join("b", 2)
+        told.ready("b/0")
+        told.ready("b/1")
+        told.pause_all()
+        told.park_all()
+        told.resume_all()
+    assert "acquire: 3 requests in a row came to nothing" in reason(lose(told))
 
 
 # -- it goes -----------------------------------------------------------------------------------------------------------

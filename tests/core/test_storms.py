@@ -268,7 +268,8 @@ def storm_of_racks(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
 def provider_acts(cluster: Cluster, rng: random.Random) -> None:
     """Of whatever was asked of it, wanted or not."""
     request = rng.choice([*cluster.wanted, *range(1, cluster.asked + 2)])
-    own = [tray for tray, lives in cluster.up_trays.items() if lives and tray not in cluster.rented.get(request, ())]
+    rented = cluster.rented.get(request, ())
+    own = [tray for tray, lives in cluster.up_trays.items() if lives and tray not in (*rented, *cluster.departing)]
     match rng.choice(["comes"] * 5 + ["comes unsaid", "is said", "no", "fails", "is the job's own", "taken back"]):
         case "comes" | "comes unsaid" | "is said" as how if request in cluster.wanted:
             wanted = cluster.wanted[request]
@@ -295,9 +296,8 @@ def provider_acts(cluster: Cluster, rng: random.Random) -> None:
             cluster.tell(RackRefused(request=request, because="no quota", failed=how == "fails"))
         case "is the job's own" if own:
             cluster.tell(RackDelivered(request=request, trays=(rng.choice(own),)))
-        case _:
-            trays = cluster.rented.get(request, ())
-            some = trays if rng.random() < 0.5 else (rng.choice([*trays, *own]),) if trays or own else ()
+        case _ if own:  # else the job would end, in order
+            some = rented if rng.random() < 0.5 else (rng.choice([*rented, *own]),)
             cluster.tell(RackPreempted(request=request, because="the queue", trays=some))
 
 
