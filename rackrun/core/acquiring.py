@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from rackrun.core.commands import Command, Notice, ReleaseRack, RequestRack, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import DepartureAnnounced, RackDelivered, RackPreempted, RackRefused
-from rackrun.core.ids import Rank, SlotId, TrayId, slot_id, tray_of
+from rackrun.core.ids import SlotId, TrayId, slot_id, tray_of
 from rackrun.core.policy import allows, one_line
 from rackrun.core.rack import RackMachine
 from rackrun.core.rented import Rented, Stage
 from rackrun.core.situation import ProviderNow, Rung
-from rackrun.core.workers import WorkerState
+from rackrun.core.workers import WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 
 __all__ = ["FAILURES_MAX", "Acquiring"]
@@ -152,12 +152,11 @@ class Acquiring:
         all_of_it = all(tray in going or tray in self.rack.departing for tray in one.named)
         if all_of_it and one.stage is not Stage.SERVING:
             self._fail(one, because, event.at_ms)
-            self.changed(event.at_ms)
-            return
-        if all_of_it:
+        elif all_of_it:
             self._leave(one, because, event.at_ms, even_if_last=True)
         else:
             self._send_away(going, because, event.at_ms, even_if_last=True)
+        self.changed(event.at_ms)
 
     # -- what happens besides --------------------------------------------------------------------------------------
     def tray_joined(self, tray: TrayId, at_ms: int) -> None:
@@ -221,19 +220,20 @@ class Acquiring:
         return sorted(slots, key=lambda slot: tray_of(slot) in rented)
 
     def spares_short(self) -> int:
-        """So many more spares on trays of our own would let a rented rack go."""
+        """So many more spares would let ranks leave what is taken back; or, on trays of our own, what could be given back."""
         if not self.rented or not allows(self.config.rules, Rung.SWAP):
             return 0
-        ranks = self._leaving()
+        going = [record for one in self.rented.values() for record in self._members(one)]
+        taken = [record for record in going if tray_of(record.worker.slot) in self.rack.departing]
+        short = len(taken) - len(self.rack.fit_spares())
         if self.world.size == self.world.full and self._own_suffices():
-            ranks += max(
-                (len(self._ranks(one)) for one in self.rented.values() if one.stage is Stage.SERVING), default=0
-            )
-        return max(ranks - self._own_spares(ready=False), 0)
+            serving = [len(self._members(one)) for one in self.rented.values() if one.stage is Stage.SERVING]
+            short = max(short, self._leaving() + max(serving, default=0) - self._own_spares(ready=False))
+        return max(short, 0)
 
     def _leaving(self) -> int:
         """So many ranks have still to leave racks that go."""
-        return sum(len(self._ranks(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
+        return sum(len(self._members(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
 
     def _look_whether_needed(self, at_ms: int) -> None:
         for one in list(self.rented.values()):
@@ -241,7 +241,7 @@ class Acquiring:
                 self._say(f"{one} is not needed any more: every rank has a worker")
                 self._release(one, "every rank has a worker", at_ms)
             elif one.stage is not Stage.LEAVING and self._own_suffices():
-                ranks, others = len(self._ranks(one)), self._leaving()
+                ranks, others = len(self._members(one)), self._leaving()
                 if ranks and (not allows(self.config.rules, Rung.SWAP) or self._own_spares() < ranks + others):
                     continue
                 self._say(f"{one} is given back: there are slots enough without it")
@@ -253,8 +253,9 @@ class Acquiring:
         own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
         return len(own) >= self.world.full + self.world.spares
 
-    def _ranks(self, one: Rented) -> list[Rank]:
-        return [rank for rank, record in self.world.members.items() if tray_of(record.worker.slot) in one.named]
+    def _members(self, one: Rented) -> list[WorkerRecord]:
+        """Ranks that are there."""
+        return [record for record in self.world.members.values() if tray_of(record.worker.slot) in one.named]
 
     def _own_spares(self, *, ready: bool = True) -> int:
         rented = self._rented_trays()

@@ -408,6 +408,30 @@ def test_on_notice_of_preemption_ranks_leave_what_it_names() -> None:
     assert {"b/0", "b/1"} <= set(ranks(plan_in(told.park_all())).values())
 
 
+def test_on_notice_for_a_part_of_a_rack_spares_start_on_the_rest_and_ranks_go_there() -> None:
+    told = begun()
+    lose(told)
+    deliver(told, 1, "r", "s")
+    for tray in ("r", "s"):
+        told.join(tray, 2)
+    for slot in ("r/0", "r/1"):
+        told.ready(slot)
+    told.resume_all()
+    told.timer("calm")
+    commands = told.tell(RackPreempted(request=1, because="the queue needs it", trays=(TrayId("r"),)))
+    assert {start.slot for start in every(StartWorker, commands)} == {"s/0", "s/1"}
+    told.ready("s/0")
+    assert every(PauseWorkers, told.ready("s/1"))
+    told.pause_all()
+    assert ranks(plan_in(told.park_all())) == {0: "a/0", 1: "a/1", 2: "s/0", 3: "s/1"}
+    told.resume_all()
+    for slot in ("r/0", "r/1"):
+        told.exits(slot)
+    assert only(DismissTray, told.answers).tray == "r"
+    told.tray_lost("r")
+    assert not every(ReleaseRack, told.answers), "the rest of it is in use"
+
+
 @pytest.mark.parametrize(("request_", "trays"), [(1, ("a",)), (7, ("a",)), (7, ())])
 def test_a_notice_of_preemption_drains_nothing_that_is_not_of_that_rack(request_: int, trays: tuple[str, ...]) -> None:
     told = begun()
