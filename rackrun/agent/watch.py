@@ -17,7 +17,7 @@ from rackrun.agent.uplink import Uplink
 from rackrun.agent.worker import Worker
 from rackrun.core.events import WorkerStalled
 from rackrun.core.ids import Step
-from rackrun.link.page import Activity
+from rackrun.link.page import Activity, HeartbeatPage
 
 __all__ = ["Watch"]
 
@@ -74,8 +74,7 @@ class Watch:
         deadline_ns = max(page.deadline_ms * 1_000_000, floor_ns) if page.deadline_ms > 0 else 0
         if silent_ns > (deadline_ns or _SILENCE_NS) or (silent_ns > floor_ns and worker.stopped()):
             self._tell(worker, now_ns, now_ns - page.tick_ns, silent=True)
-        elif deadline_ns and page.activity is not Activity.RECOVERING:
-            # In a recovery it waits for others; how long that may take is the coordinator's to say.
+        elif deadline_ns and not _waits_for_others(page):
             since_ns = page.since_ns
             if now_ns - max(since_ns, worker.stalled_since_ns, self._not_before_ns) > deadline_ns:
                 self._tell(worker, now_ns, now_ns - since_ns, silent=False)
@@ -93,3 +92,9 @@ class Watch:
                 for_ms=quiet_ns // 1_000_000,
             )
         )
+
+
+def _waits_for_others(page: HeartbeatPage) -> bool:
+    """How long that may take is the coordinator's to say: in a recovery, or in a collective on the way through ``main``."""
+    entered, completed = page.collectives
+    return page.activity is Activity.RECOVERING or (page.activity is Activity.SETUP and entered > completed)

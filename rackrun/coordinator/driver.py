@@ -143,6 +143,8 @@ class Driver:
         """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
         self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
         """Pass it on to the provider; `RackDelivered` or `RackRefused` is to be submitted."""
+        self.prepare: Callable[[str], None] = lambda _function: None
+        """Another function is the policy from now on: load it, before it is asked."""
         self._pace = Pace()
         self._going: set[TrayId] = set()
         """Told to leave: they go by themselves."""

@@ -54,7 +54,7 @@ def check(function: str) -> None:
 
 
 class PolicyHost:
-    """``deliver`` gets one `PolicyAnswered` for a question, unless another was asked meanwhile: nobody waits for it any more."""
+    """Asks the function that each question names. ``deliver`` gets one `PolicyAnswered` for a question, unless another was asked meanwhile: nobody waits for it any more."""
 
     def __init__(self, function: str, deliver: Callable[[PolicyAnswered], None], *, answer_s: float = ANSWER_S) -> None:
         self._function = function
@@ -68,6 +68,13 @@ class PolicyHost:
         self._asked: AskPolicy | None = None  # in the function's hands
         self._next: AskPolicy | None = None  # has overtaken it
         self._late: asyncio.TimerHandle | None = None
+
+    def use(self, function: str) -> None:
+        """It will be asked from now on: load it. What is being asked at the moment has its time."""
+        if self._asked is None and function != self._function:
+            self._end()
+            self._function = function
+            self.start()
 
     def start(self) -> None:
         self._reap()
@@ -107,6 +114,9 @@ class PolicyHost:
 
     # -- questions and answers
     def _put(self, command: AskPolicy) -> None:
+        if command.function != self._function:
+            self._end()
+            self._function = command.function
         self._asked = command
         self._late = asyncio.get_running_loop().call_later(self.answer_s, self._too_late)
         self._out += msgspec.json.encode(command) + b"\n"

@@ -10,6 +10,8 @@
 ``POST /api/close-breaker``  act on what the circuit breaker holds back
 ``POST /api/drain``, ``/api/return``, ``/api/swap``  the fields of `DrainRequested` (``target``, ``because``, ``wait``),
                     `ReturnRequested` (``target``), `SwapRequested` (``rank``, ``to``); the first `Answer`
+``POST /api/shrink``, ``/api/grow``  those of `ShrinkRequested` (``ranks`` or ``to``), `GrowRequested` (``to``); the same
+``POST /api/policy``  those of `PolicyRequested` (``policy``, ``weights``); the same. A function is loaded once before
 ``GET /api/answer``  ``?request=NAME``: answers with the last `Answer`, when it is known
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
@@ -26,11 +28,13 @@ import hmac
 import logging
 import socket
 import uuid
+from typing import TypeVar
 
 import msgspec
 from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
+from rackrun.coordinator.policy_host import check
 from rackrun.core.commands import Answer
 from rackrun.core.events import (
     BreakerClosed,
@@ -39,12 +43,15 @@ from rackrun.core.events import (
     DeviceChecked,
     DeviceJudged,
     DrainRequested,
+    GrowRequested,
     JournalFailed,
     PolicyAnswered,
+    PolicyRequested,
     RackDelivered,
     RackPreempted,
     RackRefused,
     ReturnRequested,
+    ShrinkRequested,
     SlowRanksChanged,
     StopRequested,
     SwapRequested,
@@ -55,7 +62,9 @@ from rackrun.core.events import (
     WorkerEvent,
 )
 from rackrun.core.ids import TrayId, tray_of
+from rackrun.core.policy import parse_policy
 from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
+from rackrun.errors import UsageError
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 
 __all__ = ["Server"]
@@ -74,16 +83,25 @@ _OUR_OWN = (
     DrainRequested,
     ReturnRequested,
     SwapRequested,
+    ShrinkRequested,
+    GrowRequested,
+    PolicyRequested,
     SlowRanksChanged,
 )
 """Events that only the coordinator may say."""
 
 
-_ASKED: dict[str, type[DrainRequested | ReturnRequested | SwapRequested]] = {
+_ASKED: dict[str, type[DrainRequested | ReturnRequested | SwapRequested | ShrinkRequested | GrowRequested]] = {
     "/api/drain": DrainRequested,
     "/api/return": ReturnRequested,
     "/api/swap": SwapRequested,
+    "/api/shrink": ShrinkRequested,
+    "/api/grow": GrowRequested,
 }
+
+
+_Asked = DrainRequested | ReturnRequested | SwapRequested | ShrinkRequested | GrowRequested | PolicyRequested
+_A = TypeVar("_A", bound=_Asked)
 
 
 class Server:
@@ -107,6 +125,9 @@ class Server:
                 web.post("/api/drain", self._ask),
                 web.post("/api/return", self._ask),
                 web.post("/api/swap", self._ask),
+                web.post("/api/shrink", self._ask),
+                web.post("/api/grow", self._ask),
+                web.post("/api/policy", self._policy),
                 web.get("/api/answer", self._answer),
                 web.get("/api/end", self._end),
             ]
@@ -152,15 +173,28 @@ class Server:
 
     async def _ask(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        name = uuid.uuid4().hex
-        own = {"request": name, "steps": self._driver.ledger.steps, "at_ms": 0}
-        try:
-            asked = msgspec.convert({**await request.json(), **own}, _ASKED[request.path])
-        except (ValueError, TypeError) as error:  # msgspec's is a ValueError
-            raise web.HTTPBadRequest(text=f"that cannot be asked: {error}") from error
+        asked = await _asked(request, _ASKED[request.path], steps=self._driver.ledger.steps)
+        return _said(self._answer_to(asked))
+
+    async def _policy(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        asked = await _asked(request, PolicyRequested, trouble="")
+        function = asked.policy.strip() if asked.policy and ":" in asked.policy else ""
+        if function:
+            try:
+                parse_policy(function)
+                await asyncio.to_thread(check, function)
+            except UsageError as error:
+                asked = msgspec.structs.replace(asked, trouble=error.what.rstrip("."))
+        answer = self._answer_to(asked)
+        if answer.outcome == "done" and function:
+            self._driver.prepare(function)
+        return _said(answer)
+
+    def _answer_to(self, asked: _Asked) -> Answer:
         requests = self._driver.requests
         self._driver.submit(asked)
-        return _said(requests.newest(name) or requests.ended(name))
+        return requests.newest(asked.request) or requests.ended(asked.request)
 
     async def _answer(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -264,6 +298,15 @@ def _tray_of(event: WorkerEvent | DeviceJudged | DeviceChecked | TrayDescribed |
     if isinstance(event, DeviceJudged | DeviceChecked | TrayDescribed | DepartureAnnounced):
         return event.tray
     return tray_of(event.slot)
+
+
+async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
+    """Under a name of its own; ``own`` is not for the asker to say."""
+    own |= {"request": uuid.uuid4().hex, "at_ms": 0}
+    try:
+        return msgspec.convert({**await request.json(), **own}, kind)
+    except (ValueError, TypeError) as error:  # msgspec's is a ValueError
+        raise web.HTTPBadRequest(text=f"that cannot be asked: {error}") from error
 
 
 def _said(answer: Answer) -> web.Response:

@@ -34,13 +34,18 @@ class Admission:
     """Why the job is about to end; "": it is not."""
     under_way: list[Request]
 
-    def check_may_swap(self, steps: int) -> None:
+    def check_not_over(self) -> None:
         if because := self.ending():
             raise Refused("over", f"the job is about to end ({because})", "see rackctl status.")
-        if not allows(self.config.rules, Rung.SWAP):
-            raise Refused("policy", "the job's policy forbids swaps", "allow them (--policy), or stop the job.")
+
+    def check_may(self, rung: Rung, steps: int) -> None:
+        """Pause all, for a swap or to shrink."""
+        self.check_not_over()
+        if not allows(self.world.policy.rules, rung):
+            what = "swaps" if rung is Rung.SWAP else "the world to shrink"
+            raise Refused("policy", f"the job's policy forbids {what}", "allow it (rackctl policy), or stop the job.")
         if not self.world.elastic and steps == 0 and self.world.phase is not Phase.FORMING:
-            what = "its script has not come to @rackrun.elastic: ranks of a plain script cannot be replaced in place"
+            what = "its script has not come to @rackrun.elastic: ranks of a plain script can neither be replaced in place nor leave"
             raise Refused("plain", what, "ask again when it trains; a plain script can only be stopped (rackctl stop).")
         if steps < STEPS_MIN or self.world.phase is Phase.FORMING:
             raise Refused(

@@ -11,7 +11,7 @@ from rackrun.core.commands import Refusal, Worker
 from rackrun.core.ids import Rank, SlotId
 from rackrun.core.world import World
 
-__all__ = ["Drain", "Refused", "Request", "Swap", "nearest"]
+__all__ = ["Drain", "Grow", "Refused", "Request", "Shrink", "Swap", "nearest"]
 
 
 class Refused(Exception):
@@ -72,7 +72,31 @@ class Swap:
         return f"swap of rank {self.rank}"
 
 
+@dataclass(slots=True, eq=False)
+class Shrink:
+    request: str
+    to: int
+    """So many ranks."""
+    workers: tuple[Worker, ...]
+    """Who is to go; when they have, or are (), whoever is best spared."""
+    ceiling: int
+    """The world's, before."""
+
+    def __str__(self) -> str:
+        return f"shrink to {self.to} ranks"
+
+
+@dataclass(slots=True, eq=False)
+class Grow:
+    request: str
+    to: int
+
+    def __str__(self) -> str:
+        return f"grow to {self.to} ranks"
+
+
 Request: TypeAlias = Drain | Swap
+"""What moves ranks to other slots."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -245,11 +245,11 @@ class DismissTray(_Command, frozen=True, kw_only=True):
     because: str
 
 
-Refusal: TypeAlias = Literal["", "unknown", "over", "plain", "policy", "early", "spares", "taken", "unfit"]
+Refusal: TypeAlias = Literal["", "unknown", "over", "plain", "policy", "early", "spares", "taken", "unfit", "size"]
 
 
 class Answer(_Command, frozen=True, kw_only=True):
-    """To who asked for a drain, a return or a swap, and to who looks on."""
+    """To who asked for something (``rackctl drain``, ``shrink``, ...), and to who looks on."""
 
     request: str
     outcome: Literal["begun", "done", "refused"]
@@ -284,6 +284,8 @@ class AskPolicy(_Command, frozen=True, kw_only=True):
     """Call the user's function. `PolicyAnswered` comes back, also when it raises or takes too long."""
 
     question: int
+    function: str
+    """``module:function``"""
     failure: situation.Failure
     view: situation.ClusterView
 

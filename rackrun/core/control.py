@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rackrun.core.admission import Admission
 from rackrun.core.asked import Drain, Refused, Request, Swap
-from rackrun.core.commands import Answer, Command, DismissTray, SetTimer
+from rackrun.core.commands import Command, DismissTray, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import DepartureAnnounced, DrainRequested, ReturnRequested, SwapRequested
 from rackrun.core.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
+from rackrun.core.replies import Replies
 from rackrun.core.seating import Seating, Staff
+from rackrun.core.situation import Rung
 from rackrun.core.world import Phase, World
 
 __all__ = ["COPIES_MS", "Control"]
@@ -43,6 +44,7 @@ class Control:
     changed: Callable[[int], None]
     """There may be room for what waits for it."""
     admission: Admission = field(init=False)
+    replies: Replies = field(init=False)
     under_way: list[Request] = field(default_factory=list)
     """The oldest first."""
     _counted: tuple[object, ...] = ()
@@ -50,6 +52,7 @@ class Control:
     _stirred: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
+        self.replies = Replies(self.rack, self.emit)
         self.admission = Admission(self.config, self.world, self.rack, self.recovery, self.ending, self.under_way)
 
     # -- what is asked
@@ -64,10 +67,10 @@ class Control:
 
     def drain(self, event: DrainRequested) -> None:
         try:
-            self.admission.check_may_swap(event.steps)
+            self.admission.check_may(Rung.SWAP, event.steps)
             slots = self.admission.slots_of(event.target)
         except Refused as refused:
-            self._refuse(event.request, f"drain of {event.target}", refused)
+            self.replies.refuse(event.request, f"drain of {event.target}", refused)
             return
         why = f"drained: {event.because[:_BECAUSE_MAX]}" if event.because else "drained"
         one = Drain(event.request, event.target, slots, why, waits=event.wait)
@@ -87,10 +90,10 @@ class Control:
     def swap(self, event: SwapRequested) -> None:
         what = f"swap of rank {event.rank}"
         try:
-            self.admission.check_may_swap(event.steps)
+            self.admission.check_may(Rung.SWAP, event.steps)
             one = self.admission.swap_of(event)
         except Refused as refused:
-            self._refuse(event.request, what, refused)
+            self.replies.refuse(event.request, what, refused)
             return
         self.under_way.append(one)
         if one.to:
@@ -109,14 +112,14 @@ class Control:
         try:
             slots = self.admission.returning(event.target)
         except Refused as refused:
-            self._refuse(event.request, f"return of {event.target}", refused)
+            self.replies.refuse(event.request, f"return of {event.target}", refused)
             return
         for one in list(self.under_way):
             if isinstance(one, Drain) and not one.departing and any(slot in slots for slot in one.slots):
                 self._call_off(one, Refused("taken", f"{event.target} was returned", "ask again."))
         self.rack.drained = {slot: why for slot, why in self.rack.drained.items() if slot not in slots}
         forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
-        self._answer(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
+        self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
         self.changed(event.at_ms)
 
     def departs(self, event: DepartureAnnounced) -> bool:
@@ -137,7 +140,7 @@ class Control:
         for one in list(self.under_way):
             if isinstance(one, Drain) and one.departing and one.target == tray:
                 self._end(one)
-                self._answer(one.request, "done", f"{tray} has left before it was empty")
+                self.replies.say(one.request, "done", f"{tray} has left before it was empty")
 
     # -- what becomes of it
     def look(self, at_ms: int) -> None:
@@ -198,7 +201,7 @@ class Control:
             self._end(one)
             here, there = one.worker.slot, record.worker.slot
             went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
-            self._answer(one.request, "done", f"rank {one.rank} {went}")
+            self.replies.say(one.request, "done", f"rank {one.rank} {went}")
         elif one.to and self.world.phase is Phase.TRAINING and one.to not in self._fit():
             self._call_off(one, Refused("taken", f"{one.to} is not ready any more", "name another spare, or none."))
 
@@ -216,7 +219,7 @@ class Control:
             self.emit(SetTimer(name=f"copies:{one.request}", at_ms=at_ms + COPIES_MS))
         if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
             self._end(one)
-            self._answer(one.request, "done", f"{one.target} is empty")
+            self.replies.say(one.request, "done", f"{one.target} is empty")
             if one.departing:
                 self.emit(DismissTray(tray=TrayId(one.target), because=one.why))
 
@@ -275,47 +278,20 @@ class Control:
             "spares", what, "wait for spares (--wait-for-spares), return others (rackctl return), or add trays."
         )
 
-    # -- answers
+    # -- the end of it
     def _call_off(self, one: Request, refused: Refused) -> None:
         """What it has not done yet is not done."""
         self._end(one)
         if isinstance(one, Drain):
             for slot in one.added:
                 self.rack.drained.pop(slot, None)
-        self._refuse(one.request, str(one), refused, called_off=one.begun)
+        self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
 
     def _begin(self, one: Request, text: str) -> None:
         one.begun = True
-        self._answer(one.request, "begun", text)
+        self.replies.say(one.request, "begun", text)
 
     def _end(self, one: Request) -> None:
         self.under_way.remove(one)
         if isinstance(one, Swap):
             self.recovery.wishes.pop(one.rank, None)
-
-    def _refuse(self, request: str, what: str, refused: Refused, *, called_off: bool = False) -> None:
-        self.emit(
-            Answer(
-                request=request,
-                outcome="refused",
-                text=f"{what} is {'called off' if called_off else 'refused'}: {refused.what}",
-                refusal=refused.kind,
-                remedy=refused.remedy,
-                drained=dict(self.rack.drained),
-                departing=dict(self.rack.departing),
-            )
-        )
-
-    def _answer(
-        self, request: str, outcome: Literal["begun", "done"], text: str, forgiven: tuple[SlotId, ...] = ()
-    ) -> None:
-        self.emit(
-            Answer(
-                request=request,
-                outcome=outcome,
-                text=text,
-                drained=dict(self.rack.drained),
-                departing=dict(self.rack.departing),
-                forgiven=forgiven,
-            )
-        )

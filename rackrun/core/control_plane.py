@@ -21,12 +21,15 @@ from rackrun.core.events import (
     DeviceJudged,
     DrainRequested,
     Event,
+    GrowRequested,
     JournalFailed,
     PolicyAnswered,
+    PolicyRequested,
     RackDelivered,
     RackPreempted,
     RackRefused,
     ReturnRequested,
+    ShrinkRequested,
     SlowRanksChanged,
     SnapshotDamaged,
     SnapshotMirrored,
@@ -90,6 +93,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool
     generation: Generation
     world_size: int
+    most: int
+    """Ranks that the world grows to by itself."""
+    policy: str
+    """By which failures are answered, as options of the launcher."""
     restarts: int
     committed: Position
     """Of the last plan: the core is not told of every step."""
@@ -140,6 +147,10 @@ class ControlPlane:
                 self._judged(event)
             case DrainRequested() | ReturnRequested() | SwapRequested():
                 self._job.control.ask(event)
+            case ShrinkRequested() | GrowRequested():
+                self._job.size_asked(event)
+            case PolicyRequested():
+                self._job.policy_asked(event)
             case DepartureAnnounced():
                 self._job.departs(event)
             case TrayDescribed():
@@ -266,6 +277,8 @@ class ControlPlane:
             elastic=world.elastic,
             generation=world.generation,
             world_size=world.size,
+            most=world.most,
+            policy=str(world.policy),
             restarts=world.restarts,
             committed=world.plan.committed if world.plan else BEGIN,
             reason=world.reason,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rackrun.core.commands import AskPolicy, Command, Decided, Notice, SetTimer
-from rackrun.core.config import JobConfig
 from rackrun.core.events import PolicyAnswered
+from rackrun.core.mandate import Mandate
 from rackrun.core.policy import choose, one_line, refusal, settled
 from rackrun.core.rungs import options
 from rackrun.core.situation import ClusterView, Decision, Failure, Rung, Whose
@@ -29,7 +29,7 @@ _Situation: TypeAlias = tuple[object, ...]
 
 @dataclass(slots=True)
 class Council:
-    config: JobConfig
+    policy: Mandate
     emit: Callable[[Command], None]
     _question: int = 0
     _asked: _Situation = ()
@@ -40,8 +40,8 @@ class Council:
 
     def decide(self, failure: Failure, view: ClusterView, at_ms: int) -> Decision | None:
         """What to do; None while an answer is to be waited for. A script's own error is nobody's to ask about."""
-        decision = choose(failure, view, self.config.rules, self.config.weights)
-        if self.config.policy_function and failure.whose is not Whose.USER:
+        decision = choose(failure, view, self.policy.rules, self.policy.weights)
+        if self.policy.function and failure.whose is not Whose.USER:
             situation = _situation(failure, view)
             if situation != self._asked:
                 self._ask(situation, failure, view, at_ms)
@@ -78,7 +78,7 @@ class Council:
     def _ask(self, situation: _Situation, failure: Failure, view: ClusterView, at_ms: int) -> None:
         self._asked, self._open, self._answer = situation, True, None
         self._question += 1
-        self.emit(AskPolicy(question=self._question, failure=failure, view=view))
+        self.emit(AskPolicy(question=self._question, function=self.policy.function, failure=failure, view=view))
         self.emit(SetTimer(name=f"policy:{self._question}", at_ms=at_ms + ANSWER_MS))
 
     def _hear(self, failure: Failure, view: ClusterView) -> Decision | None:
@@ -88,10 +88,10 @@ class Council:
             self._complain(f"asks for what cannot be: {why_not}")
             self._answer = None
             return None
-        return settled(self._answer, failure, view, self.config.weights)
+        return settled(self._answer, failure, view, self.policy.weights)
 
     def _complain(self, what: str) -> None:
-        self.emit(Notice(text=f"the policy {self.config.policy_function} {one_line(what)}; the default decides"))
+        self.emit(Notice(text=f"the policy {self.policy.function} {one_line(what)}; the default decides"))
 
     def _tell(self, failure: Failure, view: ClusterView, decision: Decision, at_ms: int) -> None:
         """When it changes, not each time that it is looked at. A wait that a user has limited ends with another question."""

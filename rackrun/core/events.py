@@ -25,12 +25,15 @@ __all__ = [
     "DrainRequested",
     "Event",
     "Failure",
+    "GrowRequested",
     "JournalFailed",
     "PolicyAnswered",
     "RackDelivered",
     "RackPreempted",
     "RackRefused",
+    "PolicyRequested",
     "ReturnRequested",
+    "ShrinkRequested",
     "SlowRank",
     "SlowRanksChanged",
     "SnapshotMirrored",
@@ -374,6 +377,38 @@ class SwapRequested(_Event, frozen=True, kw_only=True):
     """`DrainRequested.steps`"""
 
 
+class ShrinkRequested(_Event, frozen=True, kw_only=True):
+    """A person wants fewer ranks (``rackctl shrink``), for as long as nobody asks for more."""
+
+    request: str
+    ranks: tuple[Rank, ...] = ()
+    """Who is to go, whoever has to go with them. (): see ``to``."""
+    to: int = 0
+    """So many are to stay, whichever."""
+    steps: int = 0
+    """`DrainRequested.steps`"""
+
+
+class GrowRequested(_Event, frozen=True, kw_only=True):
+    """The world may have more ranks again (``rackctl grow``)."""
+
+    request: str
+    to: int = 0
+    """0: as many as it began with."""
+
+
+class PolicyRequested(_Event, frozen=True, kw_only=True):
+    """Failures are to be answered otherwise from now on (``rackctl policy``)."""
+
+    request: str
+    policy: str | None = None
+    """As ``--policy``; None: as it is."""
+    weights: str | None = None
+    """As ``--policy-weights``; None: as they are."""
+    trouble: str = ""
+    """Why the function that it names cannot be asked: it was loaded once."""
+
+
 class DepartureAnnounced(_Event, frozen=True, kw_only=True):
     """A tray's agent has been told to leave, as a scheduler gives notice. It goes when it is dismissed, or when its grace is over."""
 
@@ -422,6 +457,9 @@ Event: TypeAlias = (
     | DrainRequested
     | ReturnRequested
     | SwapRequested
+    | ShrinkRequested
+    | GrowRequested
+    | PolicyRequested
     | DepartureAnnounced
     | SlowRanksChanged
     | TimerFired

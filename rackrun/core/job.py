@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rackrun.core.acquiring import Acquiring
+from rackrun.core.asked import Refused
 from rackrun.core.batch_notices import BatchNotices
 from rackrun.core.commands import (
     Command,
@@ -32,6 +33,9 @@ from rackrun.core.endings import Endings
 from rackrun.core.events import (
     DepartureAnnounced,
     Failure,
+    GrowRequested,
+    PolicyRequested,
+    ShrinkRequested,
     SlowRanksChanged,
     StopRequested,
     TrayDescribed,
@@ -41,6 +45,7 @@ from rackrun.core.events import (
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId, tray_of
+from rackrun.core.mandate import Mandate
 from rackrun.core.outlook import Outlook
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
@@ -49,11 +54,13 @@ from rackrun.core.restart import Restart
 from rackrun.core.seating import Seating
 from rackrun.core.shifting import Shifting
 from rackrun.core.situation import ProviderNow
+from rackrun.core.sizes import Sizes
 from rackrun.core.slowness import Slowness
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
+from rackrun.errors import UsageError
 from rackrun.topology.mesh import Mesh
 
 __all__ = ["JobMachine"]
@@ -74,6 +81,7 @@ class JobMachine:
     seating: Seating = field(init=False)
     recovery: Recovery = field(init=False)
     control: Control = field(init=False)
+    sizes: Sizes = field(init=False)
     swap: PlannedSwap = field(init=False)
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
@@ -88,9 +96,10 @@ class JobMachine:
     """Until then nothing starts in the background."""
 
     def __post_init__(self) -> None:
+        self.world.policy = Mandate.of(self.config)
         self.seating = Seating(self.config, self.rack)
         outlook = Outlook(self.config, self.world, self.rack, self.seating, self.meter)
-        council = Council(self.config, self.emit)
+        council = Council(self.world.policy, self.emit)
         endings = Endings(self.config, self.world, self.rack, self.stop)
         self.finale = Finale(self.config, self.world, self.rack, self.emit, self.stop)
         self.recovery = Recovery(
@@ -99,15 +108,20 @@ class JobMachine:
         self.control = Control(
             self.config, self.world, self.rack, self.seating, self.recovery, self.emit, self._ending, self.slot_empty
         )
+        self.sizes = Sizes(
+            self.config, self.world, self.rack, self.recovery.resizing, self.control.admission, self.control.replies
+        )
         self.swap = PlannedSwap(
             self.config,
             self.world,
             self.rack,
             self.seating,
             self.control,
+            self.sizes,
             self.emit,
             self.replace,
             self.recovery.absorb,
+            self.shrink,
             self.recovery.joining,
             self.grow,
         )
@@ -171,6 +185,8 @@ class JobMachine:
             self.control.timer(number)
         elif kind == "pause":
             self.swap.timer(number, at_ms)
+        elif kind == "grow":
+            self._look_at_swaps(at_ms)
         elif kind == "policy":
             self.recovery.overdue(number, at_ms)
         elif kind == "rack":
@@ -414,7 +430,39 @@ class JobMachine:
         self.slot_empty(at_ms)
         self._look_at_swaps(at_ms)
 
+    def shrink(self, leaving: Sequence[Rank], at_ms: int) -> None:
+        """All stand between two steps: these go, and nobody takes over."""
+        self.recovery.between_steps = self.swap.all_paused
+        self.recovery.plan_again(f"{named(leaving)} leave (rackctl shrink)", at_ms)
+        self.recovery.leaving = tuple(leaving)
+
+    def shrink_refused(self, why: str) -> None:
+        self.sizes.called_off(why)
+
     # -- what people ask ------------------------------------------------------------------------------------------
+    def size_asked(self, event: ShrinkRequested | GrowRequested) -> None:
+        self.sizes.ask(event)
+        self._look_at_swaps(event.at_ms)
+
+    def policy_asked(self, event: PolicyRequested) -> None:
+        """From the next decision on: the one that is being taken, if there is one."""
+        policy, replies = self.world.policy, self.control.replies
+        try:
+            self.control.admission.check_not_over()
+            if event.trouble:
+                raise Refused("policy", event.trouble, "name a function that can be called.")
+            policy.change(event.policy, event.weights)
+        except UsageError as error:
+            replies.refuse(event.request, "policy", Refused("policy", error.what, error.remedy))
+            return
+        except Refused as refused:
+            replies.refuse(event.request, "policy", refused)
+            return
+        replies.say(event.request, "done", f"from now on: {policy}")
+        self.recovery.council.forget()
+        self.recovery.decide(event.at_ms)
+        self._look_at_swaps(event.at_ms)
+
     def look(self, at_ms: int) -> None:
         """After every event: how far is what was asked?"""
         self.acquiring.look(at_ms)
@@ -422,6 +470,7 @@ class JobMachine:
             self.control.look(at_ms)
             if self.control.stirs():
                 self._look_at_swaps(at_ms)
+        self.sizes.look()
 
     def departs(self, event: DepartureAnnounced) -> None:
         """A tray is told to leave. With the last one the job ends, in order."""

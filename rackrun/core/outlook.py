@@ -172,7 +172,8 @@ class Outlook:
     def _placeable(self, prospect: Prospect) -> bool:
         """Looked at where a restart may be taken although state is left: it must not end what could have gone on."""
         config = self.config
-        takeable = prospect.staff is None or config.rules.order or config.rules.never or config.policy_function
+        policy = self.world.policy
+        takeable = prospect.staff is None or policy.rules.order or policy.rules.never or policy.function
         if prospect.state is None or not config.start_over or not takeable:
             return True
         return self.seating.again(self.world.seats) is not None

@@ -14,7 +14,17 @@ from rackrun.core.rungs import options
 from rackrun.core.situation import ClusterView, Decision, Failure, Option, Priors, Rules, Rung, Weights, Whose
 from rackrun.errors import UsageError
 
-__all__ = ["allows", "choose", "one_line", "only_answer", "parse_rules", "parse_weights", "refusal", "settled"]
+__all__ = [
+    "allows",
+    "choose",
+    "one_line",
+    "only_answer",
+    "parse_policy",
+    "parse_rules",
+    "parse_weights",
+    "refusal",
+    "settled",
+]
 
 REASON_MAX = 300
 """Characters of a user's own reason, or of what went wrong there."""
@@ -22,6 +32,17 @@ WAIT_S_MIN = 1.0
 """A user's wait: the function is asked again after it."""
 _MEANWHILE: dict[str, Literal["wait", "train"]] = {"acquire-wait": "wait", "acquire-train": "train"}
 _REMEDY = f"give rungs in the order of your preference (swap,wait,restart,stop), or no-RUNG,..; rungs are {', '.join(r.value for r in Rung)}."
+
+
+def parse_policy(text: str) -> tuple[Rules, str]:
+    """``--policy``: rules, or the name of a function (``module:function``). Raises UsageError."""
+    if ":" not in text:
+        return parse_rules(text), ""
+    function = text.strip()
+    module, _, name = function.partition(":")
+    if not module or not name or "," in function:
+        raise UsageError(f"--policy {text!r} names no function.", remedy="give MODULE:FUNCTION, or a list of rungs.")
+    return Rules(), function
 
 
 def parse_rules(text: str) -> Rules:

@@ -23,6 +23,7 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerSevered,
 )
+from rackrun.core.growth import Growth
 from rackrun.core.ids import Generation, Position, Rank, SlotId, steps_in
 from rackrun.core.outlook import Outlook, Prospect, failure_of
 from rackrun.core.planning import Planner, told_of
@@ -60,6 +61,7 @@ class Ladder(Protocol):
     def acquire(self, at_ms: int) -> None: ...
     def provider(self, at_ms: int) -> ProviderNow | None: ...
     def acquires(self, at_ms: int) -> bool: ...
+    def shrink_refused(self, why: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class Recovery:
     """All stood between two steps when the first of them was taken out."""
     growing: bool = False
     """All were made to pause so that others can join."""
+    leaving: tuple[Rank, ...] = ()
+    """All were made to pause so that these can go: a person wants fewer ranks."""
     _resized: str = ""
     """How the world's size changes with the plan that is made."""
     _broken_ms: int = 0
@@ -104,7 +108,8 @@ class Recovery:
         self.planner = Planner(self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit)
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
-        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes)
+        growth = Growth(self.emit)
+        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes, growth)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -119,6 +124,7 @@ class Recovery:
             del self.world.members[rank]
             self._losses[rank] = loss
         self._absorbing = False
+        self.leaving = ()  # later: this comes first
         if self.world.phase is Phase.PARKING:
             self.decide(at_ms)
         else:
@@ -140,6 +146,7 @@ class Recovery:
         self._losses.clear()
         self._moved.clear()
         self.between_steps = self.growing = False
+        self.leaving = ()
         self._absorbing = False
         self._resized = ""
 
@@ -264,7 +271,11 @@ class Recovery:
             would_stay=len(self.resizing.staying()) if lost else 0,
             why_no_shrink=self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost",
         )
-        if self.growing and not lost and state is not None:
+        alive = [record.worker for record in world.members.values()]
+        self.resizing.growth.broken(alive, committed, at_ms)
+        if self.leaving and not lost:
+            self._shrink_as_asked(prospect, at_ms)
+        elif self.growing and not lost and state is not None:
             self._go_on(prospect, Staff({}, {}), ready, at_ms)
         else:
             self._decide(prospect, ready, at_ms)
@@ -286,8 +297,10 @@ class Recovery:
             rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays, world.layout),
         )
 
-    def joining(self) -> str:
+    def joining(self, at_ms: int) -> str:
         """For people: who could become a rank more; "": nobody."""
+        if not self.resizing.growth.may(at_ms):
+            return ""
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
     def answered(self, event: PolicyAnswered) -> None:
@@ -339,7 +352,7 @@ class Recovery:
 
     def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
         """Nothing else is left, and nobody is against it."""
-        wanted = decision.by != "user" and allows(self.config.rules, Rung.RESTART)
+        wanted = decision.by != "user" and allows(self.world.policy.rules, Rung.RESTART)
         return wanted and prospect.may_begin_again and decision.is_last
 
     def _snapshots_owed(self) -> bool:
@@ -370,27 +383,46 @@ class Recovery:
         elif self._may_go_on(prospect.committed):
             chosen = {rank: ready[slot] for rank, slot in staff.seats.items()}
             taken = staff.seats.values()
-            joining = self.resizing.joining([record for slot, record in ready.items() if slot not in taken])
+            may = self.resizing.growth.may(at_ms)
+            free = [record for slot, record in ready.items() if slot not in taken] if may else []
+            joining = self.resizing.joining(free)
             stands = prospect.state is not None and (prospect.state.rollback is None or self.world.old is not None)
             if joining and stands and self.resizing.grow(joining, prospect.committed, prospect.gate):
                 slots = ", ".join(record.worker.slot for record in joining)
                 verb = "joins" if len(joining) == 1 else "join"
                 self._resized = f"{slots} {verb}, {self.world.size} of {self.world.full} ranks"
+                self.resizing.growth.joined([record.worker for record in joining], prospect.committed)
                 prospect = self._planned_anew(prospect)
+            elif self.growing and not self._losses:
+                why = "there is no state that newcomers could have" if joining else "nobody was ready any more"
+                self.resizing.growth.came_to_nothing(why, at_ms)
             self._resume(prospect, chosen, at_ms)
 
+    def _shrink_as_asked(self, prospect: Prospect, at_ms: int) -> None:
+        """Nobody is lost: who is to go is let go, if the others have all state."""
+        if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
+            self.leaving = ()
+            self.ladder.shrink_refused(why)
+            self.decide(at_ms)
+        else:
+            self._shrink(prospect, at_ms)
+
     def _shrink(self, prospect: Prospect, at_ms: int) -> None:
-        """The others go on without those that are lost: what these had, all have."""
+        """The others go on without those that are lost, or that are to leave: what these had, all have."""
         if not self._may_go_on(prospect.committed):
             return
         before = self.world.size
-        left_over = self.resizing.shrink(prospect.committed, prospect.gate)
+        asked, why = bool(self.leaving), "its replica has lost a rank: it will wait as a spare"
+        if asked:
+            why = "asked for (rackctl shrink): it will wait as a spare"
+        left_over = self.resizing.shrink(prospect.committed, prospect.gate, self.leaving)
+        self.resizing.growth.let_go([record.worker for record in left_over])
         self._resized = f"goes on with {self.world.size} of {before} ranks"
         if left_over:
             slots = ", ".join(record.worker.slot for record in left_over)
             self._resized += f", {slots} will wait as {'a spare' if len(left_over) == 1 else 'spares'}"
         for record in left_over:
-            self.emit(self.rack.fence(record, "its replica has lost a rank: it will wait as a spare", swept_along=True))
+            self.emit(self.rack.fence(record, why, swept_along=True))
         self._resume(self._planned_anew(prospect), {}, at_ms)
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
@@ -426,6 +458,7 @@ class Recovery:
         record.move(Trigger.RESUMED)
         record.stateful = True
         record.resumed_in = event.generation
+        self.standstill.entered(record)
         if self.world.all_members(WorkerState.TRAINING):
             self.world.phase = Phase.TRAINING
             self.world.old = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
 from rackrun.core.ids import Rank
 from rackrun.topology.mesh import DATA_AXES
 
-__all__ = ["Axes", "data_axis", "fitted", "joined", "places", "without"]
+__all__ = ["Axes", "data_axis", "fitted", "joined", "places", "spared", "without"]
 
 Axes = tuple[tuple[str, int], ...]
 """Names and sizes, the last axis the fastest."""
@@ -24,6 +24,15 @@ def places(axes: Axes, at: int, ranks: Collection[Rank]) -> set[int]:
     """Where these ranks are along axis ``at``."""
     shape = [size for _, size in axes]
     return {int(np.unravel_index(rank, shape)[at]) for rank in ranks}
+
+
+def spared(axes: Axes, at: int, least: Callable[[Rank], int], places_left: int) -> list[Rank]:
+    """Who goes when so many places of axis ``at`` are to be left. ``least`` is larger for ranks that are better spared; a place is
+    judged by the one that is best spared, and of equal places the last go."""
+    shape = [size for _, size in axes]
+    grid = np.moveaxis(np.arange(int(np.prod(shape))).reshape(shape), at, 0).reshape(shape[at], -1)
+    order = sorted(range(shape[at]), key=lambda place: (max(least(Rank(int(r))) for r in grid[place]), place))
+    return sorted(Rank(int(rank)) for place in order[places_left:] for rank in grid[place])
 
 
 def without(axes: Axes, at: int, gone: Collection[int]) -> tuple[Axes, dict[Rank, Rank]]:

@@ -7,12 +7,12 @@ is lost in the middle of it, the next plan is made from them once more. Whoever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rackrun.core import verdict
 from rackrun.core.commands import Reshard, Worker
-from rackrun.core.ids import Generation, Position, Rank, Step, step_in, tray_of
+from rackrun.core.ids import Generation, Position, Rank, Step, steps_in, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.verdict import Kept, Report, StatePlan
@@ -36,16 +36,18 @@ class OldWorld:
     """Nobody stands at ``committed`` any more: there are only snapshots of it."""
     _damaged: dict[tuple[str, Step], None] = field(default_factory=dict)
 
-    def state(self, members: Mapping[Rank, WorkerRecord], rack: RackMachine) -> StatePlan | None:
+    def state(
+        self, members: Mapping[Rank, WorkerRecord], rack: RackMachine, going: Collection[Worker] = ()
+    ) -> StatePlan | None:
         """Where the state of each of its ranks is to be had; ``rollback`` is the step. None: some of it is nowhere. ``members``: of
-        the world now, all parked."""
+        the world now, all parked. Those that are ``going`` seal nothing more."""
         reports = {}
         for record in members.values():
             rank = self.ranks.get(record.worker)
             if rank is not None and record.parked is not None:
                 where = _where(record.worker, rack)
-                steps = tuple(step for step in self._has(record) if (where, step) not in self._damaged)
-                reports[rank] = Report(snapshots=steps)
+                has = self._sealed(record) if record.worker in going else self._has(record)
+                reports[rank] = Report(snapshots=tuple(step for step in has if (where, step) not in self._damaged))
         kept = self._kept()
         plans = [self._state(reports, kept), self._state(reports, self._of_replicas(kept))]
         return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rollback or 0, default=None)
@@ -57,15 +59,17 @@ class OldWorld:
 
     def _has(self, record: WorkerRecord) -> tuple[Step, ...]:
         """Of which steps it has snapshots, or can take one."""
-        parked = record.parked
+        parked, found = record.parked, self._sealed(record)
         assert parked is not None
-        now, found = Step(self.committed.step), []
-        for snapshot in parked.snapshots:
-            step = step_in(self.layout, snapshot)
-            if step is not None and not (step == now and self.committed.phase):
-                found.append(step)
+        now = Step(self.committed.step)
         stands = parked.layout == self.layout and max(parked.passed, parked.entered) >= self.committed
-        return (*found, now) if stands and not self.gone_back and now not in found else tuple(found)
+        return (*found, now) if stands and not self.gone_back and now not in found else found
+
+    def _sealed(self, record: WorkerRecord) -> tuple[Step, ...]:
+        parked, now = record.parked, Step(self.committed.step)
+        assert parked is not None
+        steps = steps_in(self.layout, parked.snapshots)
+        return tuple(step for step in steps if not (step == now and self.committed.phase))
 
     def _kept(self) -> dict[Rank, list[Kept]]:
         """After a phase, a snapshot of its step may be something else than what is committed."""
@@ -107,6 +111,14 @@ class OldWorld:
             else:
                 images.append(restore.snapshot or own[restore.sources[0]])
         return Reshard(layout=self.layout, images=tuple(images))
+
+    def leaves(self, record: WorkerRecord, rack: RackMachine) -> None:
+        """It has no place in the next world, and is about to be ended: what it has sealed stays."""
+        rank = self.ranks.get(record.worker)
+        if rank is not None and record.parked is not None:
+            where = _where(record.worker, rack)
+            steps = tuple(step for step in self._sealed(record) if (where, step) not in self._damaged)
+            self.snapshots.leaves(rank, record.worker, where, steps)
 
     def settle(self, step: Step) -> None:
         """The next world begins after ``step``."""

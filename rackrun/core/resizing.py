@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rackrun.core import reshaping
 from rackrun.core.config import JobConfig
+from rackrun.core.growth import Growth
 from rackrun.core.ids import Position, Rank
 from rackrun.core.rack import RackMachine
 from rackrun.core.reshaping import Axes
@@ -41,39 +42,73 @@ class Resizing:
     seating: Seating
     sources: Sources
     classes: dict[Rank, str]
+    growth: Growth
 
     # -- shrink ----------------------------------------------------------------------------------------------------
-    def why_not_shrink(self, committed: Position, gate: tuple[float, ...]) -> str:
-        """What is in the way of going on without the ranks that are lost. "": nothing. All members have parked."""
+    def why_not_shrink(self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()) -> str:
+        """What is in the way of going on without the ranks that are lost, or that are ``leaving``. "": nothing. All members have
+        parked."""
         if not self.config.min_ranks:
             return "the number of ranks is fixed (--min-ranks 0)"
         members = self.world.members
-        staying = self.staying()
+        staying = self.staying(leaving)
         if len(staying) < max(self.config.min_ranks, 1):
             return f"{len(staying)} ranks would be left, of {self.config.min_ranks} at the least (--min-ranks)"
         if fixed := next((record.fixed for record in members.values() if record.fixed), ""):
             return fixed
         if self._reenters(members.values()):
             old = self.world.old or self._as_it_was(committed, gate)
-            kept = {rank: members[rank] for rank in staying}
-            return "no copy of some state is left in memory" if old.state(kept, self.rack) is None else ""
+            going = [record.worker for rank, record in members.items() if rank not in staying]
+            return "no copy of some state is left in memory" if old.state(members, self.rack, going) is None else ""
         clean = any(
             record.stateful and record.parked and max(record.parked.passed, record.parked.entered) >= committed
-            for record in members.values()
+            for rank, record in members.items()
+            if rank in staying
         )
         return self._unlike(members) if clean and not self.world.torn() else "nobody has the state of the last step"
 
-    def staying(self) -> dict[Rank, Rank]:
-        """Who would go on without the ranks that are lost: old -> new."""
-        return self._smaller()[1]
+    def staying(self, leaving: Collection[Rank] = ()) -> dict[Rank, Rank]:
+        """Who would go on without the ranks that are lost, or that are ``leaving``: old -> new."""
+        return self._smaller(leaving)[1]
 
-    def shrink(self, committed: Position, gate: tuple[float, ...]) -> list[WorkerRecord]:
+    def bound_to(self, ranks: Collection[Rank]) -> list[Rank]:
+        """Who lives, and would have to go when these do: they too."""
+        staying = self.staying(ranks) if ranks else self.world.members
+        return [rank for rank in sorted(self.world.members) if rank not in staying]
+
+    def replica(self) -> int:
+        """So many ranks come and go together; 0: nobody can."""
+        axes = self._axes()
+        if not self._reenters(self.world.members.values()):
+            return 1
+        at = reshaping.data_axis(axes)
+        return 0 if at is None else self.world.size // axes[at][1]
+
+    def surplus(self, to: int) -> list[Rank]:
+        """Who is best spared where ``to`` ranks are to be left: those on slots to avoid, then the last ones."""
+        world, replica = self.world, self.replica()
+        if to >= world.size or not replica:
+            return []
+        axes = self._axes() if self._reenters(world.members.values()) else self._in_a_row(world.size)
+        at = reshaping.data_axis(axes) or 0
+        return reshaping.spared(axes, at, self._badness, to // replica)
+
+    def _badness(self, rank: Rank) -> int:
+        slot = self.world.seats[rank]
+        return 10 * bool(self.rack.withdrawn(slot)) + int(self.rack.devices.fitness(slot))
+
+    def shrink(
+        self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()
+    ) -> list[WorkerRecord]:
         """Do it. Returns those that live, and have no place any more."""
         world = self.world
-        axes, staying = self._smaller()
+        axes, staying = self._smaller(leaving)
         left_over = [record for rank, record in sorted(world.members.items()) if rank not in staying]
         if self._reenters(world.members.values()):
             self._enter_again(committed, gate)
+            assert world.old is not None
+            for record in left_over:
+                world.old.leaves(record, self.rack)
         else:
             self.sources.snapshots.clear()
         self._renumber(axes, staying)
@@ -81,21 +116,22 @@ class Resizing:
             record.rank = None
         return left_over
 
-    def _smaller(self) -> tuple[Axes, dict[Rank, Rank]]:
+    def _smaller(self, leaving: Collection[Rank]) -> tuple[Axes, dict[Rank, Rank]]:
         world, axes = self.world, self._axes()
         at = reshaping.data_axis(axes)
         if not self._reenters(world.members.values()):
-            return self._in_a_row(len(world.members)), renumbered(world.members)
+            staying = renumbered([rank for rank in world.members if rank not in leaving])
+            return self._in_a_row(len(staying)), staying
         if at is None:
             return axes, {}
-        return reshaping.without(axes, at, reshaping.places(axes, at, world.lost()))
+        return reshaping.without(axes, at, reshaping.places(axes, at, [*world.lost(), *leaving]))
 
     # -- grow ------------------------------------------------------------------------------------------------------
     def joining(self, ready: Sequence[WorkerRecord]) -> list[WorkerRecord]:
         """Who of those that are ``ready`` can become a rank more; nobody while some are lost, where all enter main again."""
         world = self.world
         fits, members = [record for record in ready if not record.fixed], world.members.values()
-        room = min(world.full - world.size, len(fits))
+        room = min(world.most - world.size, len(fits))
         if room <= 0 or not members or any(record.fixed for record in members):
             return []
         if not self._reenters(members):
@@ -107,7 +143,7 @@ class Resizing:
         replica = world.size // axes[at][1]
         by_slot = {record.worker.slot: record for record in fits}
         bundled = [by_slot[slot] for bundle in self.seating.bundles(by_slot) for slot in bundle]
-        return bundled[: min(world.full - world.size, len(bundled)) // replica * replica]
+        return bundled[: min(room, len(bundled)) // replica * replica]
 
     def grow(self, joining: Sequence[WorkerRecord], committed: Position, gate: tuple[float, ...]) -> bool:
         """Do it, unless there is no state for it: then False, and nothing has changed."""
@@ -142,7 +178,12 @@ class Resizing:
     def _unlike(self, ranks: Collection[Rank]) -> str:
         """Whoever goes has to be a replica of whoever stays, and of whoever comes."""
         found = {self.classes.get(rank, "") for rank in ranks}
-        if len(found) == 1 and (one := next(iter(found))) and not one.endswith(" alone"):
+        if (
+            len(found) == 1
+            and (one := next(iter(found)))
+            and not one.startswith("unchecked")
+            and not one.endswith(" alone")
+        ):
             return ""
         return "the ranks are not each other's replicas, or have not been compared yet (before step 2)"
 

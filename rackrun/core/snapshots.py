@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rackrun.core.commands import Plan
+from rackrun.core.commands import Plan, Worker
 from rackrun.core.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
 from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, TrayId, steps_in, tray_of
 from rackrun.core.stripes import Rows
@@ -36,19 +36,15 @@ class Snapshots:
 
     def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
         """``address`` is the tray's snapshot service."""
-        holders = self._left.setdefault(rank, [])
-        holders.insert(
-            0,
-            Kept(
-                tray=tray_of(event.slot),
-                slot=event.slot,
-                incarnation=event.incarnation,
-                where=f"{address}/{event.slot}/{event.incarnation}",
-                steps=steps,
-            ),
-        )
-        del holders[KEPT_MAX:]
-        self._forget_as_the_agent_does(event.slot)
+        where = f"{address}/{event.slot}/{event.incarnation}"
+        self.leaves(rank, Worker(event.slot, event.incarnation), where, steps)
+
+    def leaves(self, rank: Rank, worker: Worker, where: str, steps: tuple[Step, ...]) -> None:
+        slot, incarnation = worker.slot, worker.incarnation
+        others = [one for one in self._left.get(rank, ()) if (one.slot, one.incarnation) != (slot, incarnation)]
+        kept = Kept(tray=tray_of(slot), slot=slot, incarnation=incarnation, where=where, steps=steps)
+        self._left[rank] = [kept, *others][:KEPT_MAX]
+        self._forget_as_the_agent_does(slot)
 
     def mirrored(self, rank: Rank, event: SnapshotMirrored) -> None:
         steps = event.steps

@@ -4,6 +4,9 @@ A worker that stands in user code has entered fewer collectives than those that 
 moving at about the same time. So reports are gathered for a window, and those with the lowest count are to blame, if
 they are not the most. If all have the same count, they wait in one collective that nobody left; if most are behind, the
 machine is slow rather than the ranks. Nobody is killed then, and the step is done again in place.
+
+Where all enter ``main`` again, those are heard that stand in their own code there for much longer than it has ever taken: if they are
+not the most, the others wait for them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.events import WorkerStalled
 from rackrun.core.ids import Rank
 from rackrun.core.sources import named
-from rackrun.core.workers import WorkerRecord
+from rackrun.core.workers import WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 
 __all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
@@ -91,7 +94,7 @@ class Standstill:
         self.window = StallWindow()
 
     def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
-        """A member does not move. While others resume, the resume timeout is the judge."""
+        """A member does not move."""
         assert record.rank is not None
         if event.silent:
             self.condemn([record], f"silent for {event.for_ms} ms at step {event.step}", event.at_ms)
@@ -111,6 +114,9 @@ class Standstill:
 
     def judge(self, at_ms: int) -> None:
         members = self.world.members
+        if self.world.phase is Phase.RESUMING:
+            self._judge_entry(at_ms)
+            return
         if self.world.phase is not Phase.TRAINING or not self.window.may_judge(members):
             return
         finished = sorted(rank for rank, record in members.items() if record.finished)
@@ -127,3 +133,20 @@ class Standstill:
             self.condemn([members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
             return
         self.absorb(f"stalled: {blame.because}", at_ms)
+
+    def entered(self, record: WorkerRecord) -> None:
+        """It has resumed: what was told of it before does not count."""
+        assert record.rank is not None
+        self.window.forget(record.rank)
+
+    def _judge_entry(self, at_ms: int) -> None:
+        members, reports = self.world.members, self.window.reports
+        late = {rank: reports[rank] for rank in sorted(reports) if members[rank].state is WorkerState.RESUMING}
+        if not late or self.window.closed < 2:
+            return
+        first = min(report.collective for report in late.values())
+        behind = [rank for rank, report in late.items() if report.collective == first]
+        if 2 * len(behind) > len(members):
+            return  # the machine is slow, or what all of them read from: the resume timeout is the judge
+        for_ms = min(late[rank].for_ms for rank in behind)
+        self.condemn([members[rank] for rank in behind], f"not at run.steps() again, for {for_ms} ms in main", at_ms)

@@ -1,5 +1,5 @@
 """A planned swap: a rank is replaced between two steps, because its GPU is on its way out, or because a person wants it. No step is
-done again. In the same way ranks join a world that has shrunk.
+done again. In the same way ranks join a world that has shrunk, and leave one that a person wants smaller.
 
 All ranks pause after one and the same step; then the rank is fenced, and the recovery that follows finds everybody at rest. Whatever
 breaks the pause (a loss, a timeout) is a recovery as any other; the swap is looked at again when all train.
@@ -19,6 +19,8 @@ from rackrun.core.policy import allows
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating
 from rackrun.core.situation import Rung
+from rackrun.core.sizes import Sizes
+from rackrun.core.sources import named
 from rackrun.core.workers import WorkerRecord
 from rackrun.core.world import Phase, World
 
@@ -32,12 +34,15 @@ class PlannedSwap:
     rack: RackMachine
     seating: Seating
     control: Control
+    sizes: Sizes
     emit: Callable[[Command], None]
     replace: Callable[[dict[Rank, str], int], None]
     """These ranks go now, for these reasons."""
     call_off: Callable[[str, int], None]
     """End a pause without any loss."""
-    joining: Callable[[], str]
+    shrink: Callable[[list[Rank], int], None]
+    """The world goes on without these ranks."""
+    joining: Callable[[int], str]
     """Who can join the world as a rank more, for people; "": nobody."""
     grow: Callable[[str, int], None]
     _pausing: Generation = Generation(0)
@@ -51,19 +56,26 @@ class PlannedSwap:
             return
         if self._ends():
             return
-        leaving = self._leaving() if allows(self.config.rules, Rung.SWAP) else {}  # else it would end in something else
-        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
-        told = f"a planned swap, at the next step boundary: {because}"
-        if not because:
-            because = self.joining()
-            told = f"the world grows, at the next step boundary: {because}"
+        what, because = self._due(at_ms)
         if not because:
             return
+        told = f"{what}, at the next step boundary: {because}"
         self._pausing = world.generation
         self._paused.clear()
         self.emit(Notice(text=told))
         self.emit(PauseWorkers(generation=world.generation, workers=world.workers(), because=because))
         self.emit(SetTimer(name=f"pause:{world.generation}", at_ms=at_ms + self.config.pause_timeout_ms))
+
+    def _due(self, at_ms: int) -> tuple[str, str]:
+        """What all are to pause for, and why; "": nothing."""
+        if going := self.sizes.leaving():
+            return "the world shrinks", f"{named(going)} will leave (rackctl shrink)"
+        may = allows(self.world.policy.rules, Rung.SWAP)  # else it would end in something else
+        leaving = self._leaving() if may else {}
+        because = "; ".join(f"rank {rank}: {why}" for rank, why in leaving.items()) or self.control.regroup()
+        if because:
+            return "a planned swap", because
+        return "the world grows", self.joining(at_ms)
 
     @property
     def under_way(self) -> bool:
@@ -95,9 +107,11 @@ class PlannedSwap:
 
     def _swap(self, at_ms: int) -> None:
         leaving = self._leaving()
-        if leaving:
+        if going := self.sizes.leaving():
+            self.shrink(going, at_ms)
+        elif leaving:
             self.replace(leaving, at_ms)
-        elif self.joining():
+        elif self.joining(at_ms):
             self.grow("all pause, and the world grows", at_ms)
         else:
             because = "a planned swap is called off: no better GPU is ready, or none is needed any more"

@@ -7,6 +7,7 @@ from enum import Enum
 
 from rackrun.core.commands import Member, Plan, Worker
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step
+from rackrun.core.mandate import Mandate
 from rackrun.core.resharding import OldWorld
 from rackrun.core.workers import WorkerRecord, WorkerState
 
@@ -46,6 +47,9 @@ class World:
     size: int = 0
     full: int = 0
     """Of the world as it began: what it grows back to."""
+    ceiling: int = 0
+    """As many ranks as a person wants at the most; 0: nobody has asked for fewer."""
+    policy: Mandate = field(default_factory=Mandate)
     spares: int = 0
     """Slots held back, as long as there are as many."""
     seats: dict[Rank, SlotId] = field(default_factory=dict)
@@ -69,6 +73,11 @@ class World:
     def next_generation(self) -> Generation:
         self.generation = Generation(self.generation + 1)
         return self.generation
+
+    @property
+    def most(self) -> int:
+        """So far it grows by itself."""
+        return min(self.ceiling or self.full, self.full)
 
     def ranks(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.size)]

@@ -28,8 +28,10 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
     )
     values = "  ".join(f"{name} {value}" for name, value in progress["values"].items())
     console.print(f"step {progress['position'][0]}  {progress['steps_per_s']:.3g} steps/s  {values}", highlight=False)
+    size = core.get("world_size", "?")
+    grows = f" (grows to {most})" if isinstance(size, int) and (most := core.get("most", 0)) > size else ""
     console.print(
-        f"generation {core.get('generation', '?')}, world size {core.get('world_size', '?')}, "
+        f"generation {core.get('generation', '?')}, world size {size}{grows}, "
         f"recoveries {status['recoveries']}, restarts {core.get('restarts', 0)}",
         highlight=False,
     )

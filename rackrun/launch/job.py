@@ -64,12 +64,12 @@ async def host(
     await server.start(listening)
     place.announce(endpoint)
     driver.fence = agents.fence
-    asked = PolicyHost(config.policy_function, driver.submit) if config.policy_function else None
+    asked = PolicyHost(config.policy_function, driver.submit)
+    driver.ask, driver.prepare = asked.ask, asked.use
     racks = _racks(config, driver, agents, endpoint, screen)
     hosts = [one for one in (asked, racks) if one is not None]
     agents.beside = lambda: [pid for one in hosts for pid in one.pids()]
-    if asked is not None:
-        driver.ask = asked.ask
+    if config.policy_function:
         asked.start()
     driver.begin()
 

@@ -29,6 +29,7 @@ def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Call
     """``make`` gives each `Run`."""
     run = make(None)
     while True:
+        runtime.enters_main()
         try:
             result = main(run)
             run.finish()
@@ -58,5 +59,5 @@ def _begin_again(runtime: Runtime) -> None:
             runtime.begin_again(plan)
         except Superseded:
             continue
-        page.enter(Activity.SETUP, world.passed)
+        page.enter(Activity.SETUP, world.passed, runtime.entry_deadline_ms())
         return

@@ -120,6 +120,7 @@ class ElasticGroup(dist.ProcessGroup):
         communicator = self.communicator
         if communicator is None or generation is None:
             loopback()
+            self.world.page.collective_completed()
             return Done(result)
         try:
             work = getattr(communicator.inner, name)(*args)
@@ -128,6 +129,7 @@ class ElasticGroup(dist.ProcessGroup):
                 raise
             self.world.collective_failed(generation, error, result)
             loopback()
+            self.world.page.collective_completed()
             return Done(result)
         return Guarded(self.world, generation, work, result, loopback, then)
 

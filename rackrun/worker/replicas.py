@@ -43,6 +43,11 @@ class ReplicaCheck:
         self.some_are_unique = False
         """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
 
+    @property
+    def need_snapshots(self) -> bool:
+        """Also of what is whole, when nobody else has it: the others may be lost for now."""
+        return self.some_are_unique or self._world.size == 1
+
     def at_start(self) -> str:
         """The class before the first unit: nothing is committed since, so equal content is an equal state."""
         return f"start {self._state.layout()} {self._state.content()}"
@@ -64,7 +69,7 @@ class ReplicaCheck:
         classes, counts = self._classes(layout, content, len(digests))
         if self._world.broken:
             return False  # the unit will be repeated, and this with it
-        alone = min(Counter(classes).values()) == 1
+        alone = self._world.size > 1 and min(Counter(classes).values()) == 1
         row_bytes = 0
         if max(counts) and max(Counter(classes).values()) > 1:
             everyone = self._gather(digests + [0] * (max(counts) - len(digests)))

@@ -7,8 +7,10 @@ is never replaced: the script trains, and what is missing is said once.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -31,6 +33,9 @@ from rackrun.worker.world import World
 __all__ = ["Runtime", "start"]
 
 
+_ENTRY_FACTOR, _ENTRY_FLOOR_S = 4.0, 30.0
+
+
 class Runtime:
     """The worker's connections: world, channel (None without an agent), heartbeat page."""
 
@@ -42,6 +47,8 @@ class Runtime:
             )
         compat.check()
         self.boot = boot
+        self._entered_s = time.monotonic()
+        self._longest_entry_s = 0.0
         self.device = _device(boot)
         page_fd = boot.page_fd if boot else HeartbeatPage.create("alone")
         self.page = HeartbeatPage(page_fd)
@@ -84,6 +91,17 @@ class Runtime:
         self._place = rank, size
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         compat.adopt_default_group()
+
+    def enters_main(self) -> None:
+        self._entered_s = time.monotonic()
+
+    def at_steps(self) -> None:
+        """``main`` has come to run.steps()."""
+        self._longest_entry_s = max(self._longest_entry_s, time.monotonic() - self._entered_s)
+
+    def entry_deadline_ms(self) -> int:
+        """So long without any progress, and ``main`` hangs when it is entered again."""
+        return math.ceil(1e3 * max(_ENTRY_FACTOR * self._longest_entry_s, _ENTRY_FLOOR_S))
 
     def begin_again(self, plan: Plan) -> None:
         """As a new process would: with a default group and no other, which has joined the generation of ``plan``; or, where that does

@@ -149,6 +149,7 @@ class UnitRunner:
                 remedy="use one loop; run.every and run.at_end hold what else needs collectives.",
             )
         self._begun = True
+        self._runtime.at_steps()
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
@@ -424,7 +425,7 @@ class UnitRunner:
         assert gate is not None, "a unit is committed by its gate"
         if self._replicas.committed(gate.changed_late):
             self._reports.ready(self._world.replica_class)
-        if not self._replicas.some_are_unique and self._replicas.known(at):
+        if not self._replicas.need_snapshots and self._replicas.known(at):
             self._snapshots.drop_upto(self._world.began.step)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
@@ -442,7 +443,7 @@ class UnitRunner:
     def _begin_copies(self, at: Position, gate: GateSums) -> bool:
         """The same on all ranks."""
         begun = False
-        if self._replicas.some_are_unique and not self._world.broken:
+        if self._replicas.need_snapshots and not self._world.broken:
             now, to_pause = self._pace.first_step_of_generation, self._to_pause(at)
             with self._pause.without_memory() if to_pause else contextlib.nullcontext():
                 begun = self._snapshots.take_if_due(at, gate, now=now or to_pause)

@@ -130,6 +130,13 @@ class World:
             raise StepError(
                 "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
             )
+        self.page.collective_entered()  # to make one is to wait for its other ranks
+        try:
+            return self._new_group(ranks, name, desc)
+        finally:
+            self.page.collective_completed()
+
+    def _new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
         with self._changed:
             self._check_whole()
             plan = self._plan
