@@ -29,6 +29,7 @@ class Asking:
         self.answers: asyncio.Queue[PolicyAnswered] = asyncio.Queue()
         self.host = PolicyHost(CHOOSE, self.answers.put_nowait, answer_s=answer_s)
         self.asked = 0
+        self.function = CHOOSE
 
     async def ask(self, what: str, *, trays: int = 0) -> PolicyAnswered:
         self.put(what, trays=trays)
@@ -44,7 +45,7 @@ class Asking:
             takeovers={Rank(3): SlotId("a/4")},
             trays=tuple(TrayNow(tray=f"tray-{number}", host="h" * 64, slots=4) for number in range(trays)),  # type: ignore[arg-type]
         )
-        self.host.ask(AskPolicy(question=self.asked, failure=Failure(what=what), view=view))
+        self.host.ask(AskPolicy(question=self.asked, function=self.function, failure=Failure(what=what), view=view))
 
 
 @pytest.fixture

@@ -250,6 +250,7 @@ class Cluster:
         new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in [(b.slot, b.incarnation) for b in before]]
         assert not self.unfit.intersection(new), "a rank on a GPU that may not be used"
         assert not any(map(self.withdrawn, new)), "a rank in a place that is drained"
+        assert not before or plan.world_size <= max(len(before), self.core.view().most), "larger than is wanted"
         assert plan.generation not in self.plans
         assert plan.generation >= self.announced
         self.announced = plan.generation

@@ -21,10 +21,13 @@ from rackrun.core.events import (
     DeviceJudged,
     DrainRequested,
     Event,
+    GrowRequested,
+    PolicyRequested,
     RackDelivered,
     RackPreempted,
     RackRefused,
     ReturnRequested,
+    ShrinkRequested,
     SlowRanksChanged,
     SwapRequested,
 )
@@ -42,6 +45,7 @@ HEALTH = {
     "well": Health.OK,
 }
 ASKED = ["drain", "drain", "drain and wait", "return", "return", "swap", "swap", "swap", "notice", "grace"]
+SIZED = ["shrink", "shrink", "grow", "grow", "policy"]
 KINDS = ["kill", "kill", "kill", "segv", "bug", "hang", "silent", "jam", "tray", "timeout", "pair", "rot"]
 
 
@@ -177,6 +181,19 @@ def request(cluster: Cluster, rng: random.Random, kind: str) -> Event | None:
             to = rng.choice(spares) if spares and rng.random() < 0.5 else slot_id(tray, rng.randrange(cluster.slots))
             rank, to = Rank(rng.randrange(cluster.core.view().world_size + 1)), rng.choice([to, ""])
             return SwapRequested(request=f"swap {number}", rank=rank, to=to, steps=steps)
+        case "shrink":
+            size = cluster.core.view().world_size
+            going = tuple(Rank(rng.randrange(size + 1)) for _ in range(rng.randint(1, 2)))
+            to = rng.randrange(size + 1)
+            by_name = rng.random() < 0.5
+            return ShrinkRequested(
+                request=f"shrink {number}", ranks=going if by_name else (), to=0 if by_name else to, steps=steps
+            )
+        case "grow":
+            return GrowRequested(request=f"grow {number}", to=rng.choice([0, 0, rng.randint(1, 6)]))
+        case "policy":
+            policy = rng.choice(["", "swap,shrink,wait,restart", "no-shrink", "no-swap", "swop"])
+            return PolicyRequested(request=f"policy {number}", policy=policy)
         case _:
             up = [one for one, lives in cluster.up_trays.items() if lives and one not in cluster.departing]
             if len(up) < 2:
@@ -222,6 +239,27 @@ def storm_of_shards(seed: int) -> Cluster:
     cluster.reenters = True
     kinds = ["kill", "kill", "kill", "segv", "hang", "silent", "tray", "timeout", "pair", "rot", "jam"]
     return play(cluster, trays, rng, kinds, rng.choice([0.01, 0.03]))
+
+
+def storm_of_sizes(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+    """The world is made smaller and larger, and its policy is changed, among losses and other requests."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 4), rng.randint(1, 3)
+    tied = slots == 2 and rng.random() < 0.5
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=0 if tied else rng.randint(0, min(2, trays * slots - 1)),
+        mesh=(("dp", trays), ("tp", 2)) if tied else (),
+        start_over=rng.random() < 0.7,
+        no_progress_max=20,
+        min_ranks=rng.choice([1, 1, 2]),
+        rules=parse_rules("swap,move,shrink,wait,restart"),
+    )
+    cluster = kind(config, slots, rng.randint(10, 40), "pairs" if tied else rng.choice(["replicas", "unique"]))
+    cluster.reenters = tied or cluster.shards == "unique" or rng.random() < 0.3
+    kinds = [*SIZED, *SIZED, "drain", "return", "swap", "kill", "hang", "tray", "timeout", "rot"]
+    return play(cluster, trays, rng, kinds, rng.choice([0.02, 0.05]))
 
 
 def storm_of_slow_ranks(seed: int, kind: type[Cluster] = Cluster, answer: SlowRanks = "swap") -> Cluster:
@@ -343,7 +381,7 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
     elif kind in ("tray", "trays") and up:
         for tray in rng.sample(up, min(2 if kind == "trays" else 1, len(up))):
             cluster.tray_dies(tray)
-    elif kind in (*ASKED, "provider"):
+    elif kind in (*ASKED, *SIZED, "provider"):
         ask(cluster, rng, kind)
     elif kind in HEALTH and up:
         verdict = verdict_on(rng.randrange(cluster.slots), HEALTH[kind], fabric=kind == "fabric")
@@ -476,6 +514,25 @@ def test_in_a_storm_of_racks_that_come_and_go_each_story_ends_with_one_history_o
     assert min(seen.values()) > 0, seen
 
 
+def test_in_a_storm_of_sizes_the_world_is_as_large_as_is_wanted_and_each_request_is_answered() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 4):
+        try:
+            cluster = storm_of_sizes(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["reshards"] += cluster.reshards
+        for name, said in cluster.answers.items():
+            seen[f"{name.split()[0]} {said[-1].outcome}"] += 1
+            seen["went"] += name.startswith("shrink") and len(said) > 1 and said[-1].outcome == "done"
+            seen["called off"] += len(said) > 1 and said[-1].outcome == "refused"
+    assert seen["exit 0"] > SEEDS / 12, seen
+    assert min(seen["went"], seen["grow done"], seen["policy done"], seen["reshards"]) > SEEDS / 20, seen
+    assert min(seen["called off"], seen["shrink refused"], seen["policy refused"]) > SEEDS / 60, seen
+
+
 def test_in_a_storm_of_slow_ranks_they_are_replaced_and_no_history_is_lost() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS // 10):
@@ -516,6 +573,7 @@ def test_what_a_journal_tells_afterwards_is_what_the_core_knew_all_along() -> No
     compared = 0
     for seed in range(SEEDS // 60):
         kinds = (storm, storm_in_racks, storm_of_requests, storm_of_slow_ranks, storm_of_racks)
+        kinds = (storm, storm_in_racks, storm_of_requests, storm_of_sizes, storm_of_slow_ranks)
         for cluster in (one(seed, Followed) for one in kinds):
             core = cluster.core
             assert isinstance(core, FollowedCore)

@@ -1,4 +1,4 @@
-"""``rackctl drain``, ``return``, ``swap`` of a job that trains: what they print, wait for, and refuse."""
+"""``rackctl drain``, ``return``, ``swap``, ``shrink``, ``grow``, ``policy`` of a job that trains: what they print, wait for, and refuse."""
 
 from __future__ import annotations
 
@@ -67,6 +67,30 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
     assert rackctl("return", "tray-01", *run).out == "tray-01 may be used again\n"
     swapped = rackctl("swap", 1, "--with", "tray-01/0", *run)
     assert swapped.out.splitlines()[-1] == "rank 1 went from tray-02/0 to tray-01/0"
+
+    assert rackctl("policy", *run).out == "--policy cheapest --policy-weights goodput=1,cost=0,resilience=1\n"
+    bad = rackctl("policy", "swop", *run)
+    assert (bad.code, "there is no rung 'swop'" in bad.err) == (2, True)
+    nobody = rackctl("policy", "nowhere:choose", *run)
+    assert (nobody.code, "nowhere:choose cannot be loaded" in nobody.err) == (2, True)
+    (tmp_path / "chosen.py").write_text("def choose(failure, view):\n    return None\n")
+    changed = rackctl("policy", "chosen:choose", "--weights", "cost=0.5", *run)
+    now = "--policy chosen:choose --policy-weights goodput=1,cost=0.5,resilience=1\n"
+    assert changed.out == f"from now on: {now}"
+    assert rackctl("policy", *run).out == now
+
+    both = rackctl("shrink", 1, "--to", 1, *run)
+    assert both.code == 2
+    shrunk = rackctl("shrink", "--to", 1, *run)
+    assert shrunk.out.splitlines() == [
+        "shrink to 1 ranks: rank 1 will leave at the next step boundary",
+        "the world has 1 of 2 ranks, until others are asked for (rackctl grow)",
+    ]
+    none = rackctl("shrink", 0, *run)
+    assert none.code == 2
+    assert "0 ranks would be left, of 1 at the least (--min-ranks)" in none.err
+    assert rackctl("grow", *run).out.splitlines()[-1] == "the world has 2 of 2 ranks"
+
     assert rackctl("stop", job.out_dir).code == 0
     assert job.finish(40).exit_code == 143
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rackrun.core.commands import Answer
+from rackrun.ctl.asking import ask
 from tests.faults.trained import Trained
 
 __all__ = ["APART", "BATCH", "WAIT_S", "Story", "assert_nothing_is_lost_or_used_twice"]
@@ -67,6 +71,15 @@ class Story:
         os.kill(numbers[1], signal.SIGKILL)
         self.gone += [slot, other]
         self.go_on(self.ranks - len(self.gone))
+
+    def ask(self, what: str, **fields: object) -> Callable[[], Answer]:
+        """As ``rackctl`` does. What is returned waits for the last answer; whoever pauses for it has a step to do first."""
+        answer = self._answer(f"/api/{what}", msgspec.json.encode(fields))
+        assert answer.outcome == "begun", answer
+        return lambda: self._answer(f"/api/answer?request={answer.request}")
+
+    def _answer(self, path: str, data: bytes | None = None) -> Answer:
+        return msgspec.json.decode(ask(self.job.out_dir, path, data, timeout_s=WAIT_S), type=Answer)
 
     def take_back(self, slot: str) -> None:
         self.gone.remove(slot)
