@@ -79,8 +79,8 @@ class Shrink:
     """So many ranks."""
     workers: tuple[Worker, ...]
     """Who is to go; when they have, or are (), whoever is best spared."""
-    ceiling: int
-    """The world's, before."""
+    wanted: int
+    """What was wanted before, as of `World.wanted`."""
 
     def __str__(self) -> str:
         return f"shrink to {self.to} ranks"

@@ -1,4 +1,5 @@
-"""What people ask of a job that runs: to leave a tray or a slot (drain), to use it again (return), to move a rank (swap).
+"""What people ask of a job that runs: to leave a tray or a slot (drain), to use it again (return), to move a rank (swap), to answer
+failures otherwise (policy).
 
 A drain goes on in three parts: ranks go to spares in a planned swap, so that no step is done again; then its spares end; then,
 of a tray, what it keeps for others is kept elsewhere. Its slots are withdrawn from the first moment. A tray whose agent has
@@ -14,7 +15,7 @@ from rackrun.core.admission import Admission
 from rackrun.core.asked import Drain, Refused, Request, Swap
 from rackrun.core.commands import Command, DismissTray, SetTimer
 from rackrun.core.config import JobConfig
-from rackrun.core.events import DepartureAnnounced, DrainRequested, ReturnRequested, SwapRequested
+from rackrun.core.events import DepartureAnnounced, DrainRequested, PolicyRequested, ReturnRequested, SwapRequested
 from rackrun.core.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
@@ -22,6 +23,7 @@ from rackrun.core.replies import Replies
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import Rung
 from rackrun.core.world import Phase, World
+from rackrun.errors import UsageError
 
 __all__ = ["COPIES_MS", "Control"]
 
@@ -121,6 +123,23 @@ class Control:
         forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
         self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
         self.changed(event.at_ms)
+
+    def change_policy(self, event: PolicyRequested) -> None:
+        """``rackctl policy``: from the next decision on; one that is being taken is taken anew."""
+        policy = self.world.policy
+        try:
+            self.admission.check_not_over()
+            if event.trouble:
+                raise Refused("policy", event.trouble, "name a function that can be called.")
+            policy.change(event.policy, event.weights)
+        except UsageError as error:
+            self.replies.refuse(event.request, "policy", Refused("policy", error.what.rstrip("."), error.remedy))
+        except Refused as refused:
+            self.replies.refuse(event.request, "policy", refused)
+        else:
+            self.replies.say(event.request, "done", f"from now on: {policy}")
+            self.recovery.council.forget()
+            self.recovery.decide(event.at_ms)
 
     def departs(self, event: DepartureAnnounced) -> bool:
         """False: no tray would stay."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rackrun.core.acquiring import Acquiring
-from rackrun.core.asked import Refused
 from rackrun.core.batch_notices import BatchNotices
 from rackrun.core.commands import (
     Command,
@@ -60,7 +59,6 @@ from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
-from rackrun.errors import UsageError
 from rackrun.topology.mesh import Mesh
 
 __all__ = ["JobMachine"]
@@ -445,22 +443,7 @@ class JobMachine:
         self._look_at_swaps(event.at_ms)
 
     def policy_asked(self, event: PolicyRequested) -> None:
-        """From the next decision on: the one that is being taken, if there is one."""
-        policy, replies = self.world.policy, self.control.replies
-        try:
-            self.control.admission.check_not_over()
-            if event.trouble:
-                raise Refused("policy", event.trouble, "name a function that can be called.")
-            policy.change(event.policy, event.weights)
-        except UsageError as error:
-            replies.refuse(event.request, "policy", Refused("policy", error.what, error.remedy))
-            return
-        except Refused as refused:
-            replies.refuse(event.request, "policy", refused)
-            return
-        replies.say(event.request, "done", f"from now on: {policy}")
-        self.recovery.council.forget()
-        self.recovery.decide(event.at_ms)
+        self.control.change_policy(event)
         self._look_at_swaps(event.at_ms)
 
     def look(self, at_ms: int) -> None:

@@ -1,9 +1,9 @@
 """How many ranks a person wants: ``rackctl shrink`` and ``rackctl grow``.
 
-A shrink lowers the world's ceiling at once. All pause after a step; then who is to leave is let go as those are whose replica has lost
-a rank: the next plan is made without them, and they come again as spares. Nobody is lost, and no step is done again. A loss in
-between is recovered first, whatever the policy makes of it; then the rest of what was asked for is done. A grow raises the ceiling;
-the world grows as it does after a loss.
+From the moment of a shrink the world grows no larger than what is to be left. All pause after a step; then who is to leave is let go
+as those are whose replica has lost a rank: the next plan is made without them, and they come again as spares. Nobody is lost, and no
+step is done again. A loss in between is recovered first, whatever the policy makes of it; then the rest of what was asked for is done.
+After a grow the world grows as it does after a loss.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Sizes:
         to = event.to or world.size - len(going)
         self._check_size(to)
         workers = tuple(world.members[rank].worker for rank in going)
-        one = Shrink(event.request, to, workers, ceiling=world.ceiling)
+        one = Shrink(event.request, to, workers, wanted=world.wanted)
         if isinstance(self.under_way, Grow):
             self._call_off(Refused("taken", "fewer ranks are asked for now", "ask again."))
-        world.ceiling, self.under_way = to, one
+        world.wanted, self.under_way = to, one
         if leaving := self.leaving():
             told = f"shrink to {to} ranks: {named(leaving)} will leave at the next step boundary"
             self.replies.say(event.request, "begun", told)
@@ -86,7 +86,7 @@ class Sizes:
             raise Refused("size", f"the world has {world.size} ranks", f"for fewer: rackctl shrink --to {to}.")
         if self.under_way is not None:
             self._call_off(Refused("taken", f"up to {to} ranks are asked for now", "ask again."))
-        world.ceiling = 0 if to == world.full else to
+        world.wanted = 0 if to == world.full else to
         self.resizing.growth.forget()
         self.under_way = Grow(event.request, to)
         if world.size < to and self._come():
@@ -170,5 +170,5 @@ class Sizes:
         if one is None:
             return
         if isinstance(one, Shrink):
-            self.world.ceiling = one.ceiling
+            self.world.wanted = one.wanted
         self.replies.refuse(one.request, str(one), refused, called_off=True)

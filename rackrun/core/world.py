@@ -47,7 +47,7 @@ class World:
     size: int = 0
     full: int = 0
     """Of the world as it began: what it grows back to."""
-    ceiling: int = 0
+    wanted: int = 0
     """As many ranks as a person wants at the most; 0: nobody has asked for fewer."""
     policy: Mandate = field(default_factory=Mandate)
     spares: int = 0
@@ -77,7 +77,7 @@ class World:
     @property
     def most(self) -> int:
         """So far it grows by itself."""
-        return min(self.ceiling or self.full, self.full)
+        return min(self.wanted or self.full, self.full)
 
     def ranks(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.size)]

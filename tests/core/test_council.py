@@ -12,6 +12,7 @@ from core_told import Told, every, only, plan_in, stop_in
 from test_storms import KINDS, play
 
 from rackrun.core.commands import (
+    Answer,
     AskPolicy,
     BreakGeneration,
     Command,
@@ -28,7 +29,7 @@ from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
 from rackrun.core.costs import Meter
 from rackrun.core.council import ANSWER_MS
-from rackrun.core.events import CostsMeasured, Event, PolicyAnswered, TimerFired, TrayJoined, TrayLost
+from rackrun.core.events import CostsMeasured, Event, PolicyAnswered, PolicyRequested, TimerFired, TrayJoined, TrayLost
 from rackrun.core.health import Health
 from rackrun.core.ids import Step, TrayId
 from rackrun.core.policy import parse_rules
@@ -486,3 +487,73 @@ def test_a_break_names_no_decision_that_is_not_taken_yet(training: Told) -> None
     broken = training.exits("b/1")
     assert only(BreakGeneration, broken)
     assert not every(Decided, broken)
+
+
+# -- a policy that changes ---------------------------------------------------------------------------------------------
+def change(told: Told, policy: str | None = None, weights: str | None = None, trouble: str = "") -> Sequence[Command]:
+    return told.tell(PolicyRequested(request="p", policy=policy, weights=weights, trouble=trouble))
+
+
+def test_a_policy_that_is_changed_decides_from_then_on() -> None:
+    told = job("no-swap")
+    assert only(Answer, change(told, "swap")).text.startswith("from now on: --policy swap --policy-weights goodput=1,")
+    assert told.view.policy.startswith("--policy swap ")
+    told.exits("b/1")
+    assert only(Decided, told.park_all()).decision.by == "order"
+
+
+def test_what_is_being_waited_for_is_decided_anew() -> None:
+    told = job("wait,stop", repair_patience_ms=60_000)
+    for slot in ("a/2", "b/2"):
+        told.checks(slot, "its memory is bad")
+    told.exits("b/1")
+    told.checks("b/1", "its memory is bad")
+    assert only(Decided, told.park_all()).decision.rung is Rung.WAIT
+    decided = only(Decided, change(told, "stop"))
+    assert decided.decision.rung is Rung.STOP
+
+
+def test_a_function_that_becomes_the_policy_is_asked_and_one_that_is_none_any_more_is_not() -> None:
+    told = job()
+    change(told, "theirs:choose")
+    told.exits("b/1")
+    asked = question_in(told.park_all())
+    assert asked.function == "theirs:choose"
+    out = change(told, "cheapest")
+    assert only(Decided, out).decision.by == "default"
+    assert not answer(told, Rung.STOP, question=asked.question)
+
+
+def test_what_cannot_be_a_policy_changes_nothing() -> None:
+    told = job("swap,wait")
+    before = told.view.policy
+    for out in (
+        change(told, "swop"),
+        change(told, "swap,swap"),
+        change(told, "a:b,c:d"),
+        change(told, "stop", "cost=-1"),
+        change(told, "theirs:choose", trouble="the policy theirs:choose cannot be loaded"),
+    ):
+        refused = only(Answer, out)
+        assert (refused.outcome, refused.refusal, bool(refused.remedy)) == ("refused", "policy", True)
+        assert told.view.policy == before
+
+
+def test_the_same_events_told_again_give_the_same_commands_after_a_change() -> None:
+    events: list[Event] = []
+
+    class Heard(ControlPlane):
+        def handle(self, event: Event) -> Sequence[Command]:
+            events.append(event)
+            return super().handle(event)
+
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.core = Heard(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.join("a", 3)
+    told.join("b", 3)
+    told.train()
+    change(told, "wait,swap", "cost=1")
+    told.exits("b/1")
+    told.park_all()
+    again = ControlPlane(JobConfig(trays_min=2, trays_max=2, spares=2))
+    assert [command for event in events for command in again.handle(event)] == told.answers

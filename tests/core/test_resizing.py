@@ -8,7 +8,15 @@ from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
 from rackrun.core.batch_notices import BatchNotices
-from rackrun.core.commands import Command, PauseWorkers, ResumeGeneration, SetTimer, StopJob
+from rackrun.core.commands import (
+    BreakGeneration,
+    Command,
+    FenceWorker,
+    PauseWorkers,
+    ResumeGeneration,
+    SetTimer,
+    StopJob,
+)
 from rackrun.core.config import JobConfig
 from rackrun.core.events import BatchChanged
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, snapshot_id
@@ -214,3 +222,90 @@ def test_another_batch_is_told_once() -> None:
         "from step 12 on the global batch is 24 of 32 samples, and learning rates are multiplied by 0.75 (linear)",
         "from step 20 on the global batch is 32 of 32 samples, and learning rates are multiplied by 1 (linear), rising from 0.8",
     ]
+
+
+# -- who is whose replica --------------------------------------------------------------------------------------------
+def test_one_that_was_never_compared_after_the_first_step_does_not_go_on_alone() -> None:
+    """What the lost one had may be in no other place."""
+    told = resizing(IN_PLACE)
+    told.train()
+    for slot in ("a/1", "a/2", "a/3"):
+        told.exits(slot)
+    told.ready("a/0", "unchecked rank 0")
+    assert not every(ResumeGeneration, told.park_all(passed=1))
+
+
+def test_one_that_goes_on_alone_is_joined_by_others() -> None:
+    told = resizing(IN_PLACE)
+    told.train()
+    assert shrinks(told, "a/1", "a/2", "a/3").plan.world_size == 1
+    told.resume_all()
+    told.ready("a/0", "what it is after the first step")
+    assert every(PauseWorkers, told.ready("a/1"))
+
+
+@pytest.mark.parametrize("tray", [False, True], ids=["its process", "its tray"])
+def test_what_one_had_that_was_alone_is_had_from_its_snapshots(tray: bool) -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, min_ranks=1, rules=RULES))
+    told.resizes = IN_PLACE
+    told.join("a", 1)
+    told.join("b", 1)
+    told.train()
+    told.exits("b/0")
+    told.park_all()
+    told.resume_all()
+    told.mirrors("a/0", "b", 5)
+    if tray:
+        told.tray_lost("a")
+    else:
+        told.exits("a/0", step=20, snapshots=[5, 6])
+    told.timer("gather")
+    plan = plan_in(told.ready("b/0"))
+    (restore,) = plan.restores
+    assert (plan.world_size, plan.rollback) == (1, 5 if tray else 6)
+    assert restore.snapshot == ("b:2/a/0/1" if tray else "a:2/a/0/1")
+
+
+# -- somebody hangs in main ------------------------------------------------------------------------------------------
+def entering_again() -> Told:
+    """Three of four."""
+    told = resizing(AGAIN)
+    told.train("unique")
+    assert shrinks(told, "a/3").plan.reshard is not None
+    return told
+
+
+def judged(told: Told) -> list[Command]:
+    return [*told.timer("stalled"), *told.timer("judge")]
+
+
+def test_who_stands_in_main_while_the_others_wait_is_lost() -> None:
+    told = entering_again()
+    assert not every(FenceWorker, told.stalls("a/1", 2))
+    (fenced,) = every(FenceWorker, judged(told))
+    assert (fenced.slot, fenced.fault) == ("a/1", True)
+    assert fenced.because == "not at run.steps() again, for 700 ms in main"
+
+
+def test_of_several_the_first_that_did_not_go_on_is() -> None:
+    told = entering_again()
+    told.stalls("a/0", 3)
+    told.stalls("a/1", 2)
+    assert [fenced.slot for fenced in every(FenceWorker, judged(told))] == ["a/1"]
+
+
+def test_when_most_stand_there_the_machine_is_slow_and_nobody_is_lost() -> None:
+    told = entering_again()
+    told.stalls("a/0", 2)
+    told.stalls("a/1", 2)
+    assert not every(FenceWorker, judged(told))
+    told.resumes("a/1")
+    assert [fenced.slot for fenced in every(FenceWorker, told.stalls("a/0", 2))] == ["a/0"]
+
+
+def test_who_has_come_through_after_all_is_not_blamed_for_it_when_all_train() -> None:
+    told = entering_again()
+    told.stalls("a/1", 2)
+    told.resume_all()
+    assert told.view.phase == "training"
+    assert not every(BreakGeneration, judged(told))

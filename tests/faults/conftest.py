@@ -114,7 +114,7 @@ def reference(train: Train, references: dict[str, Trained]) -> Callable[[str], T
 def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Trained]:
     """``story(mode, ranks, steps, reduction, change, options=[], batch="constant") -> Trained``, of ``scripts/resized.py`` without spares;
     ``change(story)`` does what happens to it. ``options``: more of rackrun's, or others. ``worlds``: the script is told that its world was of
-    these sizes."""
+    these sizes. ``hangs``: slots."""
     runs = 0
 
     def run(
@@ -126,13 +126,16 @@ def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Tr
         options: Sequence[object] = (),
         batch: str = "constant",
         worlds: object = None,
+        hangs: Sequence[str] = (),
     ) -> Trained:
         nonlocal runs
         folder = tmp_path / f"story-{runs}"
         runs += 1
-        for name in ("marks", "held", "pid", "come", "came"):
+        for name in ("marks", "held", "pid", "come", "came", "hangs"):
             (folder / name).mkdir(parents=True)
         (folder / "limit").write_text("0")
+        for slot in hangs:
+            (folder / "hangs" / slot).touch()
         command = ["--standalone", "--policy", "swap,shrink,wait", *(options or ["--nproc-per-node", ranks])]
         if mode != "ddp":
             command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]

@@ -60,6 +60,23 @@ def test_down_to_one_rank_and_up_again_it_is_the_same_training(
 
 
 @pytest.mark.stories
+def test_one_that_hangs_when_main_is_entered_again_is_lost_and_the_others_go_on(story: Callable[..., Trained]) -> None:
+    """It is told before the job begins which one that will be."""
+
+    def change(story: Story) -> None:
+        lost, hangs = story.slots()[1], "tray-00-2"
+        story.lose(lost, ranks=2)
+        assert hangs not in story.slots()
+
+    steps = 4 * APART
+    reference = story("fsdp", 4, steps, "exact", lambda story: None)
+    trained = story("fsdp", 4, steps, "exact", change, ("--nproc-per-node", 4), hangs=["tray-00-2"])
+    assert trained.sizes == [4, 3, 2], trained
+    assert trained.gates == reference.gates, trained
+    assert_nothing_is_lost_or_used_twice(trained, steps)
+
+
+@pytest.mark.stories
 def test_with_the_fast_reduction_it_is_the_same_but_for_rounding(story: Callable[..., Trained]) -> None:
     """Over the first steps after a change; what rounding makes of it later is another training of the same worth."""
     reference = story("ddp", 4, 60, "fast", lambda story: None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Ended, moments
+from harness import Ended, moments, say
 from scripts import STEPS, Samples, adam, ddp, loss_of
 from torch import nn
 
@@ -110,6 +110,24 @@ def test_what_is_left_of_a_world_may_be_one_rank(train: Train) -> None:
     ended = train(script(), kill={0: moments(reference, 0, 2)[0]}, reduction="exact", **(SHRINK | {"ranks": 2}))
     assert agreed(ended) == agreed(reference), ended
     assert 1 in sizes(ended), ended
+
+
+def test_a_rank_that_is_alone_has_all_there_is_and_nobody_else_has_it(train: Train) -> None:
+    """Others can join it, as replicas; until then it takes snapshots."""
+
+    def tell(run: Run, step: int) -> None:
+        if step > 1 and run.world_size == 1:
+            say(alone=run._world.replica_class.endswith(" alone"), bytes=run._units._snapshots.bytes)
+
+    began_so = train(script(before=tell), ranks=1, spares=0, batch=BATCH)
+    early = {0: 50}
+    left_so = train(script(before=tell), kill=early, reduction="exact", **(SHRINK | {"ranks": 2}))
+    for ended in (began_so, left_so):
+        assert ended.exit_code == 0, ended
+        told = [said for said in ended.said.values() if "alone" in said]
+        assert told, ended
+        assert not any(said["alone"] for said in told), ended
+        assert all(said["bytes"] for said in told), ended
 
 
 def test_below_the_fewest_ranks_allowed_it_waits_for_others(train: Train) -> None:

@@ -3,7 +3,7 @@
 resized.py MODE STEPS FOLDER REDUCTION [BATCH]: BATCH is ``constant`` or ``scale_lr``; ``RACKRUN_TEST_WORLDS`` (JSON): it is told that the world
 was of these sizes, whatever it is. MODE is ``ddp``, ``fsdp``, ``hsdp`` (--mesh dp_replicate=,dp_shard=) or ``tp`` (--mesh
 dp=,tp=: FSDP2 over dp). ``FOLDER/limit`` holds the step that may be begun next at the most; ``FOLDER/pid/SLOT`` the process in each
-slot; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of its weights to
+slot; whoever finds ``FOLDER/hangs/SLOT`` hangs when it enters ``main`` again; ``FOLDER/come/SLOT`` lets whoever waits there go on to run.steps(). As its last act each rank writes a hash of its weights to
 ``FOLDER/held/RANK``.
 """
 
@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 import rackrun
 from rackrun.link.boot import current
+from rackrun.worker import runtime
 
 MODE, STEPS, FOLDER, REDUCTION = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 BATCH = sys.argv[5] if len(sys.argv) > 5 else "constant"
@@ -45,6 +46,17 @@ class Points(Dataset[Tensor]):
 def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.002)
+
+
+def hang_if_told(slot: str) -> None:
+    """Once it enters ``main`` again. Its own patience with itself is short then: nobody else's."""
+    if not (FOLDER / "hangs" / slot).exists():
+        return
+    if runtime._ENTRY_FACTOR:
+        runtime._ENTRY_FACTOR, runtime._ENTRY_FLOOR_S = 0.0, 0.3
+        return
+    (FOLDER / "hangs" / slot).unlink()
+    wait_for(lambda: False)
 
 
 def net() -> nn.Sequential:
@@ -82,6 +94,7 @@ def main(run: rackrun.Run) -> None:
     slot = boot.slot.replace("/", "-") if boot is not None else "alone"
     (FOLDER / "pid" / f"{slot}.new").write_text(str(os.getpid()))
     (FOLDER / "pid" / f"{slot}.new").rename(FOLDER / "pid" / slot)
+    hang_if_told(slot)
     layers = net()
     model = DDP(layers, bucket_cap_mb=0.01) if MODE == "ddp" else sharded(layers, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
