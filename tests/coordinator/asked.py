@@ -65,3 +65,7 @@ def _to_every_pipe(data: bytes) -> None:
 
 
 not_a_function = 3
+
+
+def other(failure: Failure, view: ClusterView) -> Decision | None:
+    return Decision(rung=Rung.STOP, reason="the other one")

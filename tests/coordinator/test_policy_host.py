@@ -152,6 +152,17 @@ async def test_one_that_loops_is_ended_when_its_time_is_over(asking: Asking) -> 
     assert (await asking.ask("rank 3 lost")).decision is not None
 
 
+@pytest.mark.parametrize("told_before", [False, True])
+async def test_a_question_is_put_to_the_function_that_it_names(told_before: bool, asking: Asking) -> None:
+    await asking.ask("rank 3 lost")
+    asking.function = "tests.coordinator.asked:other"
+    if told_before:
+        asking.host.use(asking.function)
+    answered = await asking.ask("rank 3 lost")
+    assert answered.decision is not None
+    assert answered.decision.reason == "the other one"
+
+
 @contextlib.contextmanager
 def ended(pid: int) -> Iterator[asyncio.Future[None]]:
     """The end of a process, of whomever it is a child."""
