@@ -147,10 +147,8 @@ class ControlPlane:
                 self._judged(event)
             case DrainRequested() | ReturnRequested() | SwapRequested():
                 self._job.control.ask(event)
-            case ShrinkRequested() | GrowRequested():
-                self._job.size_asked(event)
-            case PolicyRequested():
-                self._job.policy_asked(event)
+            case ShrinkRequested() | GrowRequested() | PolicyRequested():
+                self._job.asked(event)
             case DepartureAnnounced():
                 self._job.departs(event)
             case TrayDescribed():

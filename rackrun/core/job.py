@@ -438,12 +438,11 @@ class JobMachine:
         self.sizes.called_off(why)
 
     # -- what people ask ------------------------------------------------------------------------------------------
-    def size_asked(self, event: ShrinkRequested | GrowRequested) -> None:
-        self.sizes.ask(event)
-        self._look_at_swaps(event.at_ms)
-
-    def policy_asked(self, event: PolicyRequested) -> None:
-        self.control.change_policy(event)
+    def asked(self, event: ShrinkRequested | GrowRequested | PolicyRequested) -> None:
+        if isinstance(event, PolicyRequested):
+            self.control.change_policy(event)
+        else:
+            self.sizes.ask(event)
         self._look_at_swaps(event.at_ms)
 
     def look(self, at_ms: int) -> None:

@@ -322,8 +322,9 @@ class Snapshots:
         self.cost_s = 0.0
 
     def keep(self, step: int, unless: Callable[[Callable[[], None]], bool], besides: int) -> None:
-        """Seal the new state, beside the old one, whose id is ``besides``. Raises `MemoryPlanError`."""
-        self.take(step, unless=unless, besides=besides)
+        """Seal the new state, beside the old one, whose id is ``besides``; other trays are to have it soon: what they have of the old one
+        is of no use without what goes here. Raises `MemoryPlanError`."""
+        self.take(step, mirror=self._runtime.world.has_mirrors, unless=unless, besides=besides)
         self.settle()
 
     def drop_former(self) -> None:

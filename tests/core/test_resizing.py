@@ -18,8 +18,8 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import BatchChanged
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step, snapshot_id
+from rackrun.core.events import BatchChanged, ShrinkRequested
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, snapshot_id
 from rackrun.core.policy import parse_rules
 from rackrun.core.world import World
 
@@ -222,6 +222,34 @@ def test_another_batch_is_told_once() -> None:
         "from step 12 on the global batch is 24 of 32 samples, and learning rates are multiplied by 0.75 (linear)",
         "from step 20 on the global batch is 32 of 32 samples, and learning rates are multiplied by 1 (linear), rising from 0.8",
     ]
+
+
+def entering_on_three_trays() -> Told:
+    """A rank on each; all have a copy of step 4 on the next tray, and are entering main again after step 7, without rank 1."""
+    told = Told(JobConfig(trays_min=3, trays_max=3, spares=0, min_ranks=1, rules=RULES))
+    told.resizes = AGAIN
+    for tray in "abc":
+        told.join(tray, 1)
+    told.train("unique")
+    for slot, holder in (("a/0", "b"), ("b/0", "c"), ("c/0", "a")):
+        told.mirrors(slot, holder, 4)
+    told.tell(ShrinkRequested(request="1", ranks=(Rank(1),), steps=9))
+    told.pause_all()
+    plan = plan_in(told.park_all(7, snapshots=[4, 7]))
+    assert (plan.committed.step, plan.rollback, plan.world_size) == (7, None, 2)
+    told.exits("b/0", snapshots=[4, 7])
+    return told
+
+
+def test_a_tray_that_is_lost_while_all_enter_main_again_takes_all_back_to_what_is_on_others() -> None:
+    """What was handed over is on its own tray only. What all have elsewhere is overwritten when all have filled their new state, no sooner."""
+    told = entering_on_three_trays()
+    told.tray_lost("c")
+    told.timer("gather")
+    plan = plan_in(told.parks("a/0", 7, snapshots=[4, 7]))
+    assert (plan.world_size, plan.rollback, plan.committed.step) == (1, 4, 4)
+    assert plan.reshard is not None
+    assert plan.reshard.images == ("a:2/a/0/1", "b:2/b/0/2", "a:2/c/0/3")
 
 
 # -- who is whose replica --------------------------------------------------------------------------------------------

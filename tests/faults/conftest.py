@@ -126,6 +126,7 @@ def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Tr
         options: Sequence[object] = (),
         batch: str = "constant",
         worlds: object = None,
+        *,
         hangs: Sequence[str] = (),
     ) -> Trained:
         nonlocal runs
