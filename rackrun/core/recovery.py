@@ -24,7 +24,7 @@ from rackrun.core.events import (
     WorkerSevered,
 )
 from rackrun.core.growth import Growth
-from rackrun.core.ids import Generation, Position, Rank, SlotId, steps_in
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, steps_in
 from rackrun.core.outlook import Outlook, Prospect, failure_of
 from rackrun.core.planning import Planner, told_of
 from rackrun.core.policy import allows
@@ -138,6 +138,7 @@ class Recovery:
     def forget_all(self) -> None:
         """The world begins again: nothing of the old one counts."""
         self.snapshots.clear()
+        self.resizing.growth.joined((), BEGIN)
         self.world.old, self.world.layout = None, Generation(0)
         self._settle()
         self.standstill.forget()
@@ -357,8 +358,11 @@ class Recovery:
 
     def _snapshots_owed(self) -> bool:
         """Somebody is condemned whose exit, with what it leaves, has not come yet."""
+        old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
-            record.rank is not None and record.stateful and not record.alive for record in self.rack.occupants.values()
+            (record.rank is not None and record.stateful) or record.worker in old
+            for record in self.rack.occupants.values()
+            if not record.alive
         )
 
     def _start_over(self, prospect: Prospect, decision: Decision, what: str, at_ms: int) -> None:

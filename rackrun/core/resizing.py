@@ -72,9 +72,13 @@ class Resizing:
         return self._smaller(leaving)[1]
 
     def bound_to(self, ranks: Collection[Rank]) -> list[Rank]:
-        """Who lives, and would have to go when these do: they too."""
-        staying = self.staying(ranks) if ranks else self.world.members
-        return [rank for rank in sorted(self.world.members) if rank not in staying]
+        """These, and who would have to go with them; whether they live or not."""
+        axes = self._axes()
+        at = reshaping.data_axis(axes)
+        if not ranks or not self._reenters(self.world.members.values()) or at is None:
+            return sorted(dict.fromkeys(ranks))
+        staying = reshaping.without(axes, at, reshaping.places(axes, at, ranks))[1]
+        return [rank for rank in self.world.ranks() if rank not in staying]
 
     def replica(self) -> int:
         """So many ranks come and go together; 0: nobody can."""

@@ -66,7 +66,7 @@ class Sizes:
         going = self.resizing.bound_to(event.ranks)
         to = event.to or world.size - len(going)
         self._check_size(to)
-        workers = tuple(world.members[rank].worker for rank in going)
+        workers = tuple(world.members[rank].worker for rank in going if rank in world.members)
         one = Shrink(event.request, to, workers, wanted=world.wanted)
         if isinstance(self.under_way, Grow):
             self._call_off(Refused("taken", "fewer ranks are asked for now", "ask again."))

@@ -337,3 +337,16 @@ def test_who_has_come_through_after_all_is_not_blamed_for_it_when_all_train() ->
     told.resume_all()
     assert told.view.phase == "training"
     assert not every(BreakGeneration, judged(told))
+
+
+def test_what_it_has_handed_over_is_waited_for_until_it_has_ended() -> None:
+    told = entering_again()
+    told.stalls("a/1", 2)
+    judged(told)
+    out = told.park_all(snapshots=[4])
+    assert not every(ResumeGeneration, out)
+    assert not every(StopJob, out)
+    plan = plan_in(told.exits("a/1", snapshots=[4]))
+    assert plan.world_size == 2
+    assert plan.reshard is not None
+    assert plan.reshard.images[1] == "a:2/a/1/2"

@@ -174,6 +174,16 @@ def test_one_that_breaks_while_all_park_for_it_comes_first_too(how: str) -> None
     assert every(PauseWorkers, told.resume_all())
 
 
+def test_one_that_is_asked_for_in_a_recovery_is_of_the_world_as_it_was() -> None:
+    """Rank 5 is lost, and its pair's place with it."""
+    told = pairs()
+    told.exits("a/5", snapshots=[4])
+    assert said(told.shrink(0)) == ["shrink to 4 ranks: ranks 0, 1 will leave at the next step boundary"]
+    assert plan_in(told.park_all(snapshots=[4])).world_size == 4
+    told.resume_all()
+    assert ranks(plan_in(told.changes(passed=7, layout=2))) == {0: "a/2", 1: "a/3"}
+
+
 def test_what_losses_have_made_as_small_is_done() -> None:
     told = job(IN_PLACE)
     told.shrink(to=3)
