@@ -272,6 +272,7 @@ class Driver:
         self.watch.heard(event, arrived_ms)
         self.metrics.copies.heard(event)
         self._slow.heard(event)
+        self.metrics.heard(event)
         try:
             commands = self._core.handle(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
@@ -302,6 +303,7 @@ class Driver:
                 if self._persist(command):
                     for unit in self._last_words.settle(command.plan):
                         self._committed(unit, self.now_ms())
+                    self._step_log.takes_back(command.plan)
                     self._protected = command.protected
                     self.metrics.generation.set(command.plan.generation)
                     self.metrics.world_size.set(command.plan.world_size)

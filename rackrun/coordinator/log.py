@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rackrun.core.ids import BEGIN, Generation, Incarnation
+from rackrun.core.commands import Plan
+from rackrun.core.ids import BEGIN, Generation, Incarnation, Position
 from rackrun.core.wire import Logged
 
 __all__ = ["StepLog", "step_line"]
@@ -23,13 +24,21 @@ class StepLog:
     def __init__(self, emit: Callable[[str, Logged], None]) -> None:
         self._emit = emit
         self._newest = BEGIN
+        self._since = Generation(0)
         self._printed: Counter[tuple[str, ...]] = Counter()
         self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
+
+    def takes_back(self, plan: Plan) -> None:
+        """Where what was told of later steps than ``plan.rollback`` was wrong they are told again, in its generation."""
+        if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
+            self._newest, self._since = Position(plan.rollback), plan.generation
+            self._printed.clear()
+            self._heard.clear()
 
     def take(self, logged: Iterable[Logged]) -> None:
         """Lines that arrived together, in the order of each sender."""
         for line in sorted(logged, key=lambda one: (one.at, one.rank)):
-            if line.at < self._newest:
+            if line.at < self._newest or line.generation < self._since:
                 continue
             if line.at > self._newest:
                 self._newest = line.at

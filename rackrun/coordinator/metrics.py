@@ -11,6 +11,8 @@ from rackrun.coordinator.fillers import FillerMetrics
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.slow import SlowMetrics
 from rackrun.core.commands import Plan
+from rackrun.core.events import Event, ReplicasDiffer
+from rackrun.core.ids import Generation
 
 __all__ = ["Metrics"]
 
@@ -44,6 +46,10 @@ class Metrics:
         self.world_size = Gauge("rackrun_world_size", "Ranks in that generation.", registry=self.registry)
         self.step = Gauge("rackrun_step", "The newest step that every rank has committed.", registry=self.registry)
         self.steps_redone = Counter("rackrun_steps_redone", "Steps computed again.", registry=self.registry)
+        self.corruptions = Counter(
+            "rackrun_corruptions", "Times that replicas differed.", ["blamed"], registry=self.registry
+        )
+        self._differed = Generation(0)
         self.trays = Gauge("rackrun_trays", "Agents connected.", registry=self.registry)
         self.copies = CopyMetrics(self.registry, plan)
         self.fillers = FillerMetrics(self.registry)
@@ -56,6 +62,11 @@ class Metrics:
         self.copies.recovered(recovery)
         if recovery.seconds is not None:
             self.recovery_s.observe(recovery.seconds)
+
+    def heard(self, event: Event) -> None:
+        if isinstance(event, ReplicasDiffer) and event.generation != self._differed:  # all ranks tell
+            self._differed = event.generation
+            self.corruptions.labels("yes" if event.culprits else "no").inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -136,6 +136,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rollback: Step | None = None
     """Everybody goes back to the snapshot taken right after this step: a shard with no live copy was lost. The steps
     from here to ``committed`` are computed again (the same bits), but are committed once."""
+    anew: bool = False
+    """What came after ``rollback`` was wrong (`ReplicasDiffer`): computed again it has other bits."""
     layout: Generation = Generation(0)
     """Of all snapshots from here on."""
     reshard: Reshard | None = None

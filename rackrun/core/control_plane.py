@@ -23,11 +23,13 @@ from rackrun.core.events import (
     Event,
     GrowRequested,
     JournalFailed,
+    LossNotRepeated,
     PolicyAnswered,
     PolicyRequested,
     RackDelivered,
     RackPreempted,
     RackRefused,
+    ReplicasDiffer,
     ReturnRequested,
     ShrinkRequested,
     SlowRanksChanged,
@@ -206,12 +208,10 @@ class ControlPlane:
                 self._job.recovery.severed(record, event)
             case WorkerStalled():
                 self._stalled(event, record)
-            case SnapshotMirrored():
-                self._job.recovery.sources.mirrored(record, event)
-            case SnapshotDamaged():
-                self._job.recovery.sources.damaged(record, event)
-            case SnapshotStriped():
-                self._job.recovery.sources.striped(record, event)
+            case SnapshotMirrored() | SnapshotDamaged() | SnapshotStriped():
+                self._job.recovery.sources.heard(record, event)
+            case ReplicasDiffer() | LossNotRepeated():
+                self._job.corruption.heard(event, record)
             case WorkerPaused():
                 self._job.swap.paused(record, event)
             case WorkerFinished():

@@ -95,13 +95,14 @@ class Meter:
                 case _:
                     pass
 
-    def costs(self, step: int) -> Costs:
-        """``step``: the last that is committed."""
+    def costs(self, step: int, trusted: int | None = None) -> Costs:
+        """``step``: the last that is committed. ``trusted``: checkpoints of later steps are of no use."""
         told = self._told
         age_s = None
         if told.checkpoint is not None:
             usual_s = Priors().step_s if told.step_s is None else told.step_s
-            age_s = max(step - told.checkpoint, 0) * usual_s
+            newest = told.checkpoint if trusted is None else min(told.checkpoint, trusted)
+            age_s = max(step - newest, 0) * usual_s
         return Costs(
             step_s=told.step_s,
             regroup_s=_usual(self._regroup_s),

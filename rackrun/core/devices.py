@@ -20,7 +20,9 @@ class Devices:
     _refused: dict[SlotId, str] = field(default_factory=dict)
     """Slots of trays whose story cannot be: how their GPUs are does not matter."""
     _probation: dict[SlotId, str] = field(default_factory=dict)
-    """Slots whose ranks were slow there, and how."""
+    """Slots whose ranks were slow there, or wrong, and how."""
+    _unrepeated: dict[SlotId, None] = field(default_factory=dict)
+    """Slots on which something was computed once that did not come again."""
 
     def judged(self, tray: TrayId, verdict: Verdict) -> None:
         slot = slot_id(tray, verdict.index)
@@ -44,13 +46,22 @@ class Devices:
 
     def end_probation(self, slot: SlotId) -> None:
         self._probation.pop(slot, None)
+        self._unrepeated.pop(slot, None)
+
+    def did_not_repeat(self, slot: SlotId, because: str) -> bool:
+        """Once may be a particle. Whether it was not the first time: then the slot is on probation."""
+        again = slot in self._unrepeated
+        self._unrepeated[slot] = None
+        if again:
+            self.put_on_probation(slot, because)
+        return again
 
     def on_probation(self, slot: SlotId) -> bool:
         return slot in self._probation
 
     def forget(self, tray: TrayId) -> None:
         """The tray is lost. The agent that comes back asks the hardware anew."""
-        for known in (self._verdicts, self._unfit, self._refused, self._probation):
+        for known in (self._verdicts, self._unfit, self._refused, self._probation, self._unrepeated):
             for slot in [slot for slot in known if tray_of(slot) == tray]:
                 del known[slot]
 

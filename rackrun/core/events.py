@@ -27,11 +27,13 @@ __all__ = [
     "Failure",
     "GrowRequested",
     "JournalFailed",
+    "LossNotRepeated",
     "PolicyAnswered",
     "RackDelivered",
     "RackPreempted",
     "RackRefused",
     "PolicyRequested",
+    "ReplicasDiffer",
     "ReturnRequested",
     "ShrinkRequested",
     "SlowRank",
@@ -163,6 +165,8 @@ class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
     layout: Generation | None = Generation(0)
     """Of the state that is in its memory; None: it has none, because it is entering ``main`` again."""
     replica_class: str = ""
+    good: Position | None = None
+    """The last unit after which it knows all replicas to have been equal (``--check-replicas``)."""
 
 
 class WorkerResumed(_WorkerEvent, frozen=True, kw_only=True):
@@ -257,6 +261,29 @@ class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
     step: Step
     besides: Step = Step(-1)
     """The only other step of which keepers keep rows from now on; -1: nothing is dropped."""
+
+
+class ReplicasDiffer(_WorkerEvent, frozen=True, kw_only=True):
+    """Ranks that should hold the same state do not (``--check-replicas``). All ranks come to the same conclusion, tell it, and wait at
+    the gate until their generation is broken."""
+
+    generation: Generation
+    at: Position
+    """The step at whose gate it was seen; nobody has passed that."""
+    culprits: tuple[Rank, ...]
+    """Who is wrong; (): nobody can say, and the steps since ``good`` are to be computed once more."""
+    good: Position
+    """No state of later than this is to be trusted, whoever holds it; `BEGIN`: none is known to be good."""
+    again: bool = False
+    """These steps have been computed twice, and still nobody can say."""
+    differing: tuple[Rank, ...] = ()
+    """Then: all ranks of which some are wrong."""
+
+
+class LossNotRepeated(_WorkerEvent, frozen=True, kw_only=True):
+    """This rank's part of the loss was inf or NaN, and was finite when all computed the step once more (``--nan-probation``)."""
+
+    at: Position
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,6 +469,8 @@ WorkerEvent: TypeAlias = (
     | WorkerExited
     | WorkerFinished
     | BatchChanged
+    | ReplicasDiffer
+    | LossNotRepeated
     | SnapshotMirrored
     | SnapshotDamaged
     | SnapshotStriped

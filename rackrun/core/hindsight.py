@@ -28,11 +28,14 @@ from rackrun.core.commands import (
     Worker,
 )
 from rackrun.core.config import JobConfig
+from rackrun.core.corruption import suspect, suspect_loss
 from rackrun.core.events import (
     BreakerClosed,
     DeviceChecked,
     DeviceJudged,
     Event,
+    LossNotRepeated,
+    ReplicasDiffer,
     SlowRanksChanged,
     TimerFired,
     TrayDescribed,
@@ -59,7 +62,8 @@ __all__ = ["COMMANDS", "EVENTS", "Hindsight", "Sat", "Standing", "Trouble"]
 
 EVENTS = (
     TrayJoined, TrayDescribed, TrayLost, DeviceJudged, DeviceChecked, BreakerClosed, SlowRanksChanged, TimerFired, WorkerElastic,
-    WorkerReady, WorkerFinished, WorkerExited,
+    WorkerReady, WorkerFinished, WorkerExited, ReplicasDiffer,
+    LossNotRepeated,
 )  # fmt: skip
 COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
 """With `EVENTS`, all that is listened to."""
@@ -115,6 +119,7 @@ class Hindsight:
     _left: dict[SlotId, WorkerRecord] = field(default_factory=dict)
     """Who has ended as it should: it is shown where it was."""
     _elastic: bool = False
+    _differed: Generation = Generation(0)
 
     def __post_init__(self) -> None:
         self.seating = Seating(self.config, self.rack)
@@ -139,6 +144,8 @@ class Hindsight:
                 self._tray_lost(event.tray, event.because)
             case DeviceJudged() | DeviceChecked() | BreakerClosed() | SlowRanksChanged():
                 self._judged(event)
+            case ReplicasDiffer() | LossNotRepeated():
+                self._suspect(event)
             case TrayDescribed():
                 self._described(event)
             case TimerFired() if event.name == "breaker":
@@ -164,6 +171,22 @@ class Hindsight:
                 self.slowness.close_breaker(self.seats, event.at_ms)
             case SlowRanksChanged():
                 self.slowness.heard(event, self.generation, self.seats)
+
+    def _suspect(self, event: ReplicasDiffer | LossNotRepeated) -> None:
+        teller = self._occupant(event.slot, event.incarnation)
+        if teller is None or not teller.alive:
+            return
+        if isinstance(event, LossNotRepeated):
+            if teller.rank is not None:
+                suspect_loss(event, self.rack.devices)
+        elif event.generation == self.generation and event.generation != self._differed:
+            self._differed = event.generation
+            there = {rank: slot for rank, slot in self.seats.items() if self._holds(slot, rank)}
+            suspect(event, self.rack.devices, there)
+
+    def _holds(self, slot: SlotId, rank: Rank) -> bool:
+        record = self.rack.occupants.get(slot)
+        return record is not None and record.alive and record.rank == rank
 
     def _described(self, event: TrayDescribed) -> None:
         known = self.rack.trays.get(event.tray)

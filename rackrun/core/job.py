@@ -25,6 +25,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.control import Control
+from rackrun.core.corruption import Corruption
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
 from rackrun.core.culprit import MISUSES, Culprit
@@ -85,6 +86,7 @@ class JobMachine:
     slowness: Slowness = field(init=False)
     batches: BatchNotices = field(init=False)
     shifting: Shifting = field(init=False)
+    corruption: Corruption = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
@@ -127,6 +129,17 @@ class JobMachine:
         self.batches = BatchNotices(self.emit)
         self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
         self.shifting = Shifting(self.config, self.world, self.seating, self.emit, self._generation_ends)
+        self.corruption = Corruption(
+            self.config,
+            self.world,
+            self.rack,
+            self.seating,
+            self.emit,
+            self._replace_liars,
+            self.recovery.plan_again,
+            lambda exit_code, because, remedy: self.stop(exit_code, because, remedy=remedy),
+            self.hardware_changed,
+        )
         self.forming = Forming(
             self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
         )
@@ -407,6 +420,12 @@ class JobMachine:
         for loss in losses:
             self.emit(self.rack.fence(loss.record, loss.because))
         self.lost(losses, at_ms)
+
+    def _replace_liars(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
+        for record in records:
+            record.lied = True
+            self.emit(self.rack.fence(record, because, fault=True))
+        self.lost([Loss(record=record, because=because) for record in records], at_ms)
 
     def slow_ranks(self, event: SlowRanksChanged) -> None:
         if self.world.plan is not None:

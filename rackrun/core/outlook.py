@@ -141,7 +141,7 @@ class Outlook:
             absorbs=absorbs,
             provider=provider,
             recoveries=self.meter.recoveries,
-            costs=self.meter.costs(prospect.committed.step),
+            costs=self.meter.costs(prospect.committed.step, None if world.trusted is None else world.trusted.step),
         )
 
     def falls_short(self, *, enough: bool) -> bool:

@@ -74,6 +74,7 @@ class Planner:
             sets=protection.sets,
             parity=protection.parity,
             rollback=state.rollback,
+            anew=state.rollback is not None and world.trusted is not None,
             layout=world.layout,
             reshard=reshard,
             full=world.full,

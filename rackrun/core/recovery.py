@@ -42,6 +42,8 @@ from rackrun.core.world import Phase, World
 
 __all__ = ["ABSORBS_MAX", "Ladder", "Recovery", "named"]
 
+STATE_LOST = "rackrun.errors.StateLost"
+"""How a newcomer ends that finds its sources unlike each other."""
 ABSORBS_MAX = 3
 """Steps done again in place, in a row, without one that is committed."""
 FEW_STEPS = 10
@@ -123,6 +125,7 @@ class Recovery:
             assert rank is not None
             del self.world.members[rank]
             self._losses[rank] = loss
+            self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
         self._absorbing = False
         self.leaving = ()  # later: this comes first
         if self.world.phase is Phase.PARKING:
@@ -140,6 +143,7 @@ class Recovery:
         self.snapshots.clear()
         self.resizing.growth.joined((), BEGIN)
         self.world.old, self.world.layout = None, Generation(0)
+        self.world.trust()
         self._settle()
         self.standstill.forget()
 
@@ -248,6 +252,7 @@ class Recovery:
             return
         if any(record.state is not WorkerState.PARKED for record in world.members.values()):
             return
+        world.doubt()
         reports = self._reports()
         committed, gate = verdict.committed(reports, *world.floor())
         if world.old is not None and world.plan is not None and committed > world.plan.committed:
@@ -295,6 +300,7 @@ class Recovery:
             world_size=world.size,
             upto=committed,
             torn=world.torn(),
+            trusted=world.trusted,
             rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays, world.layout),
         )
 
@@ -360,7 +366,7 @@ class Recovery:
         """Somebody is condemned whose exit, with what it leaves, has not come yet."""
         old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
-            (record.rank is not None and record.stateful) or record.worker in old
+            ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
             for record in self.rack.occupants.values()
             if not record.alive
         )
@@ -466,6 +472,7 @@ class Recovery:
         if self.world.all_members(WorkerState.TRAINING):
             self.world.phase = Phase.TRAINING
             self.world.old = None
+            self.world.trust()
             self.ladder.trained(event.at_ms)
             self.standstill.judge(event.at_ms)
 

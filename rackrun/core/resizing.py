@@ -50,7 +50,9 @@ class Resizing:
         parked."""
         if not self.config.min_ranks:
             return "the number of ranks is fixed (--min-ranks 0)"
-        members = self.world.members
+        members, trusted = self.world.members, self.world.trusted
+        if trusted is not None and trusted < committed:
+            return "all have to go back first, to a state that is known to be good"
         staying = self.staying(leaving)
         if len(staying) < max(self.config.min_ranks, 1):
             return f"{len(staying)} ranks would be left, of {self.config.min_ranks} at the least (--min-ranks)"

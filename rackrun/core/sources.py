@@ -28,6 +28,8 @@ class Sources:
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
         """What a member leaves behind may be the only copy of its shard."""
+        if record.lied:
+            return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
         old = self.world.old
         if old is not None and record.worker in old.ranks and event.snapshots:
@@ -38,6 +40,15 @@ class Sources:
         steps = steps_in(self.world.layout, event.snapshots)
         steps = upto(steps, plan) if plan is not None and behind else steps
         self.snapshots.left(record.rank, event, address, steps)
+
+    def heard(self, record: WorkerRecord, event: SnapshotMirrored | SnapshotDamaged | SnapshotStriped) -> None:
+        match event:
+            case SnapshotMirrored():
+                self.mirrored(record, event)
+            case SnapshotDamaged():
+                self.damaged(record, event)
+            case SnapshotStriped():
+                self.striped(record, event)
 
     def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
         """Another tray has copies of a member's snapshots: they outlive the member's own tray."""

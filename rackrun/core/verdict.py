@@ -75,23 +75,27 @@ def state_plan(
     world_size: int,
     upto: Position,
     torn: bool = False,
+    trusted: Position | None = None,
     rebuild: Rebuild = lambda rank, step: None,  # noqa: ARG005
 ) -> StatePlan | None:
     """Where every rank's state comes from; None if some shard has no copy at all, and only a new start helps.
 
     ``reports`` holds the members with state: every other rank is fresh. So is one that says it never entered the gate
     of what is committed (a contradiction; its state cannot be made that of ``upto``, so it is replaced). ``torn``: a rollback was broken off, so some
-    members have gone back and others have not; only another rollback makes them one again.
+    members have gone back and others have not; only another rollback makes them one again. ``trusted``: what is later than this, in memory or in a
+    snapshot, is of no use, however whole it is; None: all is of use.
     """
     clean = {rank: report for rank, report in reports.items() if max(report.passed, report.entered) >= upto}
     missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
-    if clean and not torn:
+    if clean and not torn and (trusted is None or upto <= trusted):
         snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed what the step left
         found = [_restore(rank, snapshot_of, clean, kept, classes, rebuild) for rank in missing]
         restores = tuple(restore for restore in found if restore is not None)
         if len(restores) == len(missing):
             return StatePlan(fresh=tuple(missing), restores=restores)
     for step in _candidates(reports, kept, upto):
+        if trusted is not None and Position(step) > trusted:
+            continue
         plan = _go_back(step, reports, kept, classes, world_size, rebuild)
         if plan is not None:
             return plan

@@ -97,6 +97,8 @@ class WorkerRecord:
     """Its training state is that of its rank: it began with it, or has restored it."""
     resumed_in: Generation = Generation(0)
     finished: bool = False
+    lied: bool = False
+    """Its state was not that of its replicas: nothing that it leaves is used."""
     fixed: str = "it has not come to its first step"
     """Why the number of ranks cannot change under it; "": it can."""
     reenters: bool = False

@@ -61,6 +61,10 @@ class World:
     """The generation in which the ranks got the shards that they have; 0: as the world began."""
     old: OldWorld | None = None
     """All were told to enter ``main`` again, and no gate has passed since."""
+    trusted: Position | None = None
+    """State of later than this is not what it should be (`ReplicasDiffer`); None: all state is good. Until all compute again."""
+    doubted: bool = False
+    """A newcomer has found its sources unlike each other: what is to be trusted is what they know to be good, if they know."""
     restarts: int = 0
     reason: str = ""
     sizes: tuple[tuple[Step, int], ...] = ()
@@ -78,6 +82,17 @@ class World:
     def most(self) -> int:
         """So far it grows by itself."""
         return min(self.wanted or self.full, self.full)
+
+    def doubt(self) -> None:
+        """All members have parked: is there less to be trusted than they have?"""
+        told = [record.parked.good for record in self.members.values() if record.parked is not None]
+        known = max((good for good in told if good is not None), default=BEGIN)
+        if self.doubted and self.trusted is None and known > BEGIN:
+            self.trusted = known
+
+    def trust(self) -> None:
+        """All compute again, from what was to be trusted, or begin anew."""
+        self.trusted, self.doubted = None, False
 
     def ranks(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.size)]

@@ -85,7 +85,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     redundancy: Redundancy
     """Of snapshots, over trays."""
     worker_env: dict[str, str]
-    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often."""
+    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often; whether replicas are compared."""
     start_over: bool
     """Begin again when the last copy of some state is lost."""
     min_ranks: int
@@ -189,6 +189,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             **_checkpoints(args),
             **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {}),
             **({"RACKRUN_MIN_RANKS": str(args.min_ranks)} if args.min_ranks != 1 else {}),
+            **_check_replicas(args.check_replicas),
+            **({"RACKRUN_NAN_PROBATION": "1"} if args.nan_probation else {}),
         },
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
         min_ranks=_min_ranks(args.min_ranks),
@@ -260,6 +262,12 @@ def _rendezvous_config(text: str) -> dict[str, str]:
         return dict(_parse_rendezvous_config(text))
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {text!r}: {error}.", remedy="give KEY=VALUE[,KEY=VALUE].") from error
+
+
+def _check_replicas(steps: int) -> dict[str, str]:
+    if steps < 0:
+        raise UsageError(f"--check-replicas {steps} is no number of steps.", remedy="give 1 or more, or 0 for never.")
+    return {"RACKRUN_CHECK_REPLICAS": str(steps)} if steps else {}
 
 
 def _slow_after_s(seconds: float) -> float:

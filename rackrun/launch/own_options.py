@@ -76,6 +76,11 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "the other; off, do not look."),
         add("--slow-after", "--slow_after", action=env, type=float, default=10.0, metavar="SECONDS", help="So long, and in at "
             "least 15 of 20 steps, a rank must have been slower before that counts. Default: 10."),
+        add("--check-replicas", "--check_replicas", action=env, type=int, default=0, metavar="STEPS", help="Compare digests of "
+            "parameters and optimizer state between data-parallel replicas every so many steps; a rank whose bits are others is replaced, and all "
+            "go back to where they were equal. Default: 0, never."),
+        add("--nan-probation", "--nan_probation", action=check_env, help="A step whose loss is inf or NaN is computed once more before "
+            "it counts; a rank whose loss is finite then has a GPU that is noted, and left after the second time."),
         add("--preload", action=env, type=str, default="", metavar="MODULE[,..]", help="Modules to import once, before "
             "workers are forked. They must neither start threads nor touch a GPU."),
         add("--quiet", action=check_env, help="No status line and no line about recoveries."),

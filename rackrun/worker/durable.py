@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
 from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import MemoryPlanError
+from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.layout import ImageLayout
 from rackrun.checkpoint.probation import Probation
@@ -40,6 +40,7 @@ JOB = "run"
 _ORPHANS_S = 24 * 3600.0
 _EVERY_S = 300.0
 _SLICE_S = 0.05
+_DISTRUST_S = 2.0
 _PROBATION_STEPS = 10
 """After so many steps, with a finite loss, what the run was resumed from is good."""
 
@@ -132,6 +133,22 @@ class DurableCheckpoints:
 
     def somebody_was_lost(self) -> None:
         self._doubtful = True
+
+    def distrust(self, step: int) -> None:
+        """Checkpoints of later steps are not what they should be: no start takes them. Any rank may tell, before the coordinator hears
+        of it: the next start may be near. Storage may stand still; then it is not waited for."""
+        newest = self._saved
+
+        def bar() -> None:
+            with contextlib.suppress(OSError, CheckpointError):
+                there = {one.generation for one in self._store.generations()} | {newest}
+                for generation in sorted(one for one in there if one > step):
+                    if generation not in self._probation.quarantined():
+                        self._probation.quarantine(generation, "replicas differed then, or soon after")
+
+        thread = threading.Thread(target=bar, name="rackrun-distrust", daemon=True)
+        thread.start()
+        thread.join(_DISTRUST_S)
 
     def cut_short(self, step: int) -> bool:
         """Whether the last checkpoint is known not to be whole, nor to become so: ``step``, beyond it, is to be one, rather than
@@ -239,6 +256,8 @@ class DurableCheckpoints:
     ) -> None:
         """``part``: this rank, of so many, when the checkpoint was begun."""
         life, (rank, ranks) = self._state.lineage.life, part
+        if step in self._probation.quarantined():
+            return  # what is published stays, and nobody takes it
         writer = self._store.writer(step, step, life, ranks)
         written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
         whole = written and writer.finish()

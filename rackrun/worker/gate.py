@@ -53,6 +53,10 @@ class GateSums(NamedTuple):
     """Ranks that were told to pause for a planned swap."""
     dealt: float
     """Ranks that have heard of the next deal (`rackrun.worker.deals`)."""
+    not_finite: float
+    """Ranks whose part of the loss is inf or NaN (``--nan-probation``)."""
+    tried: float
+    """Ranks that have computed this step before for that, or go on so."""
 
 
 class CollectiveOrder:

@@ -118,6 +118,8 @@ class Rejoin:
         settle_restores()
         self._settle()
         restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+        if restore is not None and restore.sources:
+            self._snapshots.drop_all()
         if plan.rollback is not None or (restore is not None and not restore.sources):
             self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
         if communicator is not None:
@@ -136,6 +138,8 @@ class Rejoin:
             if manifest is not None:
                 self._replicas.adopt(manifest)
                 self._replicas.unique.take_place(world.rank)
+                if plan.rollback is not None:
+                    self._seal(plan.rollback)
         if plan.rollback is not None:
             if communicator is not None:
                 # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
@@ -147,6 +151,14 @@ class Rejoin:
             world.stand_at(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
             self._snapshots.hold(plan.committed.step)  # as the newcomer does, which can go back no further
+
+    def _seal(self, step: int) -> None:
+        """Who goes back to another's state has no snapshot of it; all may have to go back there again, without that other."""
+        try:
+            self._snapshots.take(step)
+            self._snapshots.settle()
+        except MemoryPlanError as error:
+            leave(self._world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
 
     def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
         """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,

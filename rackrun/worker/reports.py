@@ -11,8 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from rackrun.core.events import BatchChanged, SnapshotDamaged, WorkerFinished, WorkerPaused, WorkerReady, WorkerResumed
-from rackrun.core.ids import Generation, Position, Step, step_in
+from rackrun.core.events import (
+    BatchChanged,
+    LossNotRepeated,
+    ReplicasDiffer,
+    SnapshotDamaged,
+    WorkerFinished,
+    WorkerPaused,
+    WorkerReady,
+    WorkerResumed,
+)
+from rackrun.core.ids import Generation, Position, Rank, Step, step_in
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.axes import Axes
@@ -75,6 +84,27 @@ class Reports:
                     because=because,
                 )
             )
+
+    def differ(self, at: Position, culprits: tuple[Rank, ...], good: Position, differing: tuple[Rank, ...]) -> None:
+        """As `ReplicasDiffer`."""
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                ReplicasDiffer(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    at=at,
+                    culprits=culprits,
+                    good=good,
+                    again=bool(differing),
+                    differing=differing,
+                )
+            )
+
+    def not_repeated(self, at: Position) -> None:
+        """As `LossNotRepeated`."""
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(LossNotRepeated(slot=self._boot.slot, incarnation=self._boot.incarnation, at=at))
 
     def finished(self) -> None:
         if self._channel is not None and self._boot is not None:

@@ -117,6 +117,15 @@ class Snapshots:
             self.take(at.step, mirror=mirrored and not gate.mirroring)
         return due
 
+    def take_to_compare(self, step: int, *, keep: int) -> bool:
+        """Begin the snapshot of ``step``, whose state is about to be compared with that of replicas; the one of ``keep``, which was
+        found good, stays. Whether it was begun."""
+        if self._fds[0] < 0:
+            return False
+        self._mirrored = -1  # replicas need no copies elsewhere
+        self.take(step, besides=self.named(keep))
+        return True
+
     def _interval(self, at: Position, gate: GateSums) -> int:
         """A power of two: estimates that differ by noise seldom move it, and what it was before need not be known."""
         size = self._runtime.world.size
@@ -331,6 +340,11 @@ class Snapshots:
         """A gate has passed in this layout: nobody will ask for what is of another."""
         layout = self._runtime.world.layout
         for named in [one for one in self._held if step_in(layout, Step(one)) is None]:
+            self._forget(named)
+
+    def drop_all(self) -> None:
+        """This rank's state is another's from here on."""
+        for named in list(self._held):
             self._forget(named)
 
     def drop_upto(self, step: int) -> None:

@@ -23,7 +23,7 @@ from rackrun.errors import StepError
 from rackrun.worker.compat import fsdp
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
-from rackrun.worker.tensor_bytes import dense_bytes, digest
+from rackrun.worker.tensor_bytes import dense_bytes, digest, digests
 
 __all__ = ["TrackedState", "local_part"]
 
@@ -209,6 +209,14 @@ class TrackedState:
         for path, tensor in sorted(self.tensors().items()):
             if buffers or "/buffer/" not in path:
                 mixed.update(f"{path}:{digest(tensor)}\n".encode())
+        return int.from_bytes(mixed.digest(), "little") >> 1
+
+    def settled(self) -> int:
+        """A digest of what nothing but an optimizer changes, this rank's part: equal, bit for bit, on true replicas. 63 bits."""
+        settled = {path: tensor for path, tensor in sorted(self.tensors().items()) if self.is_settled(path)}
+        mixed = hashlib.blake2b(digest_size=8)
+        for path, one in zip(settled, digests(list(settled.values())), strict=True):
+            mixed.update(f"{path}:{one}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import crc32c
 import torch
 
-__all__ = ["copy_bytes", "dense_bytes", "digest", "pack"]
+__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "pack"]
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -27,6 +27,18 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 def digest(tensor: torch.Tensor) -> int:
     """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host. On a device there is no
     such kernel, and sums take its place; replicas are on devices of one kind."""
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The same of each. A device is waited for once."""
+    found: list[int | torch.Tensor] = [_digest(tensor) for tensor in tensors]
+    sums = [one for one in found if isinstance(one, torch.Tensor)]
+    read = iter(torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
+    return [next(read) if isinstance(one, torch.Tensor) else one for one in found]
+
+
+def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
     flat = dense_bytes(tensor)
     if flat is None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -35,29 +47,27 @@ def digest(tensor: torch.Tensor) -> int:
     return _digest_by_sums(flat)
 
 
-def _digest_by_sums(flat: torch.Tensor) -> int:
+def _digest_by_sums(flat: torch.Tensor) -> torch.Tensor:
     """About twice the time of reading. A plain sum of words would not see two of them change places."""
     whole = flat.numel() // 8 * 8
-    mixed = int(flat[whole:].to(torch.int64).sum().item()) * 257 if whole < flat.numel() else 0
-    if whole:
-        mixed += _digest_words(flat[:whole].view(torch.int64))
-    return (mixed + 2**63) % 2**64 - 2**63
+    mixed = flat[whole:].to(torch.int64).sum() * 257
+    return mixed + _digest_words(flat[:whole].view(torch.int64)) if whole else mixed
 
 
 _DIGEST_COLUMNS = 1021
 """A prime: no power of two, which is what extents are, divides it."""
 
 
-def _digest_words(words: torch.Tensor) -> int:
+def _digest_words(words: torch.Tensor) -> torch.Tensor:
     """Two sums: of the columns when the words are laid out in rows of a prime length, each with its own odd factor; and of
     the rows, each with its own."""
     rows = words.numel() // _DIGEST_COLUMNS
     body = words[: rows * _DIGEST_COLUMNS].view(rows, _DIGEST_COLUMNS)
     rest = words[rows * _DIGEST_COLUMNS :]
-    total = int((rest * _factors(len(rest), words.device)).sum().item()) if len(rest) else 0
+    total = (rest * _factors(len(rest), words.device)).sum()
     if rows:
-        total += int((body.sum(0) * _factors(_DIGEST_COLUMNS, words.device)).sum().item())
-        total += int((body.sum(1) * _factors(rows, words.device)).sum().item()) * 31
+        total = total + (body.sum(0) * _factors(_DIGEST_COLUMNS, words.device)).sum()
+        total = total + (body.sum(1) * _factors(rows, words.device)).sum() * 31
     return total
 
 

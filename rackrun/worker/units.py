@@ -8,6 +8,7 @@ calls, here, inside whatever call the loop is in: the user's loop never goes bac
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +23,14 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch, check_rule
+from rackrun.worker.corruption import CorruptionCheck
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.exact import ExactReduction
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.learning_rates import LearningRates
+from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
 from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
@@ -95,6 +98,16 @@ class UnitRunner:
         self._snapshots.become(state)
         self._durable, self._exact = durable, exact
         self._axes, self._carried = mesh, carried
+        self._corruption = CorruptionCheck(
+            int(os.environ.get("RACKRUN_CHECK_REPLICAS", "0")) if runtime.boot is not None else 0,
+            state,
+            self._world,
+            self._replicas,
+            self._snapshots,
+            self._reports,
+            lambda step: self._durable.distrust(step) if self._durable is not None else None,
+        )
+        self._nan = NanProbation(os.environ.get("RACKRUN_NAN_PROBATION") == "1", self._world, self._reports)
         self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
         self.waiting_spare = not self._world.generation if carried else runtime.spare
@@ -290,8 +303,9 @@ class UnitRunner:
             if not due:
                 break
             self._attempt(due[0])
-        oldest = self._snapshots.oldest_kept()
-        self._recorded = [unit for unit in self._recorded if oldest is not None and unit.at > oldest]
+        # Where replicas are compared all may go back to what was good, also who has no snapshot of it: it has joined since.
+        back = [one for one in (self._snapshots.oldest_kept(), self._world.good) if one is not None]
+        self._recorded = [unit for unit in self._recorded if back and unit.at > min(back)]
 
     def _attempt(self, unit: _Unit) -> None:
         at = unit.at
@@ -384,6 +398,8 @@ class UnitRunner:
         self._reached_gate = True
         self._world.passes_over()
         self._settle()
+        if not step.at.phase:
+            self._corruption.before_gate(step.at, last=step.at.step == self._last_step)
         self._replicas.unique.exchange()
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
@@ -391,6 +407,7 @@ class UnitRunner:
             loss = self._exact.settle(step)
         else:
             loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
+        not_finite, tried = self._nan.offers(step)
         mine = GateSums(
             loss=loss,
             samples=float(len(ids)),
@@ -407,8 +424,10 @@ class UnitRunner:
             ahead=float(any(unit.at > step.at for unit in self._recorded)),
             pausing=float(self._world.pausing and self._replicas.known(step.at)),
             dealt=float(self._world.deals.heard_next),
+            not_finite=not_finite,
+            tried=tried,
         )
-        self._world.pass_gate(step.at, mine)
+        self._world.pass_gate(step.at, mine, self._nan.refuses)
 
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
@@ -421,6 +440,7 @@ class UnitRunner:
         if not at.phase and self._batch is not None and self._batches.committed(at.step, self._batch):
             self._reports.batch_changed(at.step, self._batch, self._batches)
         self._pace.committed()
+        self._nan.committed(at)
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
         if self._replicas.committed(gate.changed_late):
@@ -447,6 +467,9 @@ class UnitRunner:
             now, to_pause = self._pace.first_step_of_generation, self._to_pause(at)
             with self._pause.without_memory() if to_pause else contextlib.nullcontext():
                 begun = self._snapshots.take_if_due(at, gate, now=now or to_pause)
+        elif not self._world.broken:
+            first, last = self._pace.first_step_of_generation, at.step + 1 == self._last_step
+            begun = self._corruption.committed(at, first_of_generation=first, last=last)
         if self._durable is not None:
             begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)
         return begun

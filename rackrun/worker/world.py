@@ -86,6 +86,8 @@ class World:
         """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
         self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
         """Told of every collective, by its result, that breaks after that."""
+        self.good: Position | None = None
+        """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
         self.drain = False
         self.flights = Flights()
         self.order = CollectiveOrder()
@@ -265,8 +267,9 @@ class World:
         """What the gate of ``passed`` reduced to. None before the first, and after a rollback."""
         return GateSums(*self._gate) if self._gate else None
 
-    def pass_gate(self, at: Position, mine: GateSums) -> None:
-        """Enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not count.
+    def pass_gate(self, at: Position, mine: GateSums, refuses: Callable[[Position, GateSums], bool]) -> None:
+        """Enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not count, or is to be done again because
+        ``refuses`` says so of its sums, as it does on all ranks.
 
         The gate is one small all-reduce over the whole world. If anyone saw it pass then everyone had entered it, so
         all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
@@ -287,6 +290,9 @@ class World:
             values = on_device.cpu()
         with self._changed:
             sums = None if self._broken else agreed(values.tolist(), self.size, at)
+            if sums is not None and refuses(at, GateSums(*sums)):
+                self._entered = self._passed
+                raise Abandoned
             if sums is not None:
                 self._passed, self._gate, self.unit_passed = at, sums, True
                 if GateSums(*sums).dealt == self.size:
@@ -365,6 +371,7 @@ class World:
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),
+                good=self.good,
             )
             communicators = [group.communicator for group in self.groups if group.communicator]
             builder = self._builder
@@ -498,6 +505,7 @@ class World:
             self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
+            self.good = None
             self.scope, self.met = Scope.SETUP, 0
             self.unit_passed = self.in_phase = False
             self.order = CollectiveOrder()
