@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rackrun.coordinator.log import StepLog
+from rackrun.core.commands import Plan
+from rackrun.core.ids import Generation, Step
 from tests.coordinator.fakes import logged
 
 
@@ -49,6 +51,16 @@ def test_steps_computed_again_after_a_rollback_are_printed_once(log: Printed) ->
     for step in (1, 2, 3, 4):
         log.take([logged(step, 0, incarnation=9)])
     assert steps(log) == [f"step {step}" for step in range(5)]
+
+
+def test_what_was_wrong_is_told_again_and_what_was_on_its_way_is_dropped(log: Printed) -> None:
+    for step in (0, 1, 2, 3):
+        log.take([logged(step, 0)])
+    log.takes_back(Plan(generation=Generation(2), world_size=1, members=(), store="", rollback=Step(1), anew=True))
+    log.take([logged(3, 0), logged(4, 0)])
+    for step in (2, 3, 4):
+        log.take([logged(step, 0, generation=2)])
+    assert steps(log) == [f"step {step}" for step in (0, 1, 2, 3, 2, 3, 4)]
 
 
 def test_the_newest_step_is_printed_once_when_the_same_worker_computes_it_again(log: Printed) -> None:

@@ -263,6 +263,10 @@ class Cluster:
             assert not plan.restores
             assert all(plan.reshard.images)
             return
+        trusted = self.core._job.world.trusted
+        if trusted is not None and plan.committed > trusted:
+            assert plan.rollback is not None, "a state that is not to be trusted goes on"
+            assert Position(plan.rollback) <= trusted, "all go back to a state that is not to be trusted"
         restored = {restore.rank for restore in plan.restores}
         assert restored == {m.rank for m in plan.members if m.fresh}
         for restore in plan.restores:

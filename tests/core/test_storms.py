@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from core_followed import Followed, FollowedCore
-from core_model import SHORT, TIMEOUTS, Cluster
+from core_model import SHORT, TIMEOUTS, Cluster, Process
 from core_told import slow_rank, verdict_on
 
 from rackrun.core.commands import Notice
@@ -22,17 +22,19 @@ from rackrun.core.events import (
     DrainRequested,
     Event,
     GrowRequested,
+    LossNotRepeated,
     PolicyRequested,
     RackDelivered,
     RackPreempted,
     RackRefused,
+    ReplicasDiffer,
     ReturnRequested,
     ShrinkRequested,
     SlowRanksChanged,
     SwapRequested,
 )
 from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Rank, TrayId, slot_id, tray_of
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, TrayId, slot_id, tray_of
 from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
@@ -340,6 +342,74 @@ def provider_acts(cluster: Cluster, rng: random.Random) -> None:
             cluster.tell(RackPreempted(request=request, because="the queue", trays=some))
 
 
+def storm_of_lies(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
+    """Replicas differ, and then somebody is lost while all go back, or before."""
+    rng = random.Random(seed)
+    trays, slots = rng.randint(2, 4), rng.randint(1, 3)
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=rng.randint(0, min(3, trays * slots - 1)),
+        start_over=rng.random() < 0.5,
+        no_progress_max=20,
+        min_ranks=rng.choice([0, 1]),
+    )
+    cluster = kind(config, slots, rng.randint(10, 40), rng.choice(["replicas", "replicas", "pairs"]))
+    kinds = ["lie", "lie", "lie", "lie", "kill", "kill", "pair", "tray", "timeout", "rot", "hang", "return", "nan"]
+    return play(cluster, trays, rng, kinds, rng.choice([0.02, 0.05]))
+
+
+def not_repeated(process: Process) -> LossNotRepeated:
+    return LossNotRepeated(slot=process.slot, incarnation=Incarnation(process.incarnation), at=Position(process.passed))
+
+
+def makes_up(cluster: Cluster, rng: random.Random) -> None:
+    for process in rng.sample([*cluster.processes.values()], min(2, len(cluster.processes))):
+        process.up.append(not_repeated(process))
+
+
+def jam(cluster: Cluster, rng: random.Random) -> None:
+    cluster.jammed.add(cluster.announced)
+
+
+def rot(cluster: Cluster, rng: random.Random) -> None:
+    kept = [(*owner, step) for owner, arena in cluster.arenas.items() for step in arena]
+    cluster.rotten.update(rng.sample(kept, min(len(kept), 3)))
+
+
+def lie(cluster: Cluster, rng: random.Random) -> None:
+    """A rank at a gate tells of it, and waits there. Good is what it has a snapshot of, or all that there is."""
+    newest = max(cluster.plans)
+    at_gate = [
+        process
+        for process in cluster.processes.values()
+        if process.state == "running" and process.generation == newest and process.passed >= 0
+        if process.entered_in is None and not (process.paused or process.hung or process.finished)
+    ]
+    if not at_gate:
+        return
+    one = rng.choice(at_gate)
+    ranks = [member.rank for member in cluster.plans[newest].members]
+    culprits = tuple(rng.sample(ranks, min(rng.choice([0, 1, 1, 1, 2]), len(ranks))))
+    kept = [step for step in cluster.arenas.get((one.slot, one.incarnation), {}) if step <= one.passed]
+    one.paused = True
+    one.up.append(
+        ReplicasDiffer(
+            slot=one.slot,
+            incarnation=Incarnation(one.incarnation),
+            generation=Generation(newest),
+            at=Position(one.passed + 1),
+            culprits=culprits,
+            good=Position(rng.choice([*kept, one.passed])),
+            again=(again := not culprits and rng.random() < 0.3),
+            differing=tuple(rng.sample(ranks, min(2, len(ranks)))) if again else (),
+        )
+    )
+
+
+WRONG = {"lie": lie, "nan": makes_up, "jam": jam, "rot": rot}
+
+
 def play(cluster: Cluster, trays: int, rng: random.Random, kinds: list[str], faults: float) -> Cluster:
     for tray in (TrayId(f"tray-{number}") for number in range(trays)):
         if tray not in cluster.up_trays:
@@ -391,11 +461,8 @@ def fault(cluster: Cluster, rng: random.Random, kinds: list[str]) -> None:
         check(cluster, rng.choice(up), rng.randrange(cluster.slots), fit=kind == "fit")
     elif kind in ("slow", "close"):
         cluster.tell(BreakerClosed() if kind == "close" else some_are_slow(cluster, rng))
-    elif kind == "jam":
-        cluster.jammed.add(cluster.announced)
-    elif kind == "rot":
-        kept = [(*owner, step) for owner, arena in cluster.arenas.items() for step in arena]
-        cluster.rotten.update(rng.sample(kept, min(len(kept), 3)))
+    elif kind in WRONG:
+        WRONG[kind](cluster, rng)
     elif kind == "timeout" and cluster.pending(*TIMEOUTS):
         cluster.fire(cluster.pending(*TIMEOUTS)[0])
     elif kind in ("hang", "silent") and alive:
@@ -610,3 +677,22 @@ def test_what_is_rebuilt_of_two_that_are_lost_at_once_is_what_was_lost() -> None
         restores = [restore for plan in cluster.plans.values() for restore in plan.restores if restore.rebuild]
         two += sum(len(restore.members) - len(restore.rebuild) == 2 for restore in restores)
     assert two > SEEDS / 100, two
+
+
+def test_in_a_storm_of_lies_nothing_later_than_the_last_good_step_is_used_and_hindsight_knows_the_same() -> None:
+    """`Cluster` looks at every plan."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 6):
+        try:
+            cluster = storm_of_lies(seed, Followed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        assert cluster.stopped is not None
+        seen[f"exit {cluster.stopped.exit_code}"] += 1
+        seen["back"] += sum(plan.anew for plan in cluster.plans.values())
+        seen["stays"] += any("for now" in line for line in cluster.log)
+        seen["replaced"] += any("its state differs" in line and "FenceWorker" in line for line in cluster.log)
+    assert seen["exit 0"] > SEEDS / 24, seen
+    assert seen["back"] > SEEDS / 60, seen
+    assert seen["stays"] > SEEDS / 120, seen
+    assert seen["replaced"] > SEEDS / 120, seen

@@ -59,7 +59,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         else:
             options += ["--rack", rack.path.with_suffix(".yaml")]
             env = rack.environment(rack.path.parent)
-        if mode == "fsdp":  # imported once, not by every worker
+        if mode != "ddp":  # imported once, not by every worker
             options += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
         if checkpoints is not None:
             options += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 2]

@@ -140,6 +140,8 @@ def _read_journal(journal: sqlite3.Connection, trained: Trained) -> None:
         "SELECT step, phase, seconds, gate, generation FROM units ORDER BY generation"
     ):
         # without a gate: a rank's last words, about a unit before the last one
+        if any(plan.anew and plan.generation > generation and step > plan.rollback for plan in plans.values()):
+            continue  # it was wrong, and was computed again
         if not gate or not eras.counts(Position(step, phase), generation):
             continue
         agreed = struct.unpack("<3d", gate[:24])

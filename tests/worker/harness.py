@@ -49,6 +49,7 @@ from rackrun.core.commands import (
     DealShards,
     DrainWorkers,
     FenceWorker,
+    Notice,
     PauseWorkers,
     Plan,
     ReleaseWorkers,
@@ -225,7 +226,7 @@ class _Child:
 
 class TinyCluster:
     """``kill``: rank -> the moment at which its first worker dies. ``ranks`` workers train and ``spares`` wait. ``mark`` is made when
-    the coordinator has heard that a spare is ready. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``.
+    the coordinator has heard that a spare is ready. ``tainted``: what was committed may have been wrong, and be computed again with other bits. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``.
     ``slow``: when somebody tells of a unit as committed, which ranks are found to be slow from then on, and how many times: they get fewer
     micro-batches."""
 
@@ -247,11 +248,13 @@ class TinyCluster:
         slow: Mapping[Position, Mapping[int, float]] | None = None,
         mark: Path | None = None,
         scale: Any = None,
+        tainted: bool = False,
         **elastic: Any,
     ) -> None:
         self._main, self._kill, self._deadline_s, self._drain_at = main, dict(kill or {}), deadline_s, drain_at
         self._swap, self._ranks, self._told_to_pause = swap, ranks, False
         self._mark, self._slow = mark, dict(slow or {})
+        self._tainted = tainted
         self._resized = False
         self._told_in: dict[Position, Generation] = {}
         self._elastic: dict[str, Any] = {
@@ -369,6 +372,8 @@ class TinyCluster:
                 self._send(command.workers, command)
             case ResumeGeneration():
                 self._resume(command)
+            case Notice():
+                self._tell(command.text)
             case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
                 self._send(command.workers, command)
             case StopJob():
@@ -422,7 +427,8 @@ class TinyCluster:
             elif isinstance(message, WorkerReady):
                 self._ended.ready[int(child.worker.slot.rpartition("/")[2])] = message
                 if child.spare and self._mark is not None:
-                    self._mark.touch()
+                    with self._mark.open("a") as mark:
+                        mark.write(".")
 
     def _tell_to_pause(self, generation: Generation) -> None:
         workers = tuple(self._children)  # spares too, which do not listen
@@ -464,6 +470,8 @@ class TinyCluster:
             del self._ended.gates[
                 message.at
             ]  # only ranks that are lost had seen it committed: it has another batch now
+        if self._tainted and self._told_in.get(message.at, message.generation) < message.generation:
+            self._ended.gates[message.at] = message.gate
         known = self._ended.gates.setdefault(message.at, message.gate)
         # A step that is computed again, after a rollback or a restart, has the same bits: timings excepted. On another number of
         # ranks the loss is rounded otherwise, unless it is reduced exactly.
@@ -710,8 +718,8 @@ def _count_moments(dies_at: int | None) -> list[str]:
         generation: int | None = _original(world, *args)
         return generation
 
-    def pass_gate(world: World, at: Position, mine: Any, _original: Any = World.pass_gate) -> None:
-        _original(world, at, mine)
+    def pass_gate(world: World, at: Position, *more: Any, _original: Any = World.pass_gate) -> None:
+        _original(world, at, *more)
         live(f"passed the gate of {at}")
 
     def begin_shard(run: Run, step: Any, shard: Any, _original: Any = Run.begin_shard, **more: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_discarded_step_leaves_no_trace() -> None:
 
 # -- digests -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "digest", [digest, lambda tensor: _digest_by_sums(tensor.view(torch.uint8))], ids=["CRC", "sums"]
+    "digest", [digest, lambda tensor: int(_digest_by_sums(tensor.view(torch.uint8)))], ids=["CRC", "sums"]
 )
 @pytest.mark.parametrize("count", [2, 7, 1021, 5000, 300_000])
 def test_a_digest_sees_a_flipped_bit_and_two_words_that_changed_places(

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import rackrun
 
@@ -42,6 +44,10 @@ PLACES_INSIDE = (
     "reports.Reports.committed",
     "snapshot.Snapshots.take",
     "world.World.wait_released",
+    # in a comparison of replicas
+    "corruption.CorruptionCheck._compare",
+    "corruption.CorruptionCheck._judge",
+    "reports.Reports.differ",
     # in a recovery
     "world.World.on_break",
     "world.World.on_plan",
@@ -74,12 +80,14 @@ class Fault:
     passes here; ``wait``: until ``until``
     has struck, and for ``delay_ms``; ``mark``: nothing, for others to come after; ``GPU``: the driver says ``gpu`` of its GPU from
     now on, and it hangs until ``until``; ``ASK``: the coordinator is asked ``ask``, and it hangs until ``until``; ``LEAVE``: its agent is told
-    to leave."""
+    to leave; ``FLIP``: a bit of its state is another, in ``tensor``."""
     until: str = ""
     """A fault's name, or ``command NAME``, ``event NAME``: the coordinator has written that into its journal since. Or ``command NAME 3``,
     ``answer done 2``: so many of them are there, from the beginning."""
     ask: dict[str, str | int] = dataclasses.field(default_factory=dict)
     """``what`` (``drain``, ...), and the fields of the request; ``TRAY`` stands for one's own."""
+    tensor: str = ""
+    """A part of its path."""
     gpu: dict[str, int | list[int]] = dataclasses.field(default_factory=dict)
     """Fields of the fake driver's GPU (a list: index, value), and ``xid``: one that it reports."""
 
@@ -144,7 +152,7 @@ class Striker:
         return True
 
     # -- what
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: Fault) -> None:  # noqa: PLR0912 - one line for each fault
         match fault.then:
             case "KILL" | "STOP":
                 os.kill(os.getpid(), signal.SIGKILL if fault.then == "KILL" else signal.SIGSTOP)
@@ -180,10 +188,17 @@ class Striker:
                 _wait_for(lambda: self._journalled(fault.until) > before)
             case "LEAVE":
                 os.kill(_parent(os.getppid()), signal.SIGTERM)
+            case "FLIP":
+                self._flip(fault.tensor)
             case "mark" | "slow":
                 pass
             case other:
                 raise ValueError(f"no such fault: {other}")
+
+    def _flip(self, path: str) -> None:
+        """One bit, unseen: no version is counted up."""
+        tensor = next(tensor for name, tensor in self._units._state.tensors().items() if path in name)
+        tensor.data.view(dtype=torch.int32).view(-1)[0] ^= 1 << 20
 
     def _break_gpu(self, changes: dict[str, int | list[int]]) -> None:
         from tests.topology.fake_nvml.fake import FakeRack

@@ -1,6 +1,6 @@
 """A tiny training in which everything that a recovery may lose matters: weights, moments, schedule, dropout, augmentation.
 
-train.py MODE STEPS FOLDER: MODE is ``ddp`` or ``fsdp``. Each rank writes, as its last act, what it holds to FOLDER/RANK.json.
+train.py MODE STEPS FOLDER: MODE is ``ddp``, ``fsdp`` or ``hsdp``, two replicas of two shards. Each rank writes, as its last act, what it holds to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MODE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 REDUCTION = os.environ.get("RACKRUN_TEST_REDUCTION", "fast")
 PATIENCE_S = float(os.environ.get("RACKRUN_TEST_PATIENCE", "0"))
 """How long a step may take without being called a hang; 0: as rackrun finds."""
+MESH = {"replicate": 2, "shard": 2} if MODE == "hsdp" else None
 WIDTH = 18  # over four ranks: shards of different sizes
 
 
@@ -54,7 +55,14 @@ class Block(nn.Module):
         return x + self.drop(self.down(self.up(self.norm(x)).relu()))
 
 
-@rackrun.elastic(global_batch_size=16, micro_batch_size=2, seed=11, snapshot_every=2, reduction=REDUCTION)  # type: ignore[arg-type]
+@rackrun.elastic(
+    global_batch_size=16,
+    micro_batch_size=2,
+    seed=11,
+    snapshot_every=2,
+    reduction=REDUCTION,  # type: ignore[arg-type]
+    mesh=MESH,
+)
 def main(run: rackrun.Run) -> None:
     strike = Striker(run)
     blocks = nn.Sequential(*(Block() for _ in range(3)))
@@ -66,10 +74,10 @@ def main(run: rackrun.Run) -> None:
     blocks[1].register_forward_hook(middle_of_backward)
     blocks[2].register_forward_pre_hook(lambda *_: strike.here("forward"))
     model: nn.Module = blocks
-    if MODE == "fsdp":
+    if MODE != "ddp":
         for block in blocks:
-            fully_shard(block)
-        fully_shard(blocks)
+            fully_shard(block, mesh=run.mesh if MESH else None)
+        fully_shard(blocks, mesh=run.mesh if MESH else None)
     else:
         model = DDP(blocks, bucket_cap_mb=0.005)  # several buckets
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,0 +1,272 @@
+"""What is done when replicas differ: nothing later than the last good step is used, and whoever is wrong goes, if somebody can come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core_told import Told, every, only, plan_in, stop_in
+
+from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.core.config import JobConfig
+from rackrun.core.corruption import OFFENCES_MAX, WITHIN_MS
+from rackrun.core.events import LossNotRepeated, ReplicasDiffer
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, TrayId
+
+
+@pytest.fixture
+def job() -> Told:
+    """Ranks 0 to 3 on a and b, all replicas of each other; c waits."""
+    return trained("abc", spares=2)
+
+
+def trained(trays: str, spares: int) -> Told:
+    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
+    for tray in trays:
+        told.join(tray, 2)
+    told.train()
+    return told
+
+
+def differ(
+    told: Told,
+    *culprits: int,
+    slot: str = "a/0",
+    good: int = 3,
+    at: int = 8,
+    again: tuple[int, ...] | None = None,
+    of: int | None = None,
+) -> Sequence[Command]:
+    """``again``: it is the second time that nobody can say, and these differ."""
+    return told.tell(
+        ReplicasDiffer(
+            **told._who(slot),  # type: ignore[arg-type]
+            generation=Generation(of or told.view.generation),
+            at=Position(at),
+            culprits=tuple(Rank(rank) for rank in culprits),
+            good=Position(good),
+            again=again is not None,
+            differing=tuple(Rank(rank) for rank in again or ()),
+        )
+    )
+
+
+def texts(answers: Sequence[Command]) -> list[str]:
+    return [notice.text for notice in every(Notice, answers)]
+
+
+def gone(told: Told, answers: Sequence[Command]) -> list[str]:
+    """Who is fenced; and they exit."""
+    slots = [command.slot for command in every(FenceWorker, answers)]
+    for slot in slots:
+        told.exits(slot, snapshots=(3, 7))
+    return slots
+
+
+def test_whoever_is_outvoted_is_replaced_and_all_go_back_to_where_they_were_equal(job: Told) -> None:
+    answers = differ(job, 2)
+    assert texts(answers) == [
+        "rank 2 holds another state than its replicas, seen in step 8; good is what was there after step 3"
+    ]
+    assert only(BreakGeneration, answers)
+    assert gone(job, answers) == ["b/0"]
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.rollback, plan.committed) == (3, Position(7))
+    (restore,) = plan.restores
+    assert (restore.rank, restore.snapshot) == (2, ""), "what it has left is not used, not even of step 3"
+    assert [member.slot for member in plan.members][2] in ("c/0", "c/1")
+
+
+def test_what_all_tell_is_heard_once(job: Told) -> None:
+    first = differ(job, 2)
+    generation = job.view.generation - 1
+    for slot in ("a/1", "b/1"):
+        assert not differ(job, 2, slot=slot, of=generation)
+    assert len(gone(job, first)) == 1
+
+
+def test_of_another_generation_it_is_ignored(job: Told) -> None:
+    assert not differ(job, 2, of=7)
+
+
+def test_good_up_to_what_is_committed_nobody_goes_back(job: Told) -> None:
+    gone(job, differ(job, 2, good=7))
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.rollback, plan.committed) == (None, Position(7))
+
+
+def test_without_a_spare_it_stays_and_takes_the_state_of_another() -> None:
+    told = trained("ab", spares=0)
+    answers = differ(told, 2, good=7)
+    assert not every(FenceWorker, answers)
+    assert "no spare is ready, so it stays for now" in texts(answers)[0]
+    plan = plan_in(told.park_all(passed=7))
+    assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
+    assert [member.rank for member in plan.members if member.fresh] == [2]
+
+
+def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: Told) -> None:
+    for slot in ("c/0", "c/1"):
+        job.checks(slot, "its driver does not answer")
+    assert not every(FenceWorker, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3,))
+    job.resume_all()
+    assert "its state differs from that of its replicas" in only(PauseWorkers, job.checks("c/0")).because
+
+
+def test_its_slot_is_the_last_choice_from_then_on(job: Told) -> None:
+    gone(job, differ(job, 2))
+    assert any("its state differs" in why for tray in job.view.trays for why in tray.against.values())
+
+
+def test_nobody_can_say_then_all_compute_again(job: Told) -> None:
+    answers = differ(job)
+    assert not every(FenceWorker, answers)
+    assert "nobody can say which are right: all compute again" in texts(answers)[0]
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.rollback, plan.restores) == (3, ())
+
+
+def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(job: Told) -> None:
+    answers = differ(job, again=(0, 2))
+    (told,) = texts(answers)
+    assert "once more: ranks 0, 2; rank 2 is replaced, and if they differ on, it was not that one" in told
+    assert gone(job, answers) == ["b/0"]
+    assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
+    against = [slot for tray in job.view.trays for slot, why in tray.against.items() if "it or its replica" in why]
+    assert against == ["a/0", "b/0"]
+
+
+def test_if_they_differ_on_it_was_the_other() -> None:
+    told = trained("abc", spares=1)
+    gone(told, differ(told, again=(0, 2)))
+    told.park_all(passed=7, snapshots=(3, 7))
+    told.resume_all()
+    for spare in told.view.spares:
+        told.ready(spare.slot)
+    assert gone(told, differ(told, slot="a/1", again=(0, 2))) == ["a/0"]
+
+
+def test_the_other_leaves_as_soon_as_there_is_a_better_slot(job: Told) -> None:
+    gone(job, differ(job, again=(0, 2)))
+    job.park_all(passed=7, snapshots=(3, 7))
+    assert "it or its replica is wrong" in only(PauseWorkers, job.resume_all()).because
+
+
+def test_if_that_does_not_help_the_job_ends() -> None:
+    told = trained("abc", spares=1)
+    for _ in range(OFFENCES_MAX):
+        gone(told, differ(told, slot="a/1", again=(0, 2)))
+        told.park_all(passed=7, snapshots=(3, 7))
+        told.resume_all()
+        for spare in told.view.spares:
+            told.ready(spare.slot)
+    assert stop_in(differ(told, slot="a/1", again=(0, 2))).exit_code == 3
+
+
+def test_nobody_can_say_twice_and_no_spare_is_ready_then_the_job_ends() -> None:
+    told = trained("ab", spares=0)
+    stop = stop_in(differ(told, again=(0, 2)))
+    assert stop.exit_code == 3
+    assert "nobody can say which are right" in stop.because
+
+
+def test_one_of_them_is_lost_already_then_it_is_not_replaced_twice(job: Told) -> None:
+    job.exits("b/0", snapshots=(3, 7))
+    answers = differ(job, again=(0, 2), of=job.view.generation - 1)
+    assert not every(FenceWorker, answers)
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.rollback, [restore.rank for restore in plan.restores]) == (3, [2])
+
+
+def test_a_loss_while_all_go_back_does_not_make_a_later_state_good(job: Told) -> None:
+    gone(job, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3, 7))
+    assert only(BreakGeneration, job.exits("b/1", snapshots=(3, 7)))
+    assert plan_in(job.park_all(passed=7, snapshots=(3, 7))).rollback == 3
+
+
+def test_when_all_compute_again_every_state_is_good(job: Told) -> None:
+    gone(job, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3, 7))
+    job.resume_all()
+    job.exits("b/1")
+    assert plan_in(job.park_all(passed=9)).rollback is None
+
+
+def test_told_after_a_loss_has_broken_the_generation_it_counts(job: Told) -> None:
+    job.exits("a/1", snapshots=(3, 7))
+    assert gone(job, differ(job, 2, of=job.view.generation - 1)) == ["b/0"]
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert plan.rollback == 3
+    assert {restore.rank for restore in plan.restores} == {1, 2}
+
+
+def test_the_same_rank_on_another_gpu_soon_after_is_the_scripts_doing(job: Told) -> None:
+    gone(job, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3, 7))
+    job.resume_all()
+    for spare in job.view.spares:
+        job.ready(spare.slot)
+    stop = stop_in(differ(job, 2, good=11, at=16))
+    assert stop.exit_code == 1
+    assert "it is not the GPU" in stop.because
+
+
+def test_a_long_time_later_it_is_not(job: Told) -> None:
+    gone(job, differ(job, 2))
+    job.park_all(passed=7, snapshots=(3, 7))
+    job.resume_all()
+    for spare in job.view.spares:
+        job.ready(spare.slot)
+    job.now += WITHIN_MS
+    assert gone(job, differ(job, 2, good=11, at=16))
+
+
+def test_a_gpu_that_is_wrong_again_and_again_and_cannot_be_left_ends_the_job() -> None:
+    told = trained("ab", spares=0)
+    for _ in range(OFFENCES_MAX - 1):
+        differ(told, 2)
+        told.park_all(passed=7, snapshots=(3,))
+        told.resume_all()
+    stop = stop_in(differ(told, 2))
+    assert stop.exit_code == 3
+    assert f"for the {OFFENCES_MAX}. time on b/0, and there is no spare" in stop.because
+
+
+def test_where_nothing_is_known_to_be_good_there_is_nothing_to_go_on_from(job: Told) -> None:
+    answers = gone(job, differ(job, 2, good=BEGIN.step, at=30))
+    assert answers
+    stop = stop_in(job.park_all(passed=29, snapshots=(28,)))
+    assert stop.exit_code == 3
+
+
+# -- a loss that is not finite once ----------------------------------------------------------------------------------
+def once(told: Told, slot: str, at: int = 5) -> Sequence[Command]:
+    return told.tell(LossNotRepeated(**told._who(slot), at=Position(at)))  # type: ignore[arg-type]
+
+
+def test_the_first_loss_that_does_not_come_again_is_said_and_no_more(job: Told) -> None:
+    answers = once(job, "b/0")
+    assert texts(answers) == ["rank 2 on b/0: its loss in step 5 was not finite, and was when computed once more"]
+    assert len(answers) == 1
+    assert len(once(job, "a/0")) == 1, "each slot has its own first time"
+
+
+def test_the_second_on_a_slot_makes_its_rank_leave(job: Told) -> None:
+    once(job, "b/0")
+    pause = only(PauseWorkers, once(job, "b/0", at=90))
+    assert "its loss was not finite" in pause.because
+
+
+def test_without_a_spare_it_stays_on_probation() -> None:
+    told = trained("ab", spares=0)
+    once(told, "b/0")
+    assert not every(PauseWorkers, once(told, "b/0"))
+    assert any("its loss was not finite" in why for tray in told.view.trays for why in tray.against.values())
+
+
+def test_of_a_tray_that_was_lost_nothing_is_remembered(job: Told) -> None:
+    once(job, "b/0")
+    job.core._rack.devices.forget(TrayId("b"))
+    assert len(once(job, "b/0")) == 1
