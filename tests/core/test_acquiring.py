@@ -50,9 +50,9 @@ def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", s
     return told
 
 
-def lose(told: Told, tray: str = "b", snapshots: Sequence[int] = ()) -> Sequence[Command]:
+def lose(told: Told, tray: str = "b", snapshots: Sequence[int] = (), *, passed: int = 4) -> Sequence[Command]:
     told.tray_lost(tray)
-    return told.park_all(snapshots=snapshots)
+    return told.park_all(passed, snapshots=snapshots)
 
 
 def deliver(told: Told, request: int, *trays: str) -> Sequence[Command]:
@@ -302,17 +302,17 @@ def test_a_rack_whose_workers_all_fail_is_given_back() -> None:
 def test_after_three_requests_in_a_row_of_which_nothing_came_there_is_no_fourth() -> None:
     told = begun("swap,acquire-wait,shrink")
     for number in (1, 2, 3):
-        assert only(RequestRack, lose(told)).request == number
+        assert only(RequestRack, lose(told, passed=10 * number)).request == number
         refuse(told, number)
         told.resume_all()
         told.join("b", 2)
         told.ready("b/0")
         told.ready("b/1")
         told.pause_all()
-        told.park_all()
+        told.park_all(10 * number)
         told.resume_all()
         assert told.view.world_size == 4
-    commands = lose(told)
+    commands = lose(told, passed=40)
     assert rung(commands) is Rung.SHRINK
     why = "acquire: 3 requests in a row came to nothing (the last: rack 3: the provider refused it: no quota)"
     assert why in reason(commands)
@@ -333,13 +333,13 @@ def test_racks_that_are_lost_before_they_were_of_use_are_not_asked_for_again_and
 def test_racks_that_served_and_then_broke_are_counted_in_a_row_too() -> None:
     told = begun("swap,acquire-wait,shrink")
     for number, tray in enumerate("rst", start=1):
-        lose(told)
+        lose(told, passed=10 * number)
         serve(told, tray, number)
         for slot in (f"{tray}/0", f"{tray}/1"):
             told.judges(slot, Health.LOST)
         for slot in (f"{tray}/0", f"{tray}/1"):
             told.exits(slot)
-        commands = told.park_all()
+        commands = told.park_all(10 * number)
         assert f"rack {number} came to nothing: it is of no use: none of its slots can be used" in said(told.answers)
         assert rung(commands) is Rung.SHRINK
         told.resume_all()
@@ -347,9 +347,9 @@ def test_racks_that_served_and_then_broke_are_counted_in_a_row_too() -> None:
         told.ready("b/0")
         told.ready("b/1")
         told.pause_all()
-        told.park_all()
+        told.park_all(10 * number)
         told.resume_all()
-    assert "acquire: 3 requests in a row came to nothing" in reason(lose(told))
+    assert "acquire: 3 requests in a row came to nothing" in reason(lose(told, passed=40))
 
 
 # -- it goes -----------------------------------------------------------------------------------------------------------
