@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import rackrun
@@ -362,6 +363,7 @@ async def test_two_workers_train_with_a_data_loader(rig):
     assert await rig.end() == 0
 
 
+@pytest.mark.stories
 async def test_preloads_that_leave_threads_mean_fresh_interpreters(rig, monkeypatch):
     rig.folder.joinpath("threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"

@@ -105,6 +105,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.stories
 def test_another_world_size_loads_what_fsdp2_saved_bit_for_bit_also_asynchronously(saved: Path) -> None:
     ran = torchrun(3, "load", str(saved))
     assert ran.returncode == 0, ran.stderr[-5000:]

@@ -249,6 +249,7 @@ def test_the_hash_tells_names_dtypes_shapes_boxes_and_the_size_of_plain_apart() 
     assert len(hashes) == 7
 
 
+@pytest.mark.soak
 def test_a_hundred_thousand_names_take_seconds() -> None:
     value = torch.tensor([1.0, 2.0])
     tensors = {f"model.layers.{i // 100}.experts.{i % 100}.weight": value for i in range(100_000)}

@@ -301,6 +301,7 @@ def test_slices_of_a_plan_can_be_filled_one_after_another() -> None:
     assert torch.equal(target, full["w"])
 
 
+@pytest.mark.soak
 def test_a_hundred_thousand_tensors_are_planned_and_filled_within_seconds() -> None:
     shape = (2,)
     entries = [TensorEntry(f"layer.{i}.weight", "float32", shape, Box.whole(shape)) for i in range(100_000)]

@@ -31,7 +31,8 @@ def test_a_waiting_spare_is_lost_and_later_a_rank(spares: int, train: Train, ref
     assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"], trained
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.stories), "fsdp"])
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_tray_is_lost(mode: str, train: Train, reference: Reference) -> None:
     """Its agent is killed, and with it all its ranks and its snapshots; the other tray has a spare for each, and copies."""
     fault = Fault(name="agent", place="backward", rank=1, step=7, then="AGENT")

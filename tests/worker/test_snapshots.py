@@ -236,6 +236,7 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
             assert {found[number][0] for number in range(2, 6)} == {1}, (rank, found)
 
 
+@pytest.mark.stories
 def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_ten(train: Train) -> None:
     def main(run: Run) -> None:
         model = net()
