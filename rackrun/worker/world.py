@@ -439,9 +439,11 @@ class World:
             return self._released
 
     def start_build(self, plan: Plan) -> None:
+        """Raises `Superseded` when a newer generation was announced meanwhile."""
         with self._changed:
-            if plan.generation == self._announced:
-                self._start_build(plan)
+            if plan.generation != self._announced:
+                raise Superseded
+            self._start_build(plan)
 
     def join(self, plan: Plan) -> None:
         """Adopt the communicators of ``plan``; raises `Superseded` when a newer generation was announced meanwhile."""

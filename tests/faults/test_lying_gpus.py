@@ -106,7 +106,14 @@ GOING_BACK = "before snapshot.Snapshots.load"
 )
 def test_a_rank_dies_while_they_compare_or_go_back(mode: str, loss: Fault, train: Train, reference: Reference) -> None:
     """Whoever it is, and whether the comparison has come to an end or not. The liar is rank 2."""
-    trained = train(mode, [spares_are_ready(4), flip(PARAMETER), loss], spares=4, options=CHECK)
+    others = [rank for rank in range(RANKS) if rank != loss.rank]
+    held_back = [
+        Fault(f"held back {rank}", JUDGING, rank=rank, step=8, after="flip 2", then="wait", until=loss.name)
+        for rank in others
+        if mode == "ddp"
+        and loss.place in (JUDGING, TELLING, TOLD)  # or one of them ends it, before the lost rank comes so far
+    ]
+    trained = train(mode, [spares_are_ready(4), flip(PARAMETER), loss, *held_back], spares=4, options=CHECK)
     assert loss.name in trained.struck, trained
     assert_same_end(trained, reference(mode))
     assert 3 in [recovery["rollback"] for recovery in trained.recoveries], trained

@@ -315,6 +315,29 @@ def test_a_rank_that_is_lost_in_main_leads_to_another_entry_from_the_same_snapsh
     assert {said["entered"] for said in ended.said.values()} == {3}
 
 
+def test_a_rank_that_is_lost_while_another_has_left_its_groups_and_made_no_new_ones(reshape: Reshape) -> None:
+    begin_again = World.begin_again
+
+    def slowly(self: World, plan: Plan, rank: int) -> None:
+        begin_again(self, plan, rank)
+        if plan.generation == 2 and self._slot == "t/1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if plan.generation == 2 and self._slot == "t/2":
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._announced > 2, timeout=60)
+
+    def patched(_: Run) -> None:
+        World.begin_again = slowly  # type: ignore[method-assign]
+
+    ended, _ = reshape(
+        script(ddp, in_main=patched),
+        Change((0, 1, 2), told_after=Position(HOLD), edit=of_members),
+        Change((2, 0)),
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(ddp)), ended
+
+
 @pytest.mark.stories
 def test_who_has_met_nobody_in_main_goes_on_when_a_spare_takes_the_place_of_the_lost(reshape: Reshape) -> None:
     """Nobody goes on before the fourth is there: it holds a shard that no other has."""
