@@ -25,6 +25,7 @@ from rackrun.agent.config import FillerConfig, ScriptConfig
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.core.config import SlowRanks
+from rackrun.core.situation import Rules, Rung
 from rackrun.errors import UsageError
 from rackrun.launch.filler import filler
 from rackrun.launch.own_options import add_own_options
@@ -85,7 +86,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     redundancy: Redundancy
     """Of snapshots, over trays."""
     worker_env: dict[str, str]
-    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often; whether replicas are compared."""
+    """What workers are told through their environment: the mesh; where to keep checkpoints, and how often; whether replicas are compared.
+    Also what was not asked for: what stands in the environment is of another job."""
     start_over: bool
     """Begin again when the last copy of some state is lost."""
     min_ranks: int
@@ -141,6 +143,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             f"one of {', '.join(flags)} cannot be read: {error}.", remedy="use 0 or 1 for flags."
         ) from error
     args = parser.parse_args(arguments)
+    _refuse_unknown_choices(parser, args)
     _refuse_what_has_no_meaning(args)
     size = size_of(args)
     _check_logs(args)
@@ -187,13 +190,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
         worker_env={
             **_checkpoints(args),
-            **({"RACKRUN_MESH": mesh_text(size.mesh)} if size.mesh else {}),
-            **({"RACKRUN_MIN_RANKS": str(args.min_ranks)} if args.min_ranks != 1 else {}),
+            "RACKRUN_MESH": mesh_text(size.mesh) if size.mesh else "",
+            "RACKRUN_MIN_RANKS": str(args.min_ranks),
             **_check_replicas(args.check_replicas),
-            **({"RACKRUN_NAN_PROBATION": "1"} if args.nan_probation else {}),
+            "RACKRUN_NAN_PROBATION": "1" if args.nan_probation else "0",
         },
         start_over=(args.lost_state or ("restart" if args.checkpoint_dir else "stop")) == "restart",
-        min_ranks=_min_ranks(args.min_ranks),
+        min_ranks=_min_ranks(args.min_ranks, size.ranks, asked.rules),
         policy=asked,
         provider=provider(args.provider, args.acquire_timeout, asked.rules),
         slow_ranks=args.slow_ranks,
@@ -209,10 +212,31 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 # -- one check each --------------------------------------------------------------------------------------------------
-def _min_ranks(given: int) -> int:
+def _min_ranks(given: int, ranks: int, rules: Rules) -> int:
     if given < 0:
         raise UsageError(f"--min-ranks {given} is no number of ranks.", remedy="give 1 or more, or 0 for a fixed size.")
+    if given > ranks:
+        raise UsageError(
+            f"--min-ranks {given} is more than the {ranks} ranks that there are.",
+            remedy=f"give {ranks} at the most, or 0 for a fixed size.",
+        )
+    if not given and Rung.SHRINK in rules.order:
+        raise UsageError(
+            "--policy names shrink, and --min-ranks 0 holds the world to its size.",
+            remedy="leave one of them out.",
+        )
     return given
+
+
+def _refuse_unknown_choices(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """argparse looks at what is given, but not at what stands in a PET_ variable."""
+    for action in parser._actions:
+        given = getattr(args, action.dest, None)
+        if action.choices is not None and given is not None and given not in action.choices:
+            raise UsageError(
+                f"{max(action.option_strings, key=len)} {given!r} is not known (from PET_{action.dest.upper()}).",
+                remedy=f"give one of {', '.join(map(str, action.choices))}.",
+            )
 
 
 def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
@@ -267,7 +291,7 @@ def _rendezvous_config(text: str) -> dict[str, str]:
 def _check_replicas(steps: int) -> dict[str, str]:
     if steps < 0:
         raise UsageError(f"--check-replicas {steps} is no number of steps.", remedy="give 1 or more, or 0 for never.")
-    return {"RACKRUN_CHECK_REPLICAS": str(steps)} if steps else {}
+    return {"RACKRUN_CHECK_REPLICAS": str(steps)}
 
 
 def _slow_after_s(seconds: float) -> float:
@@ -322,14 +346,14 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
     if args.checkpoint_dir is None:
         if args.checkpoint_every is not None:
             raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
-        return {}
-    found = {
-        "RACKRUN_CHECKPOINT_DIR": str(Path(args.checkpoint_dir).expanduser().absolute()),
+    elif not args.checkpoint_dir:
+        raise UsageError("--checkpoint-dir names no directory.", remedy="say where to, or leave it out.")
+    directory = Path(args.checkpoint_dir).expanduser().absolute() if args.checkpoint_dir else ""
+    return {
+        "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),
+        "RACKRUN_CHECKPOINT_EVERY": str(args.checkpoint_every or ""),
     }
-    if args.checkpoint_every is not None:
-        found["RACKRUN_CHECKPOINT_EVERY"] = str(args.checkpoint_every)
-    return found
 
 
 def _grace_s(given: int | None) -> float:

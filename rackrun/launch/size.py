@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import struct
@@ -28,6 +29,8 @@ class Size(NamedTuple):
     """A tray; 0 where ``rack`` says it for each."""
     rack: RackHere | None
     mesh: Axes
+    ranks: int
+    """At the most."""
 
 
 def size_of(args: argparse.Namespace) -> Size:
@@ -45,13 +48,15 @@ def size_of(args: argparse.Namespace) -> Size:
             trays_max=_TRAYS_MAX,
         )
         trays, slots, total = len(rack.trays), 0, len(rack.topology.seats)
+        most = total
         _check_counts(args, total, f"of {args.rack}")
     else:
         trays, slots = args.trays, _slots(args.nproc_per_node)
-        total = nodes_min * trays * slots
+        total, most = nodes_min * trays * slots, nodes_max * trays * slots
         _check_counts(args, total, f"({nodes_min} hosts x {trays} trays x {slots} workers)")
     check_mesh(mesh, total, args.spares, rack.topology if rack else None, cross_clique=args.cross_clique)
-    return Size(nodes_min, nodes_max, trays, slots, rack, mesh)
+    ranks = math.prod(extent for _, extent in mesh) if mesh else most - args.spares
+    return Size(nodes_min, nodes_max, trays, slots, rack, mesh, ranks)
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ __all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "
 MESH_VARIABLE = "RACKRUN_MESH"
 """Set by the launcher: ``dp=16,tp=4``."""
 MIN_RANKS_VARIABLE = "RACKRUN_MIN_RANKS"
-"""Set by the launcher, if it is not 1: how far the world may shrink; 0: not at all."""
+"""Set by the launcher: how far the world may shrink; 0: not at all."""
 
 
 def axes_of(

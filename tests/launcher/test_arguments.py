@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from rackrun.core.situation import Rules, Rung, Weights
 from rackrun.errors import UsageError
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 from rackrun.launch.policy import Policy
-from rackrun.worker.axes import MIN_RANKS_VARIABLE
+from rackrun.worker.axes import MIN_RANKS_VARIABLE, axes_of
+from rackrun.worker.durable import DurableOptions
 
 OURS = {
     "--spares",
@@ -126,9 +128,32 @@ def test_state_that_is_lost_stops_the_job_unless_there_are_checkpoints_or_it_was
 
 
 def test_workers_are_told_how_far_the_world_may_shrink(script: str) -> None:
-    assert MIN_RANKS_VARIABLE not in parse([script]).worker_env
-    assert parse(["--min-ranks", "2", script]).worker_env[MIN_RANKS_VARIABLE] == "2"
+    assert parse([script]).worker_env[MIN_RANKS_VARIABLE] == "1"
+    assert parse(["--nproc-per-node", "2", "--min-ranks", "2", script]).worker_env[MIN_RANKS_VARIABLE] == "2"
     assert parse(["--min-ranks", "0", script]).worker_env[MIN_RANKS_VARIABLE] == "0"
+
+
+def test_workers_are_told_of_all_options_whatever_stands_in_the_environment_of_the_launcher(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is started by a job's script would keep its checkpoints among those of the other."""
+    asked = ["--checkpoint-dir", "c", "--checkpoint-every", "5", "--mesh", "dp=1", "--check-replicas", "3"]
+    every, none = parse([*asked, "--nan-probation", script]).worker_env, parse([script]).worker_env
+    assert none.keys() == every.keys()
+    assert DurableOptions.from_environment("") is None
+    for name, value in every.items():
+        monkeypatch.setenv(name, value)
+    assert DurableOptions.from_environment("") is not None
+    for name, value in none.items():
+        monkeypatch.setenv(name, value)
+    assert DurableOptions.from_environment("") is None
+    assert axes_of(None, 1, os.environ) == ()
+    assert (none["RACKRUN_CHECK_REPLICAS"], none["RACKRUN_NAN_PROBATION"]) == ("0", "0")
+
+
+def test_all_our_options_are_in_the_users_contract() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert not [option for option in sorted(OURS) if "_" not in option and f"`{option}" not in told]
 
 
 def test_an_explicit_number_of_restarts_is_obeyed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
