@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.disagreement import culprits
-from rackrun.core.ids import BEGIN, Position, Rank
+from rackrun.core.ids import Position, Rank
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports, say
 from rackrun.worker.snapshot import Snapshots
@@ -84,8 +84,8 @@ class CorruptionCheck:
 
     @property
     def _good(self) -> Position:
-        """The last committed unit after which all replicas were equal."""
-        return BEGIN if self._world.good is None else self._world.good
+        """The last committed unit after which all replicas were equal: at the least what all have read from one checkpoint."""
+        return Position(self._state.lineage.began) if self._world.good is None else self._world.good
 
     def _compares(self, step: int) -> bool:
         if not self._every or not self._replicas.known(Position(step)):

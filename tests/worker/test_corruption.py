@@ -97,7 +97,11 @@ def dies_going_back(run: Run) -> None:
 
 
 def script(
-    make: Make, *flips: tuple[int, int, str], always: bool = False, patch: Callable[[Run], None] = lambda _: None
+    make: Make,
+    *flips: tuple[int, int, str],
+    always: bool = False,
+    patch: Callable[[Run], None] = lambda _: None,
+    steps: int = STEPS,
 ) -> Script:
     """Trains. ``flips``: after this step, on this rank, in this. ``always``: whoever holds the rank, and also when the step is done again."""
 
@@ -113,7 +117,7 @@ def script(
                     flip(model, optimizer, what)
 
         say(rank=run.rank)
-        fit(run, model, optimizer, steps=STEPS, **({"after": strike} if always else {"between": strike}))
+        fit(run, model, optimizer, steps=steps, **({"after": strike} if always else {"between": strike}))
 
     return main
 
@@ -296,6 +300,19 @@ def test_where_nothing_is_known_to_be_good_yet_the_job_begins_again(train: Train
     ended = train(script(ddp, (1, 1, PARAMETER)), tainted=True)
     assert not ended.differences(undisturbed(ddp, 3)), ended
     assert ended.restarted, ended
+
+
+def test_before_the_first_comparison_of_a_resumed_run_its_checkpoint_is_good(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have read the same; if it were barred with the later ones, nothing would be left to begin again from."""
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    assert train(script(ddp, steps=6), spares=0).exit_code == 0
+    ended = train(script(ddp, (7, 1, PARAMETER)), spares=0, tainted=True)
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    assert (ended.exit_code, ended.restarted) == (0, True), ended
+    assert "good is what was there after step 5" in str(ended)
+    assert ended.state == undisturbed(ddp, 3).state
 
 
 def test_shards_without_a_copy_are_not_compared_and_that_is_said(train: Train, capfd: Any) -> None:
