@@ -48,7 +48,7 @@ class ScaleLR:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not callable(self.rule) and self.rule not in _RULES:
+        if not callable(self.rule) and self.rule not in tuple(_RULES):
             raise UsageError(
                 f"rule={self.rule!r} is not known.",
                 remedy='choose "linear", "sqrt" or a function of (batch, full_batch).',
@@ -71,12 +71,11 @@ class ScaleLR:
             raise UsageError(f"{what} raised {type(error).__name__}: {error}", remedy=_REMEDY) from error
         if isinstance(told, bool) or not isinstance(told, numbers.Real):
             raise UsageError(f"{what} returned {told!r}, which is not a number.", remedy=_REMEDY)
-        found = float(told)
-        if not _FACTOR_MIN <= found <= _FACTOR_MAX:  # nor NaN
+        if not _FACTOR_MIN <= told <= _FACTOR_MAX:  # nor NaN
             raise UsageError(
                 f"{what} returned {told!r}, which is not from {_FACTOR_MIN:g} to {_FACTOR_MAX:g}.", remedy=_REMEDY
             )
-        return found
+        return float(told)
 
 
 Mode: TypeAlias = Literal["constant", "scale_lr"] | ScaleLR

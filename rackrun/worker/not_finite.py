@@ -32,11 +32,13 @@ class NanProbation:
 
     def offers(self, step: Step) -> tuple[float, float]:
         """`GateSums.not_finite` and `GateSums.tried`, of this rank."""
-        if not self._on or step.at.phase:
+        if not self._on:
             return 0.0, 0.0
-        self._mine = step.local_loss is not None and not math.isfinite(step.local_loss.item())
         before = self._world.gate
         known = before is not None and before.not_finite > 0  # it goes on so: computing everything twice helps nobody
+        if step.at.phase:  # which has no loss, and hands on what is known of the step before it
+            return float(known), float(known)
+        self._mine = step.local_loss is not None and not math.isfinite(step.local_loss.item())
         return float(self._mine), float(self._tried == step.at or known)
 
     def refuses(self, at: Position, sums: GateSums) -> bool:

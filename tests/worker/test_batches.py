@@ -179,6 +179,7 @@ def raises(batch: int, full: int) -> float:
         (lambda batch, full: 0.0, "0.0"),
         (lambda batch, full: -0.5, "-0.5"),
         (lambda batch, full: 1e6, "1000000.0"),
+        (lambda batch, full: 10**400, "not from 1e-09 to 100"),
         (lambda batch, full: "0.5", "not a number"),
         (lambda batch, full: None, "not a number"),
         (lambda batch, full: True, "not a number"),
@@ -203,6 +204,7 @@ def test_a_rule_is_not_asked_about_worlds_that_cannot_be() -> None:
     [
         (lambda: ScaleLR("cubic"), "'cubic' is not known"),  # type: ignore[arg-type]
         (lambda: ScaleLR(0.5), "0.5 is not known"),  # type: ignore[arg-type]
+        (lambda: ScaleLR(["linear"]), "is not known"),  # type: ignore[arg-type]
         (lambda: ScaleLR(warmup_steps=-1), "-1 is no number"),
         (lambda: ScaleLR(warmup_steps=1.5), "1.5 is no number"),  # type: ignore[arg-type]
         (lambda: scaling("scale"), "'scale' is not known"),  # type: ignore[arg-type]

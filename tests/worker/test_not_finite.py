@@ -103,6 +103,16 @@ def test_what_comes_again_is_the_scripts_and_goes_on(train: Train, capfd: Any) -
     assert [at.step for at, gate in ended.gates.items() if math.isinf(gate[0])] == [3, 4, 5]
 
 
+def test_phases_in_between_do_not_have_every_step_done_twice(train: Train) -> None:
+    def main(run: Run) -> None:
+        run.every(1, lambda: None)
+        script(lambda run, step: math.inf if int(step) in (3, 4, 5) and run.rank == 1 else 0.0)(run)
+
+    ended = train(main)
+    assert ended.exit_code == 0, ended
+    assert [said["attempts"] for said in ended.said.values()] == [[1, 1, 1, 2, 1, 1, 1, 1]] * 3
+
+
 def test_where_more_than_one_rank_has_it_nobody_is_noted(train: Train) -> None:
     ended = train(script(lambda run, step: math.nan if int(step) == 3 and not step.attempt and run.rank else 0.0))
     assert not ended.differences(undisturbed()), ended
