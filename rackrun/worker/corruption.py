@@ -109,7 +109,8 @@ class CorruptionCheck:
     def before_gate(self, at: Position, *, last: bool) -> None:
         """Collective over the world, when it is due. Does not return when ranks differ: raises `Abandoned`."""
         if not self._compares(at.step):
-            self._world.good = None
+            if self._replicas.some_are_unique:
+                self._world.good = None
             return
         self._world.good = min(self._good, self._world.passed)  # all went back, or it has just begun
         if at.step <= self._last:

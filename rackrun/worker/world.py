@@ -497,6 +497,7 @@ class World:
             self.groups.clear()
             self.families = Families()
             if plan.reshard is None:
+                self.good = None
                 self.generation = 0
                 self._passed = self._entered = self.began = BEGIN
                 self._gate = ()
@@ -507,7 +508,6 @@ class World:
             self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
-            self.good = None
             self.scope, self.met = Scope.SETUP, 0
             self.unit_passed = self.in_phase = False
             self.order = CollectiveOrder()

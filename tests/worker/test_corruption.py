@@ -315,6 +315,33 @@ def test_before_the_first_comparison_of_a_resumed_run_its_checkpoint_is_good(
     assert ended.state == undisturbed(ddp, 3).state
 
 
+def test_what_was_good_when_main_was_entered_again_still_is(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal they were after step 3; then one is lost, the others enter main again, and differ before they are compared."""
+
+    def main(run: Run) -> None:
+        model = hsdp(run)
+        optimizer = adam(model)
+
+        def strike(step: int) -> None:
+            if (step, run.rank, run.generation) == (5, 2, 1):
+                flip(model, optimizer, DIES)
+            if (step, run.rank, run.generation) == (7, 1, 2):
+                flip(model, optimizer, PARAMETER)
+
+        fit(run, model, optimizer, steps=STEPS, between=strike)
+
+    mesh = {"replicate": 3, "shard": 1}
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "2")
+    ended = train(main, spares=0, mesh=mesh, min_ranks=1, policy="shrink,restart", tainted=True)
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    assert (ended.exit_code, ended.restarted) == (0, True), ended
+    assert "good is what was there after step 3" in str(ended)
+    assert ended.losses[3] == undisturbed(hsdp, 3, tuple(mesh.items())).losses[3]
+
+
 def test_shards_without_a_copy_are_not_compared_and_that_is_said(train: Train, capfd: Any) -> None:
     ended = train(script(fsdp))
     same(ended, undisturbed(fsdp, 3))
