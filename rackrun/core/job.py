@@ -393,7 +393,8 @@ class JobMachine:
             return False
         if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
-        self.stop(1, because, remedy="see the traceback of that rank.", failure=loss.failure, rank=rank)
+        remedy = "" if " Remedy: " in because else "see the traceback of that rank."  # our own errors bring theirs
+        self.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
 
     # -- hardware --------------------------------------------------------------------------------------------------

@@ -59,10 +59,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         add("--policy", action=env, type=str, default="", metavar="WHAT", help="What to do on a failure: RUNG,.. in the order of "
             "preference (absorb, swap, move, acquire, shrink, wait, restart, stop), no-RUNG,.. to forbid some, or MODULE:FUNCTION, "
             "which is asked (docs/policies.md). Default: what is expected to lose the fewest GPU-seconds."),
+        add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="WHAT=N,..", help="What counts how "
+            "much in what --policy expects: goodput (default 1), cost (0), resilience (1)."),
         add("--min-ranks", "--min_ranks", action=env, type=int, default=1, metavar="N", help="How far the world may shrink where lost "
             "ranks are not replaced; it grows again when workers can join. Default: 1. 0: its size is fixed."),
-        add("--policy-weights", "--policy_weights", action=env, type=str, default="", metavar="WHAT=N,..", help="What counts how "
-            "much in that: goodput (default 1), cost (0), resilience (1)."),
         add("--wait-for-hardware", "--wait_for_hardware", action=env, type=float, default=0.0, metavar="SECONDS", help="How long "
             "all ranks stand still for a tray to come back or to be added, where no spare and no free slot is left. Default: not."),
         add("--provider", action=env, type=str, default="", metavar="WHO", help="Where another rack comes from when no spare is left: "
@@ -70,10 +70,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "(docs/providers.md). Default: from nowhere."),
         add("--acquire-timeout", "--acquire_timeout", action=env, type=float, default=None, metavar="SECONDS", help="How long a rack "
             "may take to come before it is not waited for any more. Default: 3600."),
-        add("--slow-ranks", "--slow_ranks", action=env, choices=get_args(SlowRanks), default="notice", help="When a rank is "
-            "slower than its peers, step after step: notice, say so; swap, replace it at a step boundary too, if a better "
-            "slot has a spare; shift, give it fewer micro-batches and the others more; swap,shift, the one where that can be, else "
-            "the other; off, do not look."),
+        add("--slow-ranks", "--slow_ranks", action=env, choices=get_args(SlowRanks), default="notice", metavar="WHAT",
+            help="When a rank is slower than its peers, step after step: notice, say so; swap, replace it at a step boundary too, if a "
+            "better slot has a spare; shift, give it fewer micro-batches and the others more; swap,shift, the one where that can be, "
+            "else the other; off, do not look. Default: notice."),
         add("--slow-after", "--slow_after", action=env, type=float, default=10.0, metavar="SECONDS", help="So long, and in at "
             "least 15 of 20 steps, a rank must have been slower before that counts. Default: 10."),
         add("--check-replicas", "--check_replicas", action=env, type=int, default=0, metavar="STEPS", help="Compare digests of "

@@ -593,6 +593,13 @@ def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> N
     assert "broke a rule" in stop.because
 
 
+def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(training: Told) -> None:
+    failure = Failure(type="rackrun.errors.UsageError", message="no. Remedy: this.", traceback="", where="train.py:1")
+    event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
+    stop = only(StopJob, training.tell(event))
+    assert (stop.because.count("Remedy"), stop.remedy) == (1, "")
+
+
 # -- whose error -------------------------------------------------------------------------------------------------------
 def test_the_first_error_of_a_script_is_taken_for_the_hardwares(training: Told) -> None:
     assert every(BreakGeneration, training.exits("a/1", code=1, bug="train.py:7"))

@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 
 from rackrun import launcher
+from rackrun.launch.arguments import make_parser
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -237,6 +238,12 @@ def test_help_works_and_names_both_groups_and_the_exit_codes() -> None:
     assert ran.returncode == 0
     for part in ("--nproc-per-node", "--spares", "exit codes", "default is 3"):
         assert part in ran.stdout
+
+
+def test_help_tells_words_with_commas_from_lists_of_words() -> None:
+    told = make_parser().format_help()
+    assert "{notice" not in told
+    assert "--slow-ranks WHAT" in told
 
 
 def _free_port() -> int:
