@@ -17,6 +17,7 @@ from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from rackrun.checkpoint.durable import DurableStore
 from rackrun.worker.run import Run
 from rackrun.worker.snapshot import Snapshots
 
@@ -318,16 +319,23 @@ def test_before_the_first_comparison_of_a_resumed_run_its_checkpoint_is_good(
 def test_what_was_good_when_main_was_entered_again_still_is(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal they were after step 3; then one is lost, the others enter main again, and differ before they are compared."""
+    """Equal they were after step 3; then one is lost, the others enter main again, and differ before they are compared. Whoever is to
+    take the lost one's place waits for that, and the others for the checkpoint of step 3."""
+    struck, store = tmp_path / "struck", DurableStore(tmp_path / "checkpoints", "run")
 
     def main(run: Run) -> None:
+        while run._units.waiting_spare and not struck.exists():
+            time.sleep(0.005)
         model = hsdp(run)
         optimizer = adam(model)
 
         def strike(step: int) -> None:
-            if (step, run.rank, run.generation) == (5, 2, 1):
+            while step in (1, 3) and run.generation == 1 and not struck.exists() and not store.path(step).exists():
+                time.sleep(0.005)
+            if (step, run.rank, run.generation) == (5, 2, 1) and not struck.exists():
                 flip(model, optimizer, DIES)
-            if (step, run.rank, run.generation) == (7, 1, 2):
+            if (step, run.rank, run.world_size) == (7, 1, 2) and not struck.exists():
+                struck.touch()
                 flip(model, optimizer, PARAMETER)
 
         fit(run, model, optimizer, steps=STEPS, between=strike)
