@@ -108,7 +108,7 @@ def test_a_rank_dies_while_they_compare_or_go_back(mode: str, loss: Fault, train
     """Whoever it is, and whether the comparison has come to an end or not. The liar is rank 2."""
     others = [rank for rank in range(RANKS) if rank != loss.rank]
     held_back = [
-        Fault(f"held back {rank}", JUDGING, rank=rank, step=8, after="flip 2", then="wait", until=loss.name)
+        Fault(name=f"held back {rank}", place=JUDGING, rank=rank, step=8, after="flip 2", then="wait", until=loss.name)
         for rank in others
         if mode == "ddp"
         and loss.place in (JUDGING, TELLING, TOLD)  # or one of them ends it, before the lost rank comes so far
