@@ -81,17 +81,6 @@ def is_over(told: Told, stage: str, request: int = 1) -> Sequence[Command]:
     return told.tell(TimerFired(name=name))
 
 
-def grow_back(told: Told) -> None:
-    """A person does not want to wait until growing is tried again: it has failed before."""
-    told.join("b", 2)
-    told.tell(GrowRequested(request=f"grow {len(told.answers)}"))
-    told.ready("b/0")
-    told.ready("b/1")
-    told.pause_all()
-    told.park_all()
-    told.resume_all()
-
-
 def said(commands: Sequence[Command]) -> str:
     return "\n".join(command.text for command in commands if isinstance(command, Notice))
 
