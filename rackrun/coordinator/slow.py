@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from rackrun.core.commands import BreakGeneration, Command, Plan, ResumeGeneration
 from rackrun.core.events import Event, SlowRanksChanged, WorkerReady
 from rackrun.core.ids import Position, Rank
+from rackrun.core.reshaping import fitted
 from rackrun.core.stragglers import Limits, Seat, Stragglers
 from rackrun.core.wire import UnitCommitted
 
@@ -134,8 +135,10 @@ def _rest(units: Sequence[UnitCommitted]) -> float:
 
 
 def _groups(axes: tuple[tuple[str, int], ...], size: int) -> list[int]:
-    """Of each rank: a number for its place along the axes that part the work. Ranks are row-major."""
-    if math.prod(length for _, length in axes) != size:
+    """Of each rank: a number for its place along the axes that part the work. Ranks are row-major; the world may have got smaller or larger
+    along its data axis since ``axes`` were told."""
+    axes = fitted(axes, size)
+    if not axes:
         return [0] * size
     found = []
     for rank in range(size):

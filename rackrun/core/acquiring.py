@@ -79,7 +79,7 @@ class Acquiring:
         if self._under_way(at_ms) is not None:
             return
         self._unwanted.clear()  # a provider may give the same trays again
-        missing = max(self.world.full - len(self.world.members) - len(self.rack.fit_spares()), 1)
+        missing = max(self.world.most - len(self.world.members) - len(self.rack.fit_spares()), 1)
         slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
         self._asked += 1
         one = Rented(
@@ -210,7 +210,7 @@ class Acquiring:
                 one.stage = Stage.SERVING
             if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
                 one.proved, self._failed = True, 0
-        if self.world.phase is Phase.TRAINING and self.world.size == self.world.full and not self.ending():
+        if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.ending():
             self._look_whether_needed(at_ms)
 
     # -- until it is given back ------------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ class Acquiring:
 
     def spares_short(self) -> int:
         """So many more spares would let ranks leave what is taken back; or, on trays of our own, what could be given back."""
-        if not self.rented or not allows(self.config.rules, Rung.SWAP):
+        if not self.rented or not allows(self.world.policy.rules, Rung.SWAP):
             return 0
         going = [record for one in self.rented.values() for record in self._members(one)]
         taken = [record for record in going if tray_of(record.worker.slot) in self.rack.departing]
         short = len(taken) - len(self.rack.fit_spares())
-        if self.world.size == self.world.full and self._own_suffices():
+        if self.world.size >= self.world.most and self._own_suffices():
             serving = [len(self._members(one)) for one in self.rented.values() if one.stage is Stage.SERVING]
             short = max(short, self._leaving() + max(serving, default=0) - self._own_spares(ready=False))
         return max(short, 0)
@@ -242,7 +242,7 @@ class Acquiring:
                 self._release(one, "every rank has a worker", at_ms)
             elif one.stage is not Stage.LEAVING and self._own_suffices():
                 ranks, others = len(self._members(one)), self._leaving()
-                if ranks and (not allows(self.config.rules, Rung.SWAP) or self._own_spares() < ranks + others):
+                if ranks and (not allows(self.world.policy.rules, Rung.SWAP) or self._own_spares() < ranks + others):
                     continue
                 self._say(f"{one} is given back: there are slots enough without it")
                 self._leave(one, f"{one} is given back", at_ms)
@@ -251,7 +251,7 @@ class Acquiring:
         """Slots of our own for every rank, and as many spares as there were."""
         rented = self._rented_trays()
         own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
-        return len(own) >= self.world.full + self.world.spares
+        return len(own) >= max(self.world.most, self.world.size) + self.world.spares
 
     def _members(self, one: Rented) -> list[WorkerRecord]:
         """Ranks that are there."""

@@ -131,7 +131,7 @@ class Control:
             self.admission.check_not_over()
             if event.trouble:
                 raise Refused("policy", event.trouble, "name a function that can be called.")
-            policy.change(event.policy, event.weights)
+            policy.change(event.policy, event.weights, provider=self.config.provider)
         except UsageError as error:
             self.replies.refuse(event.request, "policy", Refused("policy", error.what.rstrip("."), error.remedy))
         except Refused as refused:

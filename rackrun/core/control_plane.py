@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from rackrun.core.commands import Command, SetTimer
+from rackrun.core.commands import Command, SetTimer, StopJob
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     BatchChanged,
@@ -130,7 +130,7 @@ class ControlPlane:
         if self._job.world.phase is not Phase.STOPPED:
             self._dispatch(event)
             self._job.look(event.at_ms)
-        commands = tuple(self._out)
+        commands = _up_to_the_end(self._out)
         self._job.meter.told(commands, event.at_ms)
         self._out.clear()
         return commands
@@ -310,3 +310,9 @@ class ControlPlane:
         self._rack.check_invariants()
         self._job.world.check_invariants()
         self._job.shifting.check_invariants()
+
+
+def _up_to_the_end(commands: Sequence[Command]) -> tuple[Command, ...]:
+    """One event may bring several reasons to act: after the one that ends the job there is nobody to act on the others."""
+    end = next((at for at, command in enumerate(commands) if isinstance(command, StopJob)), len(commands))
+    return tuple(commands[: end + 1])

@@ -72,8 +72,8 @@ class Corruption:
     _heard: Generation = Generation(0)
     """All ranks tell; the first is believed."""
     _offences: dict[SlotId, int] = field(default_factory=dict)
-    _blamed: dict[Rank, tuple[SlotId, int]] = field(default_factory=dict)
-    """Where each was wrong last, and when."""
+    _blamed: dict[tuple[int, Rank], tuple[SlotId, int]] = field(default_factory=dict)
+    """Where each was wrong last, and when. In a world of another size a rank is somebody else, with other work."""
     _tried: int = 0
     """Ranks replaced because they or others were wrong."""
 
@@ -138,7 +138,7 @@ class Corruption:
             self.changed(event.at_ms)
 
     def _can_be_replaced(self, blamed: Mapping[Rank, WorkerRecord]) -> bool:
-        if not blamed or not allows(self.config.rules, Rung.SWAP):
+        if not blamed or not allows(self.world.policy.rules, Rung.SWAP):
             return False
         leaving: Collection[Rank] = [*self.world.lost(), *blamed]
         ready = [record.worker.slot for record in self.rack.ready_spares()]
@@ -147,8 +147,8 @@ class Corruption:
     def _is_no_accident(self, event: ReplicasDiffer, blamed: Mapping[Rank, WorkerRecord]) -> bool:
         for rank, record in blamed.items():
             slot = record.worker.slot
-            before = self._blamed.get(rank)
-            self._blamed[rank] = slot, event.at_ms
+            before = self._blamed.get((self.world.size, rank))
+            self._blamed[self.world.size, rank] = slot, event.at_ms
             self._offences[slot] = self._offences.get(slot, 0) + 1
             if before is not None and before[0] != slot and event.at_ms - before[1] < WITHIN_MS:
                 because = f"{named([rank])}: {_why(event)}, on {slot} as on {before[0]} before: it is not the GPU"

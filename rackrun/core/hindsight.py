@@ -179,10 +179,15 @@ class Hindsight:
         if isinstance(event, LossNotRepeated):
             if teller.rank is not None:
                 suspect_loss(event, self.rack.devices)
-        elif event.generation == self.generation and event.generation != self._differed:
+        elif event.generation == self.generation and event.generation != self._differed and not self._begins():
             self._differed = event.generation
             there = {rank: slot for rank, slot in self.seats.items() if self._holds(slot, rank)}
             suspect(event, self.rack.devices, there)
+
+    def _begins(self) -> bool:
+        """Some ranks have still to come to their first step, as far as is known: what others tell of it is not heard yet."""
+        there = [self.rack.occupants.get(slot) for slot in self.seats.values()]
+        return any(record is not None and record.alive and record.state is WorkerState.STARTING for record in there)
 
     def _holds(self, slot: SlotId, rank: Rank) -> bool:
         record = self.rack.occupants.get(slot)

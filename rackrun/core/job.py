@@ -415,7 +415,7 @@ class JobMachine:
         self.recovery.plan_again(because, at_ms)
 
     def _condemn(self, because: Mapping[SlotId, str], at_ms: int) -> None:
-        if self.world.phase is Phase.ENDING:
+        if self.world.phase in (Phase.ENDING, Phase.STOPPED):
             return  # they end anyway
         losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
         for loss in losses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rackrun.core.config import JobConfig
-from rackrun.core.policy import parse_policy, parse_weights
+from rackrun.core.policy import check_provider, parse_policy, parse_weights
 from rackrun.core.situation import Rules, Weights
 
 __all__ = ["Mandate"]
@@ -22,9 +22,11 @@ class Mandate:
     def of(cls, config: JobConfig) -> Mandate:
         return cls(config.rules, config.weights, config.policy_function)
 
-    def change(self, policy: str | None, weights: str | None) -> None:
+    def change(self, policy: str | None, weights: str | None, *, provider: str = "") -> None:
         """None: as it is. Raises `rackrun.errors.UsageError`, and changes nothing."""
         parsed = None if policy is None else parse_policy(policy)
+        if parsed is not None:
+            check_provider(parsed[0], provider)
         self.weights = self.weights if weights is None else parse_weights(weights)
         if parsed is not None:
             self.rules, self.function = parsed

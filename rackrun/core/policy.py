@@ -16,6 +16,7 @@ from rackrun.errors import UsageError
 
 __all__ = [
     "allows",
+    "check_provider",
     "choose",
     "one_line",
     "only_answer",
@@ -68,6 +69,15 @@ def parse_rules(text: str) -> Rules:
     if Rung.STOP in found:
         raise UsageError(f"--policy {text!r}: a job must be able to stop.", remedy="leave out no-stop.")
     return Rules(never=tuple(found))
+
+
+def check_provider(rules: Rules, provider: str) -> None:
+    """Raises UsageError where racks are to be asked of nobody."""
+    if Rung.ACQUIRE in rules.order and not provider:
+        raise UsageError(
+            "--policy names acquire, and there is nobody who could give a rack.",
+            remedy="give --provider, or leave acquire out.",
+        )
 
 
 def parse_weights(text: str) -> Weights:

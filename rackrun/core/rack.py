@@ -230,9 +230,10 @@ class RackMachine:
     def _as_fit(self, one: WorkerRecord, other: WorkerRecord) -> bool:
         return self.devices.fitness(one.worker.slot) is self.devices.fitness(other.worker.slot)
 
-    def seats(self, wanted: Mapping[Rank, SlotId]) -> dict[Rank, SlotId] | None:
-        """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few."""
-        left = {slot: None for slot in self.slots() if not self.withdrawn(slot)}
+    def seats(self, wanted: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
+        """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few. ``hoping``: as if
+        GPUs that are not fit now were."""
+        left = {slot: None for slot in self.slots() if self._may_begin(slot, hoping=hoping)}
         kept = {rank: slot for rank, slot in wanted.items() if slot in left and not self.quarantined(slot)}
         homeless = [rank for rank in sorted(wanted) if rank not in kept]
         free = _without(list(left), kept.values())
@@ -241,6 +242,10 @@ class RackMachine:
             return None
         kept.update(zip(homeless, healthy_first, strict=False))
         return dict(sorted(kept.items()))
+
+    def _may_begin(self, slot: SlotId, *, hoping: bool) -> bool:
+        fit = self.devices.may_be_taken(slot) or (hoping and self.devices.may_come(slot))
+        return fit and not self.withdrawn(slot)
 
     def check_invariants(self) -> None:
         incarnations = [record.worker.incarnation for record in self.occupants.values()]

@@ -292,7 +292,7 @@ class Recovery:
     def _state_plan(self, reports: Mapping[Rank, verdict.Report], committed: Position) -> StatePlan | None:
         world = self.world
         if world.old is not None:
-            return world.old.state(world.members, self.rack)
+            return world.old.state(world.members, self.rack, trusted=world.trusted)
         return verdict.state_plan(
             reports=reports,
             kept=self.snapshots.by_rank(),
@@ -403,7 +403,7 @@ class Recovery:
                 self._resized = f"{slots} {verb}, {self.world.size} of {self.world.full} ranks"
                 self.resizing.growth.joined([record.worker for record in joining], prospect.committed)
                 prospect = self._planned_anew(prospect)
-            elif self.growing and not self._losses:
+            elif self.growing and not self._losses and self.world.trusted is None:
                 why = "there is no state that newcomers could have" if joining else "nobody was ready any more"
                 self.resizing.growth.came_to_nothing(why, at_ms)
             self._resume(prospect, chosen, at_ms)
@@ -412,7 +412,8 @@ class Recovery:
         """Nobody is lost: who is to go is let go, if the others have all state."""
         if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
             self.leaving = ()
-            self.ladder.shrink_refused(why)
+            if self.world.trusted is None:  # else all go back first, and it is looked at again
+                self.ladder.shrink_refused(why)
             self.decide(at_ms)
         else:
             self._shrink(prospect, at_ms)

@@ -37,10 +37,15 @@ class OldWorld:
     _damaged: dict[tuple[str, Step], None] = field(default_factory=dict)
 
     def state(
-        self, members: Mapping[Rank, WorkerRecord], rack: RackMachine, going: Collection[Worker] = ()
+        self,
+        members: Mapping[Rank, WorkerRecord],
+        rack: RackMachine,
+        going: Collection[Worker] = (),
+        *,
+        trusted: Position | None = None,
     ) -> StatePlan | None:
         """Where the state of each of its ranks is to be had; ``rollback`` is the step. None: some of it is nowhere. ``members``: of
-        the world now, all parked. Those that are ``going`` seal nothing more."""
+        the world now, all parked. Those that are ``going`` seal nothing more. ``trusted``: as of `verdict.state_plan`."""
         reports = {}
         for record in members.values():
             rank = self.ranks.get(record.worker)
@@ -49,12 +54,20 @@ class OldWorld:
                 has = self._sealed(record) if record.worker in going else self._has(record)
                 reports[rank] = Report(snapshots=tuple(step for step in has if (where, step) not in self._damaged))
         kept = self._kept()
-        plans = [self._state(reports, kept), self._state(reports, self._of_replicas(kept))]
+        plans = [self._state(reports, of, trusted) for of in (kept, self._of_replicas(kept))]
         return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rollback or 0, default=None)
 
-    def _state(self, reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]]) -> StatePlan | None:
+    def _state(
+        self, reports: Mapping[Rank, Report], kept: Mapping[Rank, Sequence[Kept]], trusted: Position | None
+    ) -> StatePlan | None:
         return verdict.state_plan(
-            reports=reports, kept=kept, classes=self.classes, world_size=self.size, upto=self.committed, torn=True
+            reports=reports,
+            kept=kept,
+            classes=self.classes,
+            world_size=self.size,
+            upto=self.committed,
+            torn=True,
+            trusted=trusted,
         )
 
     def _has(self, record: WorkerRecord) -> tuple[Step, ...]:

@@ -163,7 +163,7 @@ class Resizing:
             self._reshape(self._in_a_row(world.size))
             return True
         old = world.old or self._as_it_was(committed, gate)
-        if old.state(world.members, self.rack) is None:
+        if old.state(world.members, self.rack, trusted=world.trusted) is None:
             return False
         axes = self._axes()
         at = reshaping.data_axis(axes)

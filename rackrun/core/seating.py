@@ -189,7 +189,7 @@ class Seating:
     def again(self, seats: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
         """A slot for every rank of a new start: its own where that lives; None if there are too few. ``hoping``: as in `first`."""
         if self.board is None:
-            return self.rack.seats(seats)
+            return self.rack.seats(seats, hoping=hoping)
         health = self._health(hoping=hoping)
         usable = [slot for slot in self.rack.slots() if health.get(slot) is not Fitness.BAD]
         try:

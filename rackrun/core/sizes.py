@@ -131,6 +131,9 @@ class Sizes:
         return coming if coming >= (self.resizing.replica() or 1) else 0
 
     def _check_may_change(self) -> None:
+        world = self.world
+        if world.phase in (Phase.FORMING, Phase.SETUP, Phase.RESTARTING) or not world.members:
+            raise Refused("early", "it is not known yet which ranks come and go together", "ask again when all train.")
         if not self.config.min_ranks:
             raise Refused("size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks.")
         if fixed := next((one.fixed for _, one in sorted(self.world.members.items()) if one.fixed), ""):

@@ -71,9 +71,10 @@ class Slowness:
                 del self._sent[rank]
 
     def _choose(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
-        """The one that costs most."""
+        """The one that costs most; who has left its slot since is not known to be slow."""
         waits = any(self.devices.on_probation(slot) for slot in seats.values())
-        for one in sorted(self._slow.values(), key=lambda one: (-one.times, one.rank)):
+        there = [one for one in self._slow.values() if seats.get(one.rank) == one.slot]
+        for one in sorted(there, key=lambda one: (-one.times, one.rank)):
             if self.devices.on_probation(seats[one.rank]):
                 continue
             why = self._against(one, at_ms)

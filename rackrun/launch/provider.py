@@ -6,7 +6,8 @@ import msgspec
 
 from rackrun.coordinator.local_racks import local
 from rackrun.coordinator.provider_host import check
-from rackrun.core.situation import Rules, Rung
+from rackrun.core.policy import check_provider
+from rackrun.core.situation import Rules
 from rackrun.errors import UsageError
 
 __all__ = ["TIMEOUT_S", "Provider", "provider"]
@@ -27,11 +28,7 @@ def provider(what: str, timeout_s: float | None, rules: Rules) -> Provider:
     if not what:
         if timeout_s is not None:
             raise UsageError("--acquire-timeout is given without --provider.", remedy="say who is to give racks.")
-        if Rung.ACQUIRE in rules.order:
-            raise UsageError(
-                "--policy names acquire, and there is nobody who could give a rack.",
-                remedy="give --provider, or leave acquire out.",
-            )
+        check_provider(rules, what)
         return Provider()
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     if not 0 < timeout_s < 1e7:

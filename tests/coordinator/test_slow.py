@@ -133,6 +133,14 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other(watched: Watched)
     assert watched.slow == [[1]]
 
 
+def test_nor_are_they_after_the_world_has_got_smaller(watched: Watched) -> None:
+    axes = (("pp", 2), ("dp", 3))
+    watched.watch.heard(WorkerReady(slot=SlotId("a/0"), incarnation=Incarnation(1), mesh=axes))
+    watched.resume(plan(2, *FOUR.members))
+    watched.steps(2 * ENOUGH, 0.3, 0.3, 0.9, 0.9)
+    assert not watched.changed
+
+
 def test_between_two_generations_nothing_is_judged(watched: Watched) -> None:
     watched.steps(ENOUGH - 1, 0.5, 0.5, 0.9, 0.5)
     watched.watch.told(BreakGeneration(generation=Generation(2), workers=(), because="test"))

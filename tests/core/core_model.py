@@ -36,6 +36,7 @@ from rackrun.core.commands import (
 )
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
+from rackrun.core.dealing import sharing
 from rackrun.core.events import (
     Event,
     Failure,
@@ -56,6 +57,7 @@ from rackrun.core.events import (
     WorkerStalled,
 )
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
+from rackrun.core.rented import Stage
 from rackrun.worker.deals import Deals
 
 Chain = tuple[tuple[int, int], ...]
@@ -173,6 +175,7 @@ class Cluster:
         commands = self.core.handle(event)
         self.log.append(f"{event} -> {commands}")
         self.core.check_invariants()
+        self._check_racks()
         for number, command in enumerate(commands):
             assert self.stopped is None, f"after the end: {command}"
             self._carry_out(command)
@@ -206,6 +209,8 @@ class Cluster:
             case RequestRack():
                 assert command.request not in self.wanted, "asked twice"
                 assert command.trays > 0 < command.slots
+                most, there = self.core.view().most, len(self.core._job.world.members)
+                assert command.trays <= max(most - there, 1), "more than is missing"
                 self.wanted[command.request] = command
                 self.asked += 1
             case ReleaseRack():
@@ -244,6 +249,13 @@ class Cluster:
             if process is not None and process.alive:
                 process.down.append(command)
 
+    def _check_racks(self) -> None:
+        """Nobody pays for what nobody needs."""
+        view, racks = self.core.view(), self.core._job.acquiring
+        if view.phase == "training" and view.world_size >= view.most and not racks.ending():
+            waits = [one for one in racks.rented.values() if one.stage in (Stage.ASKED, Stage.DELIVERED)]
+            assert not waits, "a rack is waited for, and every rank that is wanted has a worker"
+
     def _check_plan(self, command: ResumeGeneration) -> None:
         plan = command.plan
         before = self.plans[max(self.plans)].members if self.plans else ()
@@ -262,6 +274,8 @@ class Cluster:
             self.reshards += 1
             assert not plan.restores
             assert all(plan.reshard.images)
+            trusted = self.core._job.world.trusted
+            assert trusted is None or plan.committed <= trusted, "shards are cut of a state that is not to be trusted"
             return
         trusted = self.core._job.world.trusted
         if trusted is not None and plan.committed > trusted:
@@ -478,7 +492,8 @@ class Cluster:
         shares = self.shares.setdefault(unit, process.deals.shares)
         assert shares == process.deals.shares, "two deals in one unit"
         if shares:
-            assert (len(shares), sum(shares)) == (self.plans[process.generation].world_size, SHARDS)
+            places = sharing(self.core_config.mesh, self.plans[process.generation].world_size)
+            assert (len(shares), sum(shares)) == (len(places), SHARDS)
             assert min(shares) > 0
         self.heard[unit] = self.heard.get(unit, 0) + process.deals.heard_next
 

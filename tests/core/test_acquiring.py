@@ -14,6 +14,7 @@ from rackrun.core.commands import (
     Command,
     Decided,
     DismissTray,
+    FenceWorker,
     Notice,
     PauseWorkers,
     ReleaseRack,
@@ -23,7 +24,16 @@ from rackrun.core.commands import (
     StartWorker,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import PolicyAnswered, RackDelivered, RackPreempted, RackRefused, TimerFired
+from rackrun.core.events import (
+    GrowRequested,
+    PolicyAnswered,
+    PolicyRequested,
+    RackDelivered,
+    RackPreempted,
+    RackRefused,
+    ShrinkRequested,
+    TimerFired,
+)
 from rackrun.core.health import Health
 from rackrun.core.ids import TrayId
 from rackrun.core.policy import parse_rules
@@ -514,3 +524,55 @@ def test_a_function_that_asks_for_what_cannot_be_is_told_why_and_the_default_dec
     commands = answered(told, Decision(rung=Rung.ACQUIRE, meanwhile=meanwhile))
     assert f"the policy mine:choose asks for what cannot be: {why}; the default decides" in said(commands)
     assert only(Decided, commands).decision.by == "default"
+
+
+# -- together with what a person wants -----------------------------------------------------------------------------------
+def one_slot_each(trays: str, rules: str = "swap,acquire-wait,shrink") -> Told:
+    config = JobConfig(
+        trays_min=len(trays), trays_max=len(trays), spares=0, min_ranks=1, provider="local", rules=parse_rules(rules)
+    )
+    told = Told(config)
+    told.resizes = "in place"
+    for tray in trays:
+        told.join(tray, 1)
+    told.train()
+    return told
+
+
+def shrink(told: Told, to: int) -> Sequence[Command]:
+    out = list(told.tell(ShrinkRequested(request=f"to {to}", to=to, steps=9)))
+    if every(PauseWorkers, out):
+        out += told.pause_all()
+        out += told.park_all()
+        for slot in [fenced.slot for fenced in every(FenceWorker, out)]:
+            told.exits(slot)
+        out += told.resume_all()
+    return out
+
+
+def test_no_more_racks_are_asked_for_than_a_person_wants_ranks() -> None:
+    told = one_slot_each("abcd")
+    shrink(told, to=2)
+    for tray in "dc":
+        told.tray_lost(tray)
+    assert only(RequestRack, lose(told)).trays == 1, "two ranks are wanted, and one lives"
+
+
+def test_a_rack_that_comes_to_a_world_that_is_to_stay_small_is_not_waited_for() -> None:
+    told = begun("acquire-train,shrink")
+    assert every(RequestRack, lose(told))
+    told.resume_all()
+    assert told.view.world_size == 2
+    assert only(ReleaseRack, shrink(told, to=2)).request == 1
+    assert not every(RequestRack, told.tell(GrowRequested(request="back", to=0))), "only the next failure asks again"
+
+
+def test_a_rack_is_kept_by_a_policy_that_has_come_to_forbid_swaps() -> None:
+    told = begun("swap,acquire-wait")
+    lose(told)
+    serve(told)
+    assert told.view.world_size == 4
+    told.tell(PolicyRequested(request="p", policy="no-swap"))
+    started = told.join("b", 2)
+    assert not every(StartWorker, started), "nobody could go over to them"
+    assert not every(ReleaseRack, told.answers)

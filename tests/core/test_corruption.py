@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.core.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
 from rackrun.core.config import JobConfig
 from rackrun.core.corruption import OFFENCES_MAX, WITHIN_MS
-from rackrun.core.events import LossNotRepeated, ReplicasDiffer
+from rackrun.core.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, TrayId
+from rackrun.core.policy import parse_rules
 
 
 @pytest.fixture
@@ -20,8 +21,9 @@ def job() -> Told:
     return trained("abc", spares=2)
 
 
-def trained(trays: str, spares: int) -> Told:
-    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares))
+def trained(trays: str, spares: int, min_ranks: int = 0) -> Told:
+    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, min_ranks=min_ranks))
+    told.resizes = "in place" if min_ranks else ""
     for tray in trays:
         told.join(tray, 2)
     told.train()
@@ -103,6 +105,15 @@ def test_without_a_spare_it_stays_and_takes_the_state_of_another() -> None:
     plan = plan_in(told.park_all(passed=7))
     assert [(restore.rank, restore.sources) for restore in plan.restores] == [(2, (0, 1, 3))]
     assert [member.rank for member in plan.members if member.fresh] == [2]
+
+
+def test_a_policy_that_has_come_to_forbid_swaps_forbids_this_one_too(job: Told) -> None:
+    job.tell(PolicyRequested(request="p", policy="no-swap"))
+    assert not every(FenceWorker, differ(job, 2))
+    job.tell(PolicyRequested(request="p", policy="cheapest"))
+    job.park_all(passed=7, snapshots=(3,))
+    job.resume_all()
+    assert gone(job, differ(job, 1)) == ["a/1"]
 
 
 def test_it_leaves_as_soon_as_a_better_slot_has_a_spare(job: Told) -> None:
@@ -223,6 +234,21 @@ def test_a_long_time_later_it_is_not(job: Told) -> None:
     assert gone(job, differ(job, 2, good=11, at=16))
 
 
+def test_in_a_world_of_another_size_the_same_number_is_another_rank() -> None:
+    told = trained("abc", spares=2, min_ranks=1)
+    gone(told, differ(told, 2))
+    told.park_all(passed=7, snapshots=(3, 7))
+    told.resume_all()
+    told.tell(ShrinkRequested(request="s", ranks=(Rank(2),), steps=9))
+    told.pause_all()
+    gone(told, told.park_all(passed=9))
+    told.resume_all()
+    assert told.view.ranks[2].slot == "b/1", "it was rank 3"
+    for spare in told.view.spares:
+        told.ready(spare.slot)
+    assert gone(told, differ(told, 2, good=11, at=16)) == ["b/1"]
+
+
 def test_a_gpu_that_is_wrong_again_and_again_and_cannot_be_left_ends_the_job() -> None:
     told = trained("ab", spares=0)
     for _ in range(OFFENCES_MAX - 1):
@@ -270,3 +296,39 @@ def test_of_a_tray_that_was_lost_nothing_is_remembered(job: Told) -> None:
     once(job, "b/0")
     job.core._rack.devices.forget(TrayId("b"))
     assert len(once(job, "b/0")) == 1
+
+
+# -- where all enter main again -------------------------------------------------------------------------------------------
+def test_a_lie_that_is_found_before_all_are_known_to_have_entered_main_again_counts_for_the_old_world_too() -> None:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, min_ranks=1, rules=parse_rules("shrink,stop")))
+    told.resizes = "entering main again"
+    for tray in "ab":
+        told.join(tray, 2)
+    told.train("pair")
+    told.exits("b/1", snapshots=(3, 7))
+    plan = plan_in(told.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.world_size, plan.committed) == (3, Position(7))
+    told.resumes("a/0")
+    told.resumes("a/1")
+    differ(told, good=3)  # at the first gate; that b/0 is there too has not been heard yet
+    told.timer("gather")
+    for slot in ("a/0", "a/1"):
+        told.parks(slot, 7, snapshots=(3, 7), layout=0)
+    plan = plan_in(told.parks("b/0", 7, snapshots=(3, 7), layout=0))
+    assert plan.reshard is not None
+    assert plan.committed == Position(3), "what was there after step 7 is not to be trusted"
+
+
+# -- while a person's shrink is under way ---------------------------------------------------------------------------------
+def test_a_lie_while_all_park_for_a_shrink_comes_first_and_the_shrink_goes_on() -> None:
+    told = trained("ab", spares=0, min_ranks=1)
+    told.tell(ShrinkRequested(request="s", to=3, steps=9))
+    out = list(told.pause_all())
+    assert only(BreakGeneration, out)
+    out += differ(told, 2, of=told.view.generation - 1)
+    out += told.park_all(passed=7, snapshots=(3,))
+    plan = plan_in(out)
+    assert (plan.rollback, plan.world_size) == (3, 4)
+    out += told.resume_all()
+    assert [answer.outcome for answer in every(Answer, out)] == []
+    assert only(PauseWorkers, out[-3:]).because == "rank 2 will leave (rackctl shrink)"

@@ -530,6 +530,7 @@ def test_what_cannot_be_a_policy_changes_nothing() -> None:
     for out in (
         change(told, "swop"),
         change(told, "swap,swap"),
+        change(told, "swap,acquire"),  # of whom? there is no provider
         change(told, "a:b,c:d"),
         change(told, "stop", "cost=-1"),
         change(told, "theirs:choose", trouble="the policy theirs:choose cannot be loaded"),

@@ -116,6 +116,18 @@ def test_a_lost_tray_of_a_plain_job_is_replaced_from_the_spare_slots(rack: Told)
     assert stop.because == "ranks 2, 3 lost (b lost: lease lapsed); 4 ranks need a slot, 3 are left on 1 trays"
 
 
+def test_no_rank_begins_again_on_a_gpu_that_may_not_be_used_and_it_is_waited_for() -> None:
+    told = Told(config(trays_min=2, trays_max=2, spares=1))
+    for tray in ("a", "b"):
+        told.join(tray, 2)
+    told.checks("b/1", "its driver does not answer")
+    told.checks("a/0", "its memory is bad")
+    told.exits("a/0")
+    told.exits("b/0")
+    assert not every(StartWorker, told.exits("a/1")), "two slots are fit, and three ranks"
+    assert {start.slot for start in every(StartWorker, told.checks("b/1"))} == {"a/1", "b/0", "b/1"}
+
+
 def test_ranks_keep_their_slots_over_a_restart_where_these_live() -> None:
     told = Told(config(trays_min=3, trays_max=3, spares=2))
     for tray in ("a", "b", "c"):

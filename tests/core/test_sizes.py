@@ -250,6 +250,21 @@ def test_a_world_that_cannot_change_is_refused_with_the_reason() -> None:
     assert refused(told.grow())[0] == "over"
 
 
+def test_while_the_world_begins_again_nobody_knows_who_comes_and_goes_together() -> None:
+    told = pairs(start_over=True)
+    for rank in (0, 2, 4):
+        told.exits(f"a/{rank}")
+    told.park_all()
+    assert told.view.phase == "restarting"
+    assert refused(told.shrink(to=3))[0] == "early"
+    for rank in (1, 3, 5):
+        told.exits(f"a/{rank}", signal=9)
+    assert told.view.phase == "setup"
+    assert refused(told.shrink(to=3))[0] == refused(told.grow())[0] == "early"
+    told.train("pair")
+    assert refused(told.shrink(to=3))[0] == "size"
+
+
 def test_a_plain_script_is_refused() -> None:
     told = Sized(JobConfig(trays_min=1, trays_max=1, spares=0, min_ranks=1))
     told.join("a", 2)

@@ -10,17 +10,26 @@ from core_told import Told, every, only, plan_in, slow_rank
 
 from rackrun.core.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
 from rackrun.core.config import JobConfig
-from rackrun.core.events import BreakerClosed, ReturnRequested, SlowRanksChanged
+from rackrun.core.events import BreakerClosed, ReturnRequested, ShrinkRequested, SlowRanksChanged
 from rackrun.core.health import Health
 from rackrun.core.ids import Generation, Position
 from rackrun.core.slowness import SWAPS_MAX, WITHIN_MS
 
 
 def trained(
-    slow_ranks: Literal["notice", "swap", "off"], *, clique: str = "x", trays: str = "abcde", spares: int = 4
+    slow_ranks: Literal["notice", "swap", "off"],
+    *,
+    clique: str = "x",
+    trays: str = "abcde",
+    spares: int = 4,
+    min_ranks: int = 0,
 ) -> Told:
     """Trays of two slots, the last of them spares; without ``clique`` nobody tells of GPUs."""
-    told = Told(JobConfig(trays_min=len(trays), trays_max=len(trays), spares=spares, slow_ranks=slow_ranks))
+    config = JobConfig(
+        trays_min=len(trays), trays_max=len(trays), spares=spares, slow_ranks=slow_ranks, min_ranks=min_ranks
+    )
+    told = Told(config)
+    told.resizes = "in place" if min_ranks else ""
     for tray in trays:
         told.join(tray, 2, clique=clique)
     told.train()
@@ -162,6 +171,19 @@ def test_after_some_swaps_nothing_more_goes_until_a_person_has_looked() -> None:
     assert not every(PauseWorkers, answers)
     assert "until a person has looked" in texts(answers)[-1]
     assert list(swapped(told, told.tell(BreakerClosed()))) == [5]
+
+
+def test_who_was_slow_and_is_no_rank_of_a_smaller_world_is_not_looked_for() -> None:
+    told = trained("swap", trays="abcdefgh", spares=8, min_ranks=1)
+    for rank in range(SWAPS_MAX):
+        swapped(told, told.are_slow(rank))
+    told.are_slow(7)
+    told.tell(ShrinkRequested(request="s", to=4, steps=9))
+    told.pause_all()
+    told.park_all(passed=9)
+    told.resume_all()
+    assert told.view.world_size == 4
+    assert not every(PauseWorkers, told.tell(BreakerClosed()))
 
 
 def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_swap_comes_after(job: Told) -> None:

@@ -34,7 +34,7 @@ from rackrun.core.events import (
     SwapRequested,
 )
 from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, TrayId, slot_id, tray_of
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
 from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
@@ -391,7 +391,8 @@ def lie(cluster: Cluster, rng: random.Random) -> None:
     one = rng.choice(at_gate)
     ranks = [member.rank for member in cluster.plans[newest].members]
     culprits = tuple(rng.sample(ranks, min(rng.choice([0, 1, 1, 1, 2]), len(ranks))))
-    kept = [step for step in cluster.arenas.get((one.slot, one.incarnation), {}) if step <= one.passed]
+    arena = [Step(named) for named in cluster.arenas.get((one.slot, one.incarnation), {})]
+    kept = [step for step in steps_in(Generation(one.layout), arena) if step <= one.passed]
     one.paused = True
     one.up.append(
         ReplicasDiffer(

@@ -358,3 +358,13 @@ def test_a_pause_that_no_rank_has_heard_before_its_end_costs_nobody(one_clique: 
     for slot in one_clique.members[:-1]:
         one_clique.finishes(slot)
     assert not one_clique.timer("pause"), "the last one writes its model"
+
+
+def test_after_the_end_nothing_more_is_said_of_the_hardware() -> None:
+    """The first verdict that was held back ends the job, whose ranks have not computed a step; the second is of no use any more."""
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, max_restarts=0))
+    told.join("a", 1, clique="x")
+    told.join("b", 1, clique="x")
+    told.judges("a/0", Health.FABRIC, fabric=True)
+    told.judges("b/0", Health.FABRIC, fabric=True)
+    assert isinstance(told.tell(BreakerClosed())[-1], StopJob)
