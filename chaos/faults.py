@@ -114,7 +114,7 @@ class ExhaustMemory(_Fault, frozen=True, kw_only=True, tag="exhaust_memory"):
 
 
 class CrashAt(_Fault, frozen=True, kw_only=True, tag="crash_at"):
-    """It exits in the code, the ``nth`` time that it comes to the named point (`rackrun.chaos.points`)."""
+    """It exits in the code, the ``nth`` time that it comes to the named point (`rackrun.chaos.points`), or, if that has been, the next."""
 
     family = Family.PROCESS
     strikes = (*_WORKERS, Subjects.AGENT, Subjects.COORDINATOR)
