@@ -14,8 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults import CrashAt, Fault, FlipBit, HoldGil, Kill, Pause, Preempt, Raise, Slow, Subjects
-from rackrun.chaos.plan import AtStep, Inject, Par, Part, Plan, Seq, read_plan
+from rackrun.chaos.faults import (
+    CrashAt,
+    DelayCollective,
+    Fault,
+    FlipBit,
+    HoldGil,
+    Kill,
+    Pause,
+    Preempt,
+    Raise,
+    Slow,
+    Subjects,
+)
+from rackrun.chaos.plan import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
 from rackrun.chaos.processes import marked
 from rackrun.chaos.run import Summary, run_plan, run_reference
 from rackrun.chaos.targets import Exactly, Last, NeighbourOf, One, Target
@@ -31,8 +43,8 @@ RANK = One(Subjects.RANK)
 OPTIONS = ("--nproc-per-node", "3", "--spares", "1")
 
 
-def tiny(*options: str, strikes: int = 1) -> list[str]:
-    return [*(options or OPTIONS), str(SCRIPT), str(STEPS), str(HOLD), "{out}", str(strikes)]
+def tiny(*options: str, hold: int = HOLD, strikes: int = 1) -> list[str]:
+    return [*(options or OPTIONS), str(SCRIPT), str(STEPS), str(hold), "{out}", str(strikes)]
 
 
 def at_hold(fault: Fault, target: Target = RANK) -> Inject:
@@ -100,15 +112,41 @@ def test_a_strike_without_a_target_makes_the_run_unknown(strike: Callable[..., S
     assert verdicts(summary) == {"strikes": None}
 
 
+EACH: dict[str, tuple[Fault, Subjects]] = {
+    "a rank has a segmentation fault": (Kill(signal="SEGV"), Subjects.RANK),
+    "a rank raises": (Raise(), Subjects.RANK),
+    "a rank crashes in a gate": (CrashAt(point="gate.before"), Subjects.RANK),
+    "a rank stands still": (Pause(for_s=2.0), Subjects.RANK),
+    "a rank holds the GIL": (HoldGil(for_s=0.5), Subjects.RANK),
+    "a rank is late": (DelayCollective(for_s=0.5), Subjects.RANK),
+    "a rank is slow": (Slow(for_s=1.0), Subjects.RANK),
+    "an agent is killed": (Kill(), Subjects.AGENT),
+    "a tray stands still": (Pause(for_s=2.0), Subjects.TRAY),
+    "a tray is preempted": (Preempt(notice_s=0.0), Subjects.TRAY),
+    "the coordinator stands still": (Pause(for_s=2.0), Subjects.COORDINATOR),
+}
+
+
 @pytest.mark.stories
-@pytest.mark.parametrize(
-    "fault", [Kill(signal="SEGV"), Pause(for_s=2.0), HoldGil(for_s=0.5), Slow(for_s=1.0), Preempt(notice_s=0.0)]
-)
-def test_each_fault_is_survived(fault: Fault, tmp_path: Path) -> None:
-    tray = isinstance(fault, Preempt)
-    options = ("--trays", "3", "--nproc-per-node", "1", "--spares", "1") if tray else OPTIONS
-    part = at_hold(fault, One(Subjects.TRAY) if tray else RANK)
-    assert run_plan(Plan(plan=part), tiny(*options), out=tmp_path / "out").holds is True
+@pytest.mark.parametrize("name", EACH)
+def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
+    fault, kind = EACH[name]
+    trays = (
+        ("--trays", "3", "--nproc-per-node", "1", "--spares", "1") if kind in (Subjects.AGENT, Subjects.TRAY) else ()
+    )
+    summary = run_plan(Plan(plan=at_hold(fault, One(kind))), tiny(*trays), out=tmp_path / "out")
+    print(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode(), file=sys.stderr)
+    print((tmp_path / "out" / "faulted" / "stderr.txt").read_text(), file=sys.stderr)
+    assert summary.holds is True
+
+
+@pytest.mark.stories
+def test_the_record_of_a_run_strikes_the_same_again(strike: Callable[..., Summary], tmp_path: Path) -> None:
+    first = strike(at_hold(Kill()))
+    record = read_plan(tmp_path / "out" / "resolved.json")
+    again = run_plan(record, tiny(), out=tmp_path / "again")
+    assert again.holds is True
+    assert [one.whom for one in again.strikes] == [one.whom for one in first.strikes]
 
 
 @pytest.mark.stories
@@ -203,6 +241,28 @@ def test_the_folder_of_an_earlier_run_is_not_used_again(reference: Path) -> None
         run_plan(Plan(plan=at_hold(Kill())), tiny(), out=reference)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_plans_can_be_read(path: Path) -> None:
-    assert read_plan(path).name
+# -- the plans that are shipped
+SHIPPED = {
+    "rank_killed": ("--nproc-per-node", "3", "--spares", "1"),
+    "spare_killed": ("--nproc-per-node", "4", "--spares", "2"),
+    "tray_lost": ("--trays", "3", "--nproc-per-node", "2", "--spares", "2"),
+    "hang": ("--nproc-per-node", "3", "--spares", "1"),
+    "kill_in_recovery": ("--nproc-per-node", "4", "--spares", "2"),
+}
+
+
+def test_every_shipped_plan_is_known_here_and_names_itself() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == SHIPPED.keys()
+    assert all(read_plan(EXAMPLES / f"{name}.yaml").name for name in SHIPPED)
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_plan_is_survived(name: str, tmp_path: Path) -> None:
+    plan = read_plan(EXAMPLES / f"{name}.yaml")
+    strikes = sum(isinstance(part, Inject) for part in parts_of(plan.plan))
+    summary = run_plan(plan, tiny(*SHIPPED[name], hold=7, strikes=strikes), out=tmp_path / "out")
+    print(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode(), file=sys.stderr)
+    print((tmp_path / "out" / "faulted" / "stderr.txt").read_text(), file=sys.stderr)
+    assert summary.holds is True
+    assert len(summary.strikes) == strikes
