@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 import signal
 import subprocess
@@ -36,6 +38,7 @@ from rackrun.chaos.injectors.signals import Killed, Paused, Preempted
 from rackrun.chaos.injectors.slow import ByQuota, ByTurns, quota_here
 from rackrun.chaos.inside import _Hooks
 from rackrun.chaos.plan import AtPoint, Inject, Plan
+from rackrun.chaos.points import FUNCTIONS
 from rackrun.chaos.processes import Process
 from rackrun.chaos.targets import One
 from rackrun.chaos.undo import UndoLog
@@ -196,6 +199,12 @@ def test_visits_of_a_point_are_counted_over_all_processes(inside: Path) -> None:
     for hooks in (_Hooks(inside), _Hooks(inside)):
         hooks.at_point("gate.before")
     assert (inside / "points" / "gate.before").stat().st_size == 2
+
+
+@pytest.mark.parametrize("path", FUNCTIONS.values())
+def test_every_point_is_beside_a_function_that_there_is(path: str) -> None:
+    module, _, name = path.partition(".")
+    assert callable(operator.attrgetter(name)(importlib.import_module(f"rackrun.worker.{module}")))
 
 
 def test_who_dies_before_it_comes_to_it_has_not_been_struck(
