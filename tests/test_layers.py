@@ -133,6 +133,14 @@ def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
     assert (violation(Import(importer, imported, "x.py:1")) is None) == allowed
 
 
+def test_rackctl_alone_looks_chaos_up_by_its_name() -> None:
+    """An import that no import statement shows."""
+    named = [
+        module for module, path in ALL if '"rackrun.chaos' in path.read_text() and unit_of(module) != "rackrun.chaos"
+    ]
+    assert named == ["rackrun.ctl.chaos"]
+
+
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:
     bare = {"topology", "checkpoint", "chaos"}
     for _, path in ALL:

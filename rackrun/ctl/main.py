@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rackrun.coordinator.report import read_report
 from rackrun.ctl.asking import Run, ask, running
+from rackrun.ctl.chaos import WithChaos
 from rackrun.ctl.ckpt import ckpt
 from rackrun.ctl.control import add_control
 from rackrun.ctl.render import render_report, render_result, render_status
@@ -23,6 +24,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="rackctl",
+    cls=WithChaos,
     help="Look at a run of rackrun, stop it, look after its checkpoints, and at the rack.",
     no_args_is_help=True,
     add_completion=False,

@@ -1,0 +1,33 @@
+"""Who says whether a run was right: each looks at one thing, and says *true*, *false*, or that it cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from rackrun.chaos.evidence import Evidence, Verdict
+from rackrun.chaos.oracles import ending, leftovers, losses, samples, strikes, time, weights
+
+__all__ = ["ORACLES", "judge", "overall"]
+
+ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
+    "losses": losses.judge,
+    "samples": samples.judge,
+    "weights": weights.judge,
+    "ending": ending.judge,
+    "time": time.judge,
+    "leftovers": leftovers.judge,
+    "strikes": strikes.judge,
+}
+
+
+def judge(evidence: Evidence) -> list[Verdict]:
+    return [msgspec.structs.replace(of(evidence), oracle=name) for name, of in ORACLES.items()]
+
+
+def overall(verdicts: list[Verdict]) -> bool | None:
+    """One that is wrong is enough; none may be unknown."""
+    if any(verdict.holds is False for verdict in verdicts):
+        return False
+    return None if any(verdict.holds is None for verdict in verdicts) else True

@@ -1,0 +1,23 @@
+"""It ended as the plan expects: well, or with a reason and a remedy."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence import Evidence, Verdict
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    code, result = evidence.ended.exit_code, evidence.trace.result
+    if code is None:
+        return Verdict(holds=False, because="it did not end")
+    said = f"exit code {code}" + (f": {result.because}" if result is not None and result.because else "")
+    if evidence.plan.expect == "survives":
+        return Verdict(holds=code == 0, because=said)
+    if code == 0:
+        return Verdict(holds=False, because=f"{said}; it was to stop")
+    if code < 0 and evidence.killed_coordinator:
+        return Verdict(holds=True, because=f"{said}; the plan killed whoever could have said more")
+    if result is None or not result.because or not result.remedy:
+        return Verdict(holds=False, because=f"{said}; it does not say why, and what to do")
+    return Verdict(holds=True, because=said)

@@ -1,0 +1,14 @@
+"""No process of the job outlives it; with them go its ports, its memory and its locks."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence import Evidence, Verdict
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    if evidence.ended.exit_code is None:
+        return Verdict(holds=None, because="it was killed, with all that it had started")
+    left = evidence.ended.left
+    return Verdict(holds=not left, because="; ".join(left) or "no process")

@@ -1,0 +1,24 @@
+"""Every strike of the plan was done, and has taken effect: else the run proves nothing."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence import Evidence, Verdict
+from rackrun.chaos.faults import name_of
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    missing = list(evidence.nobody)
+    for record in evidence.records:
+        if not record.took:
+            whom = ", ".join(map(str, record.strike.subjects))
+            why = record.detail or "nobody knows: the job ended first"
+            missing.append(
+                f"{name_of(record.strike.fault)} of {whom} after step {record.step} did not take effect: {why}"
+            )
+    if evidence.undone:
+        missing.append(evidence.undone)
+    if missing:
+        return Verdict(holds=None, because="; ".join(missing))
+    return Verdict(holds=True, because=f"{len(evidence.records)} of {len(evidence.records)}")

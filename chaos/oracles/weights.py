@@ -1,0 +1,24 @@
+"""At its end every rank held what it holds without faults: parameters, buffers, optimizers, schedulers, bit for bit."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence import Evidence, Verdict
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    if evidence.plan.expect == "stops":
+        return Verdict(holds=True, because="it was to stop: there are none")
+    mine, theirs = evidence.trace.held, evidence.reference.held
+    if not theirs:
+        return Verdict(holds=None, because="no rank of the run without faults came to its end")
+    if mine.keys() != theirs.keys():
+        missing = ", ".join(sorted(theirs.keys() - mine.keys(), key=int)) or "none"
+        return Verdict(
+            holds=None, because=f"{len(mine)} ranks at the end, {len(theirs)} without faults; missing: {missing}"
+        )
+    other = sorted((rank for rank in mine if mine[rank] != theirs[rank]), key=int)
+    if other:
+        return Verdict(holds=False, because=f"rank {', '.join(other)} held something else")
+    return Verdict(holds=True, because=f"{len(mine)} ranks, bit for bit")

@@ -1,0 +1,92 @@
+"""Processes by number and start: a number alone may be another's by the time it gets a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Process", "kill_marked", "marked", "wait_gone"]
+
+
+class Process(msgspec.Struct, frozen=True):
+    pid: int
+    started: int
+    """In clock ticks since the machine started."""
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """None: there is no such process."""
+        stat = _stat(pid)
+        return cls(pid, int(stat[19])) if stat is not None else None
+
+    @property
+    def state(self) -> str:
+        """As in ``/proc/PID/stat``: R, S, D, T (stopped), ...; "": it is gone, or on its way out."""
+        stat = _stat(self.pid)
+        return "" if stat is None or int(stat[19]) != self.started or stat[0] in "ZX" else stat[0]
+
+    @property
+    def parent(self) -> int:
+        stat = _stat(self.pid)
+        return int(stat[1]) if stat is not None else 0
+
+    def send(self, number: signal.Signals) -> bool:
+        """False: it is gone."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (ProcessLookupError, OSError):
+            return False
+        try:
+            if not self.state:
+                return False
+            signal.pidfd_send_signal(fd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+def marked(mark: str) -> list[Process]:
+    """All that live and have ``mark`` (NAME=VALUE) in the environment that they were started with."""
+    wanted, found = mark.encode(), []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                process = Process.of(int(name))
+                found += [process] if process is not None and process.state else []
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Until none lives: one may have started another meanwhile."""
+    while left := marked(mark):
+        for process in left:
+            process.send(signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:
+    """False: some live on."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.state for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return line[line.rindex(")") + 2 :].split()  # the command's name may hold anything
