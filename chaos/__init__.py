@@ -1,1 +1,1 @@
-"""Not built yet: see docs/architecture.md, section 9."""
+"""Break it on purpose, and prove that nothing was lost: faults, plans, oracles, the simulator, the planner, reports."""
