@@ -80,7 +80,7 @@ class Era:
         gate.entered[rank] = process
         gate.pausing |= pausing
         gate.draining |= draining
-        if len(gate.entered) == self.world:
+        if len(gate.entered) == self.world and not self.broken:
             self.sim.truth.gate_full(self.generation, unit, list(gate.entered), self.world)
             self._gates = {one: kept for one, kept in self._gates.items() if one >= unit - 1}
         self._try(gate)
