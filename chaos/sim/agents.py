@@ -101,6 +101,11 @@ class Agent:
         return self.paused or not self.alive
 
     # -- the connection
+    @property
+    def is_heard(self) -> bool:
+        """The coordinator counts on it."""
+        return self.link is not None and self.sim.coordinator.links.get(self.tray) is self.link
+
     def say(self, event: Event) -> None:
         if self.link is not None:
             self.link.up.send(event)

@@ -32,6 +32,10 @@ class SimCosts:
     """Of one message between an agent and the coordinator."""
     stall_s: float = 6.0
     """Without progress: the watch's deadline."""
+    unsure_s: float = 20.0
+    """The same in the first two units of a generation."""
+    connect_s: float = 60.0
+    """Ranks that do not come together at their start give up, with an exception."""
     silence_s: float = 2.0
     """Of a process that does not even tick."""
     sever_s: float = 2.0

@@ -81,7 +81,10 @@ class Era:
         gate.pausing |= pausing
         gate.draining |= draining
         if len(gate.entered) == self.world and not self.broken:
-            self.sim.truth.gate_full(self.generation, unit, list(gate.entered), self.world)
+            heard = any(member.agent.is_heard for member in gate.entered.values())
+            self.sim.truth.gate_full(self.generation, unit, list(gate.entered), self.world, heard=heard)
+            if not heard and self.generation < self.sim.truth.acting:
+                self.sim.marks.sometimes("a world that was given up went on alone")
             self._gates = {one: kept for one, kept in self._gates.items() if one >= unit - 1}
         self._try(gate)
         if self.broken:

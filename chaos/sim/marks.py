@@ -33,6 +33,7 @@ MARKS = (
     "a tray was dismissed",
     "a unit was done again in place",
     "a worker crashed at a point",
+    "a world that was given up went on alone",
     "a zombie was refused",
     "all ended well",
     "all entered main again",

@@ -81,7 +81,8 @@ class Truth:
         if launch:
             self._floor = self.committed = -1
             return
-        must(plan.committed.step >= self._floor, f"what was committed ({self._floor}) is committed no more: {plan.committed}")
+        back = plan.rollback is not None or plan.reshard is not None  # which says where to as what is committed
+        must(back or plan.committed.step >= self._floor, f"{self._floor} is committed no more: {plan.committed}")
         self._floor = plan.committed.step if plan.rollback is None else plan.rollback
         must(self._floor <= plan.committed.step, "a rollback to what is not committed")
         if plan.reshard is not None:
@@ -95,9 +96,11 @@ class Truth:
             must(not set(restore.sources) & restored, "a source without state")
 
     # -- gates
-    def gate_full(self, generation: int, unit: int, ranks: Sequence[int], world: int) -> None:
-        must(generation >= self.acting, f"generations {generation} and {self.acting} both act")
-        self.acting = generation
+    def gate_full(self, generation: int, unit: int, ranks: Sequence[int], world: int, *, heard: bool) -> None:
+        """``heard``: somebody of them has a connection to the coordinator. A world that was given up as a whole, because nobody of it was
+        heard any more, may go on alone: what it does is told to nobody."""
+        must(generation >= self.acting or not heard, f"generations {generation} and {self.acting} both act")
+        self.acting = max(generation, self.acting)
         must(sorted(ranks) == list(range(world)), f"unit {unit} was computed by {ranks}: samples lost or doubled")
 
     def state(self, generation: int, history: History) -> None:

@@ -57,6 +57,7 @@ POINTS = (
 )
 """Where `rackrun.chaos.faults.CrashAt` can strike in the model."""
 POLL_S = 0.1
+PATIENCE_MAX = 8
 
 
 class Process:
@@ -89,6 +90,7 @@ class Process:
         """What was to come in an older turn does not."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
+        self._patience, self._came_in = 1, -1
 
     def __repr__(self) -> str:
         return f"{self.slot}:{self.incarnation} (rank {self.rank}, {self.state}, {self.history})"
@@ -183,13 +185,15 @@ class Process:
             self.sim.eras[self.generation].takes_part(self, self.rank)
             self._compute()
 
-    def end(self, *, signal: int | None = None, code: int | None = None, bug: str = "") -> None:
+    def end(
+        self, *, signal: int | None = None, code: int | None = None, bug: str = "", kind: str = "ValueError"
+    ) -> None:
         """Its agent lives, and sees it."""
         if not self.alive:
             return
         step, name = Step(self.passed + 1), tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner)))
         self.dies()
-        failure = Failure(type="ValueError", message=bug, traceback="", where=bug) if bug else None
+        failure = Failure(type=kind, message=bug, traceback="", where=bug) if bug else None
         event = WorkerExited(
             slot=self.slot,
             incarnation=self.incarnation,  # type: ignore[arg-type]
@@ -482,6 +486,9 @@ class Process:
             arena = self.sim.memory.of(self.agent.tray, self.owner)
             for step in [step for step in arena if step > named(plan, int(plan.rollback))]:
                 del arena[step]
+        self._came_in = self.passed
+        if not any(member.fresh for member in plan.members):
+            self._patience = min(2 * self._patience, PATIENCE_MAX)  # what looked like a hang was slowness
         self.sim.truth.state(self.generation, self.history)
         self.say(WorkerResumed, generation=plan.generation)
         if not self.finished:
@@ -496,8 +503,14 @@ class Process:
         self.agent.later(costs.stall_s / 2, self._watch)
         if self.paused and now_ns - self.silent_ns > costs.silence_s * 1e9:
             self._stalled(now_ns - self.silent_ns, silent=True)
-        elif self.state == "running" and not self.finished and not self.between_units and self.passed >= 0:
-            deadline_s = costs.stall_s + costs.step_s * self.slow
+        elif self.state != "running" or self.finished or self.between_units or self.paused:
+            return
+        elif self.passed < 0:
+            if self.entered_in is not None and now_ns - self.progress_ns > costs.connect_s * 1e9:
+                self.end(code=1, bug="torch", kind="torch.distributed.DistNetworkError")
+        else:
+            floor_s = costs.stall_s if self.passed - self._came_in >= 2 else max(costs.unsure_s, costs.stall_s)
+            deadline_s = self._patience * floor_s + costs.step_s * self.slow
             if now_ns - self.progress_ns > deadline_s * 1e9:
                 for_ns, self.progress_ns = now_ns - self.progress_ns, now_ns
                 self._stalled(for_ns, silent=False)
