@@ -36,14 +36,17 @@ from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import (
     CostsMeasured,
+    DeviceChecked,
     Event,
     PolicyAnswered,
+    SlowRank,
+    SlowRanksChanged,
     TimerFired,
     TrayJoined,
     TrayLost,
     WorkerExited,
 )
-from rackrun.core.ids import SlotId, TrayId, tray_of
+from rackrun.core.ids import SlotId, TrayId, slot_id, tray_of
 
 if TYPE_CHECKING:
     from rackrun.chaos.sim.agents import Agent
@@ -53,6 +56,8 @@ __all__ = ["Coordinator", "Link"]
 
 KEPT = 60
 """So many of the last exchanges are kept, for people."""
+LOOK_EVERY = 5
+"""Units, between two looks for slow ranks."""
 
 
 class Link:
@@ -61,7 +66,9 @@ class Link:
     def __init__(self, sim: Simulation, agent: Agent) -> None:
         self.agent, self.tray = agent, agent.tray
         cuts, draw, costs = sim.cuts[agent.tray], sim.draw["network"], sim.costs
-        self.up = Wire(sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.up > 0, self._heard)
+        self.up = Wire(
+            sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.up > 0, self._heard
+        )
         self.down = Wire(
             sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.down > 0, agent.hear
         )
@@ -94,6 +101,9 @@ class Coordinator:
         self.answers: dict[str, list[Answer]] = {}
         self.withdrawn: dict[SlotId, str] = {}
         self.departing: set[TrayId] = set()
+        self.unfit: dict[SlotId, tuple[str, ...]] = {}
+        """What it was told of, and not taken back."""
+        self._slow: tuple[SlowRank, ...] = ()
         self.launches = 0
         self._inbox: deque[Event] = deque()
         self._handling = False
@@ -131,7 +141,7 @@ class Coordinator:
     def _forget(self, tray: TrayId, because: str) -> None:
         self.links.pop(tray).close()
         self.departing.discard(tray)
-        self.sim.unfit = {slot: why for slot, why in self.sim.unfit.items() if tray_of(slot) != tray}
+        self.unfit = {slot: why for slot, why in self.unfit.items() if tray_of(slot) != tray}
         self.submit(TrayLost(tray=tray, because=because))
 
     def look_at(self, link: Link) -> None:
@@ -189,6 +199,9 @@ class Coordinator:
         event = msgspec.structs.replace(event, at_ms=self._at_ms)
         self.events += 1
         self._mark(event)
+        if isinstance(event, DeviceChecked):
+            self.unfit.pop(slot_id(event.tray, event.index), None)
+            self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
         commands = self.core.handle(event)
         self._hash.update(self._encode(event))
         self._hash.update(self._encode(commands))
@@ -242,8 +255,8 @@ class Coordinator:
             case Notice():
                 must(command.text, "a notice without words")
                 self.notices.append(command.text)
-                if "cannot be used" in command.text:
-                    sim.marks.sometimes("a snapshot was damaged")
+                if "is slow" in command.text:
+                    sim.marks.sometimes("a slow rank was told of")
             case Answer():
                 self._hear(command)
             case Decided():
@@ -256,15 +269,15 @@ class Coordinator:
         plan, before = command.plan, self.sim.truth.plans
         known = {(m.slot, m.incarnation) for m in before[max(before)].members} if before else set()
         new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in known]
-        must(launch or not any(slot in self.sim.unfit for slot in new), "a rank on a GPU that may not be used")
+        if self.unfit and new:
+            self.sim.marks.sometimes("a GPU was unfit when ranks were placed")
+        must(not any(slot in self.unfit for slot in new), "a rank on a GPU that may not be used")
         must(not any(slot in self.withdrawn_slots() for slot in new), "a rank in a place that is drained")
         self.launches += launch
         self.sim.planned(plan, launch=launch)
 
     def withdrawn_slots(self) -> dict[SlotId, str]:
-        leaving = {
-            slot: "departs" for slot in self.sim.all_slots() if tray_of(slot) in self.departing
-        }
+        leaving = {slot: "departs" for slot in self.sim.all_slots() if tray_of(slot) in self.departing}
         return {**self.withdrawn, **leaving}
 
     def _hear(self, answer: Answer) -> None:
@@ -292,3 +305,22 @@ class Coordinator:
             self._costs_told = True
             costs = self.sim.costs
             self.submit(CostsMeasured(step_s=costs.step_s, state_bytes=1e9, copy_bytes_per_s=1e9 / costs.takeover_s))
+        if unit % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look_for_slow_ranks()
+
+    def _look_for_slow_ranks(self) -> None:
+        """As the shell does it from steps: told when others are slow than before."""
+        newest = self.sim.truth.plans[max(self.sim.truth.plans)]
+        found = []
+        for member in newest.members:
+            process = self.sim.processes.get((member.slot, int(member.incarnation)))
+            if process is not None and process.slow > 1.2:
+                times = round(process.slow, 2)
+                found.append(
+                    SlowRank(
+                        rank=member.rank, slot=member.slot, times=times, own_ms=1e3, past=times, rows=18, window=20
+                    )
+                )
+        if tuple(found) != self._slow:
+            self._slow = tuple(found)
+            self.submit(SlowRanksChanged(generation=newest.generation, slow=self._slow))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -78,10 +77,8 @@ def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 4
     outcome = Simulation(job, core).run()
     if not outcome.violation or outcome.resolved is None:
         return None
-    left = itertools.count()
 
     def fails(parts: list[Part]) -> Outcome | None:
-        next(left)
         tried = Simulation(_with(job, parts), core).run()
         return tried if tried.violation else None
 
@@ -90,28 +87,27 @@ def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 4
     best = fails(parts)
     if best is None:
         return None
-    parts, best = _fewest(parts, best, fails, lambda: next(left) < 2 * tries)
+    parts, best = _fewest(parts, best, fails, tries)
     return _with(job, parts), best
 
 
 def _fewest(
-    parts: list[Part], best: Outcome, fails: Callable[[list[Part]], Outcome | None], go_on: Callable[[], bool]
+    parts: list[Part], best: Outcome, fails: Callable[[list[Part]], Outcome | None], tries: int
 ) -> tuple[list[Part], Outcome]:
     """Leave out halves, then quarters, ... then single faults, as long as that fails still."""
     size = max(len(parts) // 2, 1)
-    while parts:
-        shorter = False
+    while parts and tries > 0:
         for at in range(0, len(parts), size):
             rest = parts[:at] + parts[at + size :]
-            if go_on() and (found := fails(rest)) is not None:
-                parts, best, shorter = rest, found, True
+            tries -= 1
+            if (found := fails(rest)) is not None:
+                parts, best = rest, found
+                size = min(size, max(len(parts), 1))
                 break
-        if shorter:
-            size = min(size, max(len(parts), 1))
-        elif size == 1:
-            break
         else:
-            size = max(size // 2, 1)
+            if size == 1:
+                break
+            size //= 2
     return parts, best
 
 

@@ -32,7 +32,7 @@ from rackrun.chaos.plan import FlipFlop, Inject, Plan, Swizzle, kind_of, parts_o
 from rackrun.chaos.sim.agents import Agent
 from rackrun.chaos.sim.workers import POINTS, Process
 from rackrun.chaos.targets import Subject
-from rackrun.core.events import DepartureAnnounced, DeviceJudged
+from rackrun.core.events import DepartureAnnounced, DeviceChecked, DeviceJudged
 from rackrun.core.health import Evidence, Health, Verdict, response_to
 from rackrun.core.ids import SlotId, TrayId, tray_of
 
@@ -46,6 +46,8 @@ _XIDS = {13: Health.APP, 31: Health.APP, 48: Health.RESET, 63: Health.DEGRADED, 
 """What the model makes of a driver's error; others are `Health.DEGRADED`."""
 _LEFT_OPEN_S = 0.2
 """What a lost packet costs: it is sent again."""
+
+_RESET = "it was reset"
 
 Undo = Callable[[], None]
 
@@ -212,7 +214,7 @@ class Injectors:
                 self.poison[process.passed + 2] = None
             case Xid(code=code):
                 self._judged(process.slot, _XIDS.get(code, Health.DEGRADED), f"Xid {code}")
-                undo.append(lambda: self._judged(process.slot, Health.OK, "it was reset"))
+                undo.append(lambda: self._judged(process.slot, Health.OK, _RESET))
             case _:
                 raise AssertionError(fault)
         return True
@@ -249,6 +251,9 @@ class Injectors:
             evidence=(evidence,),
         )
         agent.do(agent.say, DeviceJudged(tray=agent.tray, verdict=verdict))
+        if self._sim.job.racks and (health not in (Health.OK, Health.APP) or what == _RESET):
+            unfit = () if health is Health.OK else (what,)
+            agent.do(agent.say, DeviceChecked(tray=agent.tray, index=index, unfit=unfit))
 
     def _agent(self, fault: Fault, agent: Agent, kind: Subjects, undo: list[Undo]) -> None:
         match fault:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.sim.truth import History, must
+from rackrun.chaos.sim.truth import History, Violation, must
 from rackrun.core.commands import Plan, Reshard, Restore
 from rackrun.core.ids import SlotId, Step, TrayId, snapshot_id
 
@@ -64,6 +64,14 @@ class Memory:
     # -- restoring
     def for_member(self, process: Process, plan: Plan) -> History | None:
         """The state that ``plan`` means for it; None as long as it cannot be had. Raises `Damaged`."""
+        try:
+            return self._for_member(process, plan)
+        except Violation:
+            if plan.generation < self._sim.truth.announced:
+                return None  # the others have gone on, and what it would read with them
+            raise
+
+    def _for_member(self, process: Process, plan: Plan) -> History | None:
         if plan.reshard is not None:
             return self._from_images(plan, plan.reshard)
         at = plan.committed.step if plan.rollback is None else plan.rollback
@@ -88,7 +96,7 @@ class Memory:
     def _fetch(self, restore: Restore, plan: Plan, at: int) -> History | None:
         if restore.snapshot:
             found = self._read(restore.snapshot, named(plan, at))
-            if found is not None and not restore.snapshot.split("/")[1] == restore.snapshot.split(":")[0]:
+            if found is not None and restore.snapshot.split("/")[1] != restore.snapshot.split(":")[0]:
                 self._sim.marks.sometimes("a copy on another tray was restored")
             return found
         if restore.rebuild:
@@ -128,7 +136,9 @@ class Memory:
             if name not in self.of(tray, owner):
                 process = self._sim.processes.get(owner)
                 lost = process is None or not process.alive or not self._reachable(tray)
-                must(lost or (process is not None and process.generation < plan.generation), "an image that nobody keeps")
+                must(
+                    lost or (process is not None and process.generation < plan.generation), "an image that nobody keeps"
+                )
                 return None
             image = self._read(where, name)
             if image is None:

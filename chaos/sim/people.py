@@ -39,7 +39,9 @@ class People:
             case "return":
                 drained = sorted(sim.coordinator.withdrawn)
                 target = draw.choice(drained) if drained else target
-                return ReturnRequested(request=f"return {number}", target=draw.choice([target, tray_of(slot) or target]))
+                return ReturnRequested(
+                    request=f"return {number}", target=draw.choice([target, tray_of(slot) or target])
+                )
             case _:
                 view = sim.coordinator.core.view()
                 spares = [spare.slot for spare in view.spares]

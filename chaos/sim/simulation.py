@@ -100,7 +100,6 @@ class Simulation:
         """The newest of each tray."""
         self.processes: dict[Owner, Process] = {}
         self.eras: dict[int, Era] = {}
-        self.unfit: dict[SlotId, str] = {}
         self.points: dict[str, int] = {}
         self.planned_ns = 0
         self.coordinator_asleep = False

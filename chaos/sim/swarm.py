@@ -147,6 +147,7 @@ def draw_job(seed: int) -> Job:
         spares=0 if tied else draw.randint(0, min(4, trays * slots - 1)),
         mesh=(("dp", draw.randint(1, pairs)), ("tp", 2)) if tied else (),
         cross_clique=draw.random() < 0.2,
+        slow_ranks=draw.choice(["notice", "swap", "swap", "off"]),
         snapshot_copies=copies,
         set_size=draw.randint(3, 5) if copies == "rs" else draw.randint(2, 5),
         set_parity=2 if copies == "rs" else 1,

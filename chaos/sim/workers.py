@@ -87,6 +87,7 @@ class Process:
         self._floor = -1
         """The last unit that any plan told it is committed."""
         self._turn = self._seals = 0
+        self._sealing = -1
         """What was to come in an older turn does not."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
@@ -191,7 +192,10 @@ class Process:
         """Its agent lives, and sees it."""
         if not self.alive:
             return
-        step, name = Step(self.passed + 1), tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner)))
+        step, name = (
+            Step(self.passed + 1),
+            tuple(Step(one) for one in sorted(self.sim.memory.of(self.agent.tray, self.owner))),
+        )
         self.dies()
         failure = Failure(type=kind, message=bug, traceback="", where=bug) if bug else None
         event = WorkerExited(
@@ -281,6 +285,14 @@ class Process:
 
     # -- snapshots
     def _seal_soon(self) -> None:
+        """One at a time. There is room for two, so what is older than the newest is overwritten from now on."""
+        if self._sealing == self._seals:
+            return
+        self._seals += 1
+        self._sealing = self._seals
+        arena = self.sim.memory.of(self.agent.tray, self.owner)
+        for name in sorted(arena)[:-1]:
+            del arena[name]
         costs, draw = self.sim.costs, self.sim.draw["snapshots"]
         late_s = 5 * draw.random() if self.sim.buggify("worker: a slow seal") else 0.0
         what = (self._seals, self.history, self.layout, self.generation)
@@ -317,12 +329,16 @@ class Process:
         plan, memory = self.agent.plan, self.sim.memory
         if plan is None or plan.generation != generation or name not in memory.of(self.agent.tray, self.owner):
             return
-        if not self.alive or self.sim.cuts[self.agent.tray].peers or (self.agent.tray, self.owner, name) in memory.rotten:
+        if (
+            not self.alive
+            or self.sim.cuts[self.agent.tray].peers
+            or (self.agent.tray, self.owner, name) in memory.rotten
+        ):
             return
         if (holder := plan.mirrors.get(self.agent.tray)) is not None:
             self._mirror(TrayId(holder.partition("/")[2]), name, history, generation, besides)
         elif self.rank is not None:
-            self._stripe(plan, name, history, besides, file)
+            self._stripe(plan, name, history, file)
 
     def _mirror(self, holder: TrayId, name: int, history: History, generation: int, besides: tuple[int, ...]) -> None:
         agent, memory = self.sim.agents.get(holder), self.sim.memory
@@ -335,7 +351,7 @@ class Process:
         steps = tuple(Step(one) for one in sorted(kept))
         self.say(SnapshotMirrored, generation=Generation(generation), holder=holder, where=where, steps=steps)
 
-    def _stripe(self, plan: Plan, name: int, history: History, besides: tuple[int, ...], file: int) -> None:
+    def _stripe(self, plan: Plan, name: int, history: History, file: int) -> None:
         sets = [of for of in plan.sets if self.rank in [keeper.rank for keeper in of]]
         others = [keeper for of in sets for keeper in of if keeper.rank != self.rank]
         agents = [self.sim.agents.get(keeper.tray) for keeper in others]
@@ -352,7 +368,9 @@ class Process:
         """A collective of its generation fails; if nobody says why for a while, it does."""
         if self.alive and self.state == "running" and self._felt != self.generation:
             self._felt = self.generation
-            self.later(self.sim.costs.of(self.sim.costs.sever_s, self.sim.draw["gates"]), self._severed, self.generation)
+            self.later(
+                self.sim.costs.of(self.sim.costs.sever_s, self.sim.draw["gates"]), self._severed, self.generation
+            )
 
     def _severed(self, generation: int) -> None:
         if self.state == "running" and self.generation == generation and self.entered_in is not None:

@@ -9,7 +9,7 @@ from statistics import median
 
 from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker
 from rackrun.core.events import CostsMeasured, Event, TrayJoined, TrayLost, WorkerReady, WorkerResumed
-from rackrun.core.ids import Incarnation, Rank, SlotId, TrayId
+from rackrun.core.ids import Incarnation, SlotId, TrayId
 from rackrun.core.situation import Costs, Priors
 
 __all__ = ["Meter"]
@@ -37,7 +37,7 @@ class Meter:
     _lost_ms: dict[TrayId, int] = field(default_factory=dict)
     _plan: Plan | None = None
     _planned_ms: int = 0
-    _waiting: dict[Rank, None] = field(default_factory=dict)
+    _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
     """Members of the plan that have not resumed."""
 
     def heard(self, event: Event) -> None:
@@ -66,7 +66,7 @@ class Meter:
                 case ResumeGeneration():
                     self.recoveries += self._plan is not None
                     self._plan, self._planned_ms = command.plan, at_ms
-                    self._waiting = dict.fromkeys(member.rank for member in command.plan.members)
+                    self._waiting = dict.fromkeys((member.slot, member.incarnation) for member in command.plan.members)
                 case _:
                     pass
 
@@ -93,9 +93,7 @@ class Meter:
         plan = self._plan
         if plan is None or event.generation != plan.generation or not self._waiting:
             return
-        for member in plan.members:
-            if (member.slot, member.incarnation) == (event.slot, event.incarnation):
-                self._waiting.pop(member.rank, None)
+        self._waiting.pop((event.slot, event.incarnation), None)
         if not self._waiting:
             restored = bool(plan.restores) or plan.rollback is not None
             (self._takeover_s if restored else self._regroup_s).append((event.at_ms - self._planned_ms) / 1e3)

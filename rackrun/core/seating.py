@@ -238,11 +238,9 @@ def _exchanged(seats: Mapping[Rank, SlotId], named: Mapping[Rank, SlotId]) -> di
     so that each has one."""
     by_slot = {slot: rank for rank, slot in named.items()}
     out = {**seats, **named}
-    for rank, slot in seats.items():
-        if rank not in named and slot in by_slot:
-            while slot in by_slot:
-                slot = seats[by_slot[slot]]
-            out[rank] = slot
+    for rank in [rank for rank in seats if rank not in named]:
+        while out[rank] in by_slot:
+            out[rank] = seats[by_slot[out[rank]]]
     return out
 
 
