@@ -21,7 +21,7 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerResumed,
 )
-from rackrun.core.ids import Generation, Incarnation, Position, SlotId, Step, TrayId, tray_of
+from rackrun.core.ids import Generation, Position, Step, TrayId, tray_of
 
 __all__ = ["Cost", "measure"]
 
@@ -48,7 +48,6 @@ class _World:
         self.events, self.cpu_s = 0, 0.0
         self._clock = clock
         self._at_ms = 0
-        self._incarnations: dict[SlotId, Incarnation] = {}
         started: list[Command] = []
         for number in range(trays):
             tray = TrayId(f"tray-{number:05}")
@@ -59,10 +58,10 @@ class _World:
         assert self.core.view().phase == "training"
 
     def _ready(self, command: StartWorker) -> list[Command]:
-        who = {"slot": command.slot, "incarnation": command.incarnation}
-        self._incarnations[command.slot] = command.incarnation
-        ready = WorkerReady(**who, replica_class="" if command.spare else "all", fixed="", exact=True)
-        return [*self.tell(WorkerElastic(**who)), *self.tell(ready)]
+        slot, incarnation = command.slot, command.incarnation
+        kind = "" if command.spare else "all"
+        ready = WorkerReady(slot=slot, incarnation=incarnation, replica_class=kind, fixed="", exact=True)
+        return [*self.tell(WorkerElastic(slot=slot, incarnation=incarnation)), *self.tell(ready)]
 
     def tell(self, event: Event) -> Sequence[Command]:
         began = self._clock()
@@ -102,22 +101,29 @@ class _World:
                     plan = command.plan
         assert plan is not None
         for member in draw.sample(plan.members, len(plan.members)):
-            who = {"slot": member.slot, "incarnation": member.incarnation}
-            self.tell(WorkerResumed(at_ms=at_ms + 50, **who, generation=plan.generation))
+            self.tell(
+                WorkerResumed(
+                    at_ms=at_ms + 50, slot=member.slot, incarnation=member.incarnation, generation=plan.generation
+                )
+            )
         assert self.core.view().phase == "training"
 
     def nothing(self) -> Event:
         return TimerFired(at_ms=self._at_ms, name="resume:0")
 
     def copied(self) -> Event:
-        slot = self.core.view().ranks[0].slot
-        holder = next(tray for tray in (f"tray-{number:05}" for number in range(2)) if tray != tray_of(slot))
-        who = {"slot": slot, "incarnation": self.core.view().ranks[0].incarnation}
-        where = f"{holder}:2/{slot}/{who['incarnation']}"
-        generation = Generation(self.core.view().generation)
-        steps = (Step(1), Step(2))
-        return SnapshotMirrored(  # type: ignore[misc]
-            at_ms=self._at_ms, **who, generation=generation, holder=TrayId(holder), where=where, steps=steps
+        view = self.core.view()
+        slot, incarnation = view.ranks[0].slot, view.ranks[0].incarnation
+        assert incarnation is not None
+        holder = next(tray.tray for tray in view.trays if tray.tray != tray_of(slot))
+        return SnapshotMirrored(
+            at_ms=self._at_ms,
+            slot=slot,
+            incarnation=incarnation,
+            generation=Generation(view.generation),
+            holder=holder,
+            where=f"{holder}:2/{slot}/{incarnation}",
+            steps=(Step(1), Step(2)),
         )
 
 

@@ -152,12 +152,13 @@ class Memory:
         rows, files, rotten = [], {}, False
         for one in restore.rebuild:
             address, slot_tray, index, incarnation = one.snapshot.split("/")
-            at, generation, keeper = one.row.split("/")
-            must((at, int(keeper)) == (address, one.rank), "a row of another's")
+            at, generation, keeper_ = one.row.split("/")
+            keeper = int(keeper_)
+            must((at, keeper) == (address, one.rank), "a row of another's")
             tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
             if not self._reachable(tray):
                 return None
-            key = (tray, int(generation), int(keeper), name)
+            key = (tray, int(generation), keeper, name)
             if name not in self.of(tray, owner) or key not in self.rows:
                 process = self._sim.processes.get(owner)
                 empty = self._sim.agents[tray].began_ns > self._sim.planned_ns
@@ -166,14 +167,14 @@ class Memory:
                 return None
             rotten |= (tray, owner, name) in self.rotten
             files[int(one.rank)] = self.files[owner, name]
-            rows.append((int(keeper), self.rows[key]))
+            rows.append((keeper, self.rows[key]))
         if rotten:
             raise Damaged(name, restore.rebuild[0].row)
         lost: dict[int, History] = {}
         whole: set[int] = set()
-        for keeper, row in rows:
-            must(row.keys() == {*restore.members} - {keeper}, "a row that is not whole")
-            must(all(row[rank][0] == file for rank, file in files.items() if rank != keeper), "stripes of other bytes")
+        for of, row in rows:
+            must(row.keys() == {*restore.members} - {of}, "a row that is not whole")
+            must(all(row[rank][0] == file for rank, file in files.items() if rank != of), "stripes of other bytes")
             whole.add(row[restore.rank][0])
             lost[id(row[restore.rank][1])] = row[restore.rank][1]
         must({restore.rank, *files} <= {*restore.members}, "a set of others")

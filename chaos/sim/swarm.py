@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 from rackrun.chaos.faults import (
     CrashAt,
@@ -35,6 +36,7 @@ from rackrun.core.policy import parse_rules
 __all__ = ["FAMILIES", "draw_job"]
 
 RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY
+_COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
 FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
 
 
@@ -140,7 +142,7 @@ def draw_job(seed: int) -> Job:
     pairs = (trays * slots - 1) // 2
     tied = racks and slots > 1 and pairs > 0 and draw.random() < 0.4
     shards = draw.choice(["replicas", "replicas", "pairs", "unique"])
-    copies = draw.choice(["mirror", "mirror", "xor", "rs", "local"])
+    copies = draw.choice(_COPIES)
     config = JobConfig(
         trays_min=trays,
         trays_max=trays,

@@ -154,7 +154,7 @@ class Process:
     def told(self, command: object) -> None:
         self.sim.engine.after(1e-5, self.do, self._obey, command)
 
-    def say(self, kind: type[Event], **fields: object) -> None:
+    def say(self, kind: Callable[..., Event], **fields: object) -> None:
         self.agent.do(self.agent.say, kind(slot=self.slot, incarnation=self.incarnation, **fields))
 
     # -- its beginning and its end

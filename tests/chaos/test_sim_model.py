@@ -39,7 +39,7 @@ def test_a_killed_rank_is_replaced_in_the_time_that_it_takes() -> None:
     calm, struck = run(at(99, Kill(), One(RANK))), run(at(3, Kill(), One(RANK)))
     assert struck.stopped is not None
     assert struck.stopped.exit_code == 0
-    assert struck.marks["a replica was the source"] == 1
+    assert struck.marks["a replica was the source"] >= 1
     lost_s = struck.virtual_s - calm.virtual_s
     assert 0 < lost_s < (costs.start_s + 2 * costs.step_s) * (1 + costs.spread)
 

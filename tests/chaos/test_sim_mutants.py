@@ -14,7 +14,6 @@ from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import Event, WorkerExited
 from rackrun.core.ids import Position, Rank, SlotId
 from rackrun.core.rack import RackMachine
-from rackrun.core.recovery import Recovery
 from rackrun.core.sources import Sources
 from rackrun.core.workers import WorkerRecord
 from rackrun.core.world import World
@@ -79,20 +78,8 @@ def test_a_core_that_gives_a_spare_to_two_ranks_is_found(monkeypatch: pytest.Mon
     assert found_by() < SEEDS
 
 
-def test_a_core_that_takes_a_state_that_is_half_gone_back_for_a_clean_one_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(World, "torn", lambda _self: False)
-    assert found_by() < SEEDS
-
-
 def test_a_core_that_counts_on_snapshots_of_lost_trays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sources, "forget_tray", lambda _self, _tray: None)
-    assert found_by() < SEEDS
-
-
-def test_a_core_that_forgets_what_the_last_plan_committed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "floor", lambda _self: (Position(-1), ()))
     assert found_by() < SEEDS
 
 
@@ -102,17 +89,6 @@ def test_a_core_that_uses_one_generation_twice_is_found(monkeypatch: pytest.Monk
         return self.generation
 
     monkeypatch.setattr(World, "next_generation", same)
-    assert found_by() < SEEDS
-
-
-def test_a_core_that_decides_before_all_have_parked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Recovery._reports
-
-    def without_one(self: Recovery) -> dict[Rank, verdict.Report]:
-        reports = whole(self)
-        return dict(sorted(reports.items())[:-1]) if len(reports) > 1 else reports
-
-    monkeypatch.setattr(Recovery, "_reports", without_one)
     assert found_by() < SEEDS
 
 
