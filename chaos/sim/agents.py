@@ -11,6 +11,7 @@ from rackrun.chaos.sim.truth import must
 from rackrun.chaos.sim.workers import Process
 from rackrun.core.commands import (
     BreakGeneration,
+    DealShards,
     DismissTray,
     DrainWorkers,
     FenceWorker,
@@ -187,7 +188,7 @@ class Agent:
                 self.plan = command.plan
                 for member in command.plan.members:
                     self._pass_on(member.slot, member.incarnation, command)
-            case BreakGeneration() | PauseWorkers() | DrainWorkers() | ReleaseWorkers():
+            case BreakGeneration() | PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
                 for worker in command.workers:
                     self._pass_on(worker.slot, worker.incarnation, command)
             case DismissTray():

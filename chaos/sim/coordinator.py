@@ -19,6 +19,7 @@ from rackrun.core.commands import (
     AskPolicy,
     BreakGeneration,
     Command,
+    DealShards,
     Decided,
     DismissTray,
     DrainWorkers,
@@ -242,7 +243,7 @@ class Coordinator:
                 if not command.swept_along:
                     sim.marks.sometimes("a rank was fenced")
                 self._send_to(command, [tray_of(command.slot)])
-            case PauseWorkers() | DrainWorkers() | ReleaseWorkers():
+            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
                 self._send(command, command.workers)
             case DismissTray():
                 sim.marks.sometimes("a tray was dismissed")

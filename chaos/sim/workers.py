@@ -10,6 +10,7 @@ from rackrun.chaos.sim.memory import Damaged, named
 from rackrun.chaos.sim.truth import History, must
 from rackrun.core.commands import (
     BreakGeneration,
+    DealShards,
     DrainWorkers,
     PauseWorkers,
     Plan,
@@ -390,6 +391,8 @@ class Process:
                 self._take(command.plan)
             case PauseWorkers():
                 self._told_to_pause = int(command.generation)
+            case DealShards():
+                pass  # how many micro-batches each computes has no model here
             case DrainWorkers():
                 self._told_to_drain = self.generation
             case ReleaseWorkers():
