@@ -290,9 +290,9 @@ class ControlPlane:
                     tray=tray,
                     host=rack.trays[tray].host,
                     slots=rack.trays[tray].slots,
-                    quarantined=tuple(s for s in rack.slots() if s.startswith(f"{tray}/") and rack.quarantined(s)),
+                    quarantined=tuple(s for s in rack.slots_on(tray) if rack.quarantined(s)),
                     against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
-                    withdrawn={s: why for s in rack.slots() if tray_of(s) == tray and (why := rack.withdrawn(s))},
+                    withdrawn={s: why for s in rack.slots_on(tray) if (why := rack.withdrawn(s))},
                 )
                 for tray in sorted(rack.trays, key=natural)
             ),

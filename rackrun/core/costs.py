@@ -17,7 +17,7 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerResumed,
 )
-from rackrun.core.ids import Incarnation, Rank, SlotId, TrayId
+from rackrun.core.ids import Incarnation, SlotId, TrayId
 from rackrun.core.situation import Costs, Priors
 
 __all__ = ["Meter"]
@@ -51,7 +51,7 @@ class Meter:
     _lost_ms: dict[TrayId, int] = field(default_factory=dict)
     _plan: Plan | None = None
     _planned_ms: int = 0
-    _waiting: dict[Rank, None] = field(default_factory=dict)
+    _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
     """Members of the plan that have not resumed."""
 
     def heard(self, event: Event) -> None:
@@ -87,7 +87,7 @@ class Meter:
                 case ResumeGeneration():
                     self.recoveries += self._plan is not None
                     self._plan, self._planned_ms = command.plan, at_ms
-                    self._waiting = dict.fromkeys(member.rank for member in command.plan.members)
+                    self._waiting = dict.fromkeys((member.slot, member.incarnation) for member in command.plan.members)
                 case RequestRack():
                     self._asked_ms[command.request] = at_ms
                 case ReleaseRack():
@@ -134,9 +134,7 @@ class Meter:
         plan = self._plan
         if plan is None or event.generation != plan.generation or not self._waiting:
             return
-        for member in plan.members:
-            if (member.slot, member.incarnation) == (event.slot, event.incarnation):
-                self._waiting.pop(member.rank, None)
+        self._waiting.pop((event.slot, event.incarnation), None)
         if not self._waiting:
             restored = bool(plan.restores) or plan.rollback is not None
             (self._takeover_s if restored else self._regroup_s).append((event.at_ms - self._planned_ms) / 1e3)

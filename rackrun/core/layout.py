@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from rackrun.core.ids import SlotId, TrayId, slot_id
 
 __all__ = ["natural", "slot_order", "split"]
 
 
+@lru_cache(maxsize=1 << 16)
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key by which ``tray-2`` stands before ``tray-10``."""
     key: list[tuple[int, int, str]] = []

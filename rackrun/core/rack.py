@@ -68,12 +68,20 @@ class RackMachine:
     def mirrors(self) -> dict[TrayId, str]:
         """Each tray's holder: the next one in order, on another host if there is one."""
         order = sorted(self.trays, key=natural)
+        goes = {tray: self.goes(tray) for tray in order}
         found = {}
         for at, tray in enumerate(order):
-            others = [other for other in (*order[at + 1 :], *order[:at]) if not self.goes(other)]
-            away = [other for other in others if self.trays[other].host != self.trays[tray].host]
-            for holder in (away or others)[:1]:
-                found[tray] = f"{self.trays[holder].snapshots}/{holder}"
+            near = ""
+            for after in range(1, len(order)):
+                other = order[(at + after) % len(order)]
+                if goes[other]:
+                    continue
+                near = near or other
+                if self.trays[other].host != self.trays[tray].host:
+                    near = other
+                    break
+            if near:
+                found[tray] = f"{self.trays[TrayId(near)].snapshots}/{near}"
         return found
 
     # -- slots -----------------------------------------------------------------------------------------------------
@@ -82,6 +90,9 @@ class RackMachine:
         return [
             slot_id(tray, index) for tray in sorted(self.trays, key=natural) for index in range(self.trays[tray].slots)
         ]
+
+    def slots_on(self, tray: TrayId) -> list[SlotId]:
+        return [slot_id(tray, index) for index in range(self.trays[tray].slots)]
 
     def lives(self, slot: SlotId) -> bool:
         tray = self.trays.get(tray_of(slot))

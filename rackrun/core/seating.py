@@ -132,8 +132,9 @@ class Seating:
         named = {rank: slot for rank, slot in (wishes or {}).items() if rank in lost and slot in ready}
         if named:
             left = [slot for slot in ready if slot not in named.values()]
-            others = self.staff({**seats, **named}, [rank for rank in lost if rank not in named], left)
-            if others is not None and self._in_clique({**seats, **named, **others.seats}, named):
+            seated = _exchanged(seats, named)
+            others = self.staff(seated, [rank for rank in lost if rank not in named], left)
+            if others is not None and self._in_clique({**seated, **others.seats}, named):
                 return Staff({**named, **others.seats}, others.uprooted)
         if self.board is None:
             spares = [record for record in self.rack.fit_spares() if record.worker.slot in ready]
@@ -230,6 +231,17 @@ class Seating:
         if not (taken and self.rack.lives(slot)) or self.rack.withdrawn(slot):
             return Fitness.BAD
         return max(devices.fitness(slot), Fitness.AVOID) if self.rack.quarantined(slot) else devices.fitness(slot)
+
+
+def _exchanged(seats: Mapping[Rank, SlotId], named: Mapping[Rank, SlotId]) -> dict[Rank, SlotId]:
+    """``named`` sit where they are to. A spare may wait in the seat that a lost rank had: that rank gets the seat which is left for it,
+    so that each has one."""
+    by_slot = {slot: rank for rank, slot in named.items()}
+    out = {**seats, **named}
+    for rank in [rank for rank in seats if rank not in named]:
+        while out[rank] in by_slot:
+            out[rank] = seats[by_slot[out[rank]]]
+    return out
 
 
 def _known(event: TrayJoined) -> list[PartialTopology]:

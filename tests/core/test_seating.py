@@ -11,7 +11,7 @@ from rackrun.core.commands import Command, FenceWorker, Notice, ResumeGeneration
 from rackrun.core.config import JobConfig
 from rackrun.core.events import TrayDescribed, TrayJoined
 from rackrun.core.health import Health
-from rackrun.core.ids import TrayId
+from rackrun.core.ids import Rank, TrayId
 
 
 def two_cliques(**settings: object) -> Told:
@@ -189,6 +189,16 @@ def test_a_restart_keeps_groups_inside_their_cliques(lost: str) -> None:
     assert plan.generation == 2
     assert all(clique_of(plan.members[r].slot) == clique_of(plan.members[r + 1].slot) for r in (0, 2))
     assert not any(member.slot.startswith(lost) for member in plan.members)
+
+
+def test_a_spare_may_be_named_that_waits_where_a_lost_rank_was() -> None:
+    told = two_cliques(spares=2)
+    told.train()
+    seats = {rank.rank: rank.slot for rank in told.view.ranks}
+    here, other = seats[Rank(0)], told.view.spares[0].slot
+    staff = told.core._job.seating.staff(seats, [Rank(0), Rank(5)], [here, other], {Rank(5): here})
+    assert staff is not None
+    assert staff.seats == {5: here, 0: other}
 
 
 # -- trays that come back otherwise ----------------------------------------------------------------------------------

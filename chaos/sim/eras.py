@@ -1,0 +1,123 @@
+"""What the workers of one generation do together: they meet at its exchange, and pass its gates.
+
+A gate is an all-reduce over the whole world: it is full when every rank of the generation has entered it. What each sees of that comes
+a moment later, and a member that ends in that moment may take the others' sight of it along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.sim.truth import must
+from rackrun.core.commands import Plan
+from rackrun.core.ids import TrayId
+
+if TYPE_CHECKING:
+    from rackrun.chaos.sim.simulation import Simulation
+    from rackrun.chaos.sim.workers import Process
+
+__all__ = ["Era"]
+
+
+@dataclass(slots=True)
+class _Gate:
+    entered: dict[int, Process] = field(default_factory=dict)
+    open: bool = False
+    """All have entered, and all reach each other: what is left is to see it."""
+    blind: dict[int, None] = field(default_factory=dict)
+    """Ranks that will not see it."""
+    pausing: bool = False
+    draining: bool = False
+
+
+class Era:
+    def __init__(self, sim: Simulation, plan: Plan) -> None:
+        self.sim, self.plan = sim, plan
+        self.generation, self.world = plan.generation, plan.world_size
+        self.members: dict[int, Process] = {}
+        """Those that take part, or once did, by rank."""
+        self.broken = False
+        self._arrived: dict[int, Process] = {}
+        self._met = False
+        self._gates: dict[int, _Gate] = {}
+
+    # -- the exchange
+    def takes_part(self, process: Process, rank: int) -> None:
+        other = self.members.setdefault(rank, process)
+        must(other is process, f"two workers are rank {rank} in generation {self.generation}")
+
+    def arrive(self, process: Process, rank: int) -> None:
+        """It has its plan, and wants to build groups."""
+        self.takes_part(process, rank)
+        self._arrived[rank] = process
+        self.look()
+
+    def look(self) -> None:
+        """Something may have healed."""
+        if not self._met and len(self._arrived) == self.world and not self.broken and not self._cut(store=True):
+            self._met = True
+            for process in self._arrived.values():
+                process.met()
+        for gate in self._gates.values():
+            self._try(gate)
+
+    def _cut(self, *, store: bool = False) -> bool:
+        trays = dict.fromkeys(member.agent.tray for member in self.members.values())
+        if len(trays) == 1 and not store:
+            return False
+        cuts = self.sim.cuts
+        host = self.plan.store.partition(":")[0]
+        there = [*trays, TrayId(host)] if store and host else list(trays)
+        away = store and (host not in self.sim.agents or not self.sim.agents[TrayId(host)].alive)
+        return away or any(cuts[tray].peers > 0 for tray in there if len(set(there)) > 1)
+
+    # -- gates
+    def enter(self, process: Process, *, pausing: bool, draining: bool) -> None:
+        unit, rank = process.passed + 1, process.its_rank
+        self.takes_part(process, rank)
+        gate = self._gates.setdefault(unit, _Gate())
+        gate.entered[rank] = process
+        gate.pausing |= pausing
+        gate.draining |= draining
+        if len(gate.entered) == self.world and not self.broken:
+            heard = any(member.agent.is_heard for member in gate.entered.values())
+            self.sim.truth.gate_full(self.generation, unit, list(gate.entered), self.world, heard=heard)
+            if not heard and self.generation < self.sim.truth.acting:
+                self.sim.marks.sometimes("a world that was given up went on alone")
+            self._gates = {one: kept for one, kept in self._gates.items() if one >= unit - 1}
+        self._try(gate)
+        if self.broken:
+            process.feels_broken()
+
+    def _try(self, gate: _Gate) -> None:
+        if gate.open or len(gate.entered) < self.world or self._cut():
+            return
+        if self.broken or any(member.paused for member in gate.entered.values()):
+            return
+        gate.open = True
+        costs, draw = self.sim.costs, self.sim.draw["gates"]
+        for process in gate.entered.values():
+            process.later(costs.of(costs.gate_s, draw), process.see, self.generation)
+
+    def sees(self, process: Process) -> _Gate | None:
+        """The gate that it has entered, if it comes to see it pass."""
+        gate = self._gates.get(process.passed + 1)
+        if gate is None or process.its_rank in gate.blind:
+            return None
+        return gate
+
+    def leave(self, process: Process) -> None:
+        """It has ended, or has broken its collectives: what others still wait for may never come."""
+        if self.members.get(process.rank if process.rank is not None else -1) is not process or self.broken:
+            return
+        self.broken = True
+        draw = self.sim.draw["gates"]
+        for gate in self._gates.values():
+            if gate.open:
+                for rank, member in gate.entered.items():
+                    if member is not process and member.entered_in is not None and draw.random() < 0.5:
+                        gate.blind[rank] = None
+                        self.sim.marks.sometimes("a collective was seen by some only")
+        for member in self.members.values():
+            member.feels_broken()

@@ -1,0 +1,50 @@
+"""People who drain, return and swap, at any moment and also for what there is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rackrun.core.events import DrainRequested, Event, ReturnRequested, SwapRequested
+from rackrun.core.ids import Rank, TrayId, slot_id, tray_of
+
+if TYPE_CHECKING:
+    from rackrun.chaos.sim.simulation import Simulation
+
+__all__ = ["People"]
+
+ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap")
+
+
+class People:
+    def __init__(self, sim: Simulation) -> None:
+        self._sim, self._draw = sim, sim.draw["people"]
+
+    def begin(self) -> None:
+        for number in range(self._sim.job.requests):
+            self._sim.engine.after(self._draw.random() * self._sim.job.faults_s, self._ask, number)
+
+    def _ask(self, number: int) -> None:
+        self._sim.coordinator.submit(self._request(number, self._draw.choice(ASKED)))
+
+    def _request(self, number: int, kind: str) -> Event:
+        sim, draw = self._sim, self._draw
+        tray = TrayId(f"tray-{draw.randrange(sim.job.trays + 1)}")
+        slot = slot_id(tray, draw.randrange(sim.job.slots))
+        target = tray if draw.random() < 0.5 else slot
+        steps = sim.truth.committed + 1
+        match kind:
+            case "drain" | "drain and wait":
+                name = f"drain {number} {target}"
+                return DrainRequested(request=name, target=target, wait=kind != "drain", steps=steps)
+            case "return":
+                drained = sorted(sim.coordinator.withdrawn)
+                target = draw.choice(drained) if drained else target
+                return ReturnRequested(
+                    request=f"return {number}", target=draw.choice([target, tray_of(slot) or target])
+                )
+            case _:
+                view = sim.coordinator.core.view()
+                spares = [spare.slot for spare in view.spares]
+                to = draw.choice([draw.choice(spares) if spares else slot, slot, ""])
+                rank = Rank(draw.randrange(view.world_size + 1))
+                return SwapRequested(request=f"swap {number}", rank=rank, to=to, steps=steps)

@@ -1,0 +1,91 @@
+"""Jobs drawn from seeds, in virtual time: what must hold at every step, and what must happen sometimes.
+
+``RACKRUN_HYPOTHESIS=large`` plays far more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rackrun.chaos.plan import Heal, Par
+from rackrun.chaos.sim.__main__ import main
+from rackrun.chaos.sim.fuzz import Tally, play, reduce
+from rackrun.chaos.sim.marks import MARKS
+from rackrun.chaos.sim.swarm import draw_job
+
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 500
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    found = Tally()
+    for seed in range(SEEDS):
+        found.add(play(seed))
+    return found
+
+
+def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
+    assert not tally.failed
+
+
+def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
+    assert not [mark for mark in MARKS if not tally.marks[mark]]
+
+
+def test_jobs_end_well_and_stop_for_reasons_in_about_equal_parts(tally: Tally) -> None:
+    assert min(tally.exits["0"], tally.exits["3"]) > SEEDS / 10, tally.exits
+
+
+def test_a_seed_is_a_run_in_whatever_process() -> None:
+    """Nothing depends on the order of hashes, which differs from process to process."""
+    seeds = [seed for seed in range(40) if seed % 4 == 0]
+    script = f"""
+from rackrun.chaos.sim.fuzz import play
+for seed in {seeds}:
+    outcome = play(seed)
+    print(seed, outcome.trace, outcome.happened)
+"""
+    told = []
+    for hash_seed in ("1", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
+        )
+        told.append(done.stdout)
+    here = "".join(f"{seed} {outcome.trace} {outcome.happened}\n" for seed in seeds for outcome in [play(seed)])
+    assert told == [here, here]
+
+
+def test_another_seed_is_another_run() -> None:
+    assert len({play(seed).trace for seed in range(10)}) == 10
+
+
+def test_a_seed_that_finds_nothing_is_not_reduced() -> None:
+    assert reduce(0) is None
+
+
+def test_many_seeds_are_gone_through_once_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "tally"
+    assert main(["fuzz", "--seeds", "0:60", "--tally", str(kept)]) == 0
+    assert "60 seeds in" in capsys.readouterr().out
+    lines = kept.read_bytes()
+    assert [json.loads(line)["stop"] for line in lines.splitlines()] == [50, 60]
+    with kept.open("ab") as file:
+        file.write(b'{"start": 100, "st')  # it was killed while it wrote
+    assert main(["fuzz", "--seeds", "0:60", "--tally", str(kept)]) == 0
+    out = capsys.readouterr().out
+    assert "60 of 60 seeds are known already" in out
+    assert "seeds in" not in out
+    assert kept.read_bytes() == lines
+
+
+def test_faults_are_drawn_for_every_job() -> None:
+    plans = [draw_job(seed).plan for seed in range(50)]
+    assert all(plan.seed == seed for seed, plan in enumerate(plans))
+    assert not any(plan.plan in (Heal(), Par(parts=())) for plan in plans)

@@ -1,0 +1,119 @@
+"""The model under the fuzz: a plan of one's own, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from rackrun.chaos.errors import Unsupported
+from rackrun.chaos.faults import CrashAt, DiskFull, Fault, FlipBit, Kill, Partition, Pause, Slow, Subjects
+from rackrun.chaos.plan import AtStep, Inject, Part, Plan, Seq
+from rackrun.chaos.sim.costs import SimCosts
+from rackrun.chaos.sim.engine import FIRST, LAST, Engine
+from rackrun.chaos.sim.simulation import Job, Outcome, Simulation
+from rackrun.chaos.sim.truth import Truth, Violation
+from rackrun.chaos.targets import Exactly, One, Target
+from rackrun.core.config import JobConfig
+
+RANK, TRAY = Subjects.RANK, Subjects.TRAY
+
+
+def job(part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30) -> Job:
+    config = JobConfig(trays_min=trays, trays_max=trays, spares=spares)
+    plan = Plan(plan=part, seed=1)
+    return Job(seed=1, config=config, trays=trays, slots=2, units=units, plan=plan, shards=shards)
+
+
+def at(step: int, fault: Fault, target: Target, plus_s: float = 0.5) -> Inject:
+    return Inject(fault=fault, target=target, when=AtStep(step=step, plus_s=plus_s))
+
+
+def run(part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30) -> Outcome:
+    outcome = Simulation(job(part, spares=spares, trays=trays, shards=shards, units=units)).run()
+    assert not outcome.violation
+    assert outcome.stopped is not None
+    return outcome
+
+
+def test_a_killed_rank_is_replaced_in_the_time_that_it_takes() -> None:
+    costs = SimCosts()
+    calm, struck = run(at(99, Kill(), One(RANK))), run(at(3, Kill(), One(RANK)))
+    assert struck.stopped is not None
+    assert struck.stopped.exit_code == 0
+    assert struck.marks["a replica was the source"] >= 1
+    lost_s = struck.virtual_s - calm.virtual_s
+    assert 0 < lost_s < (costs.start_s + 2 * costs.step_s) * (1 + costs.spread)
+
+
+def test_a_tray_that_is_paused_beyond_its_lease_is_given_up_and_refused_when_it_wakes() -> None:
+    outcome = run(at(3, Pause(for_s=40.0), Exactly(TRAY, ("tray-1",))), spares=2, units=60)
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a lease lapsed"] == 1
+    assert outcome.marks["a zombie was refused"] == 1
+
+
+def test_a_partition_shorter_than_the_lease_loses_nobody() -> None:
+    outcome = run(at(3, Partition(shape="from_coordinator", for_s=3.0), Exactly(TRAY, ("tray-1",))))
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert "a lease lapsed" not in outcome.marks
+    assert "a replica was the source" not in outcome.marks
+
+
+def test_a_shard_whose_tray_is_lost_comes_from_the_copy_on_another() -> None:
+    outcome = run(at(6, Kill(), Exactly(TRAY, ("tray-0",))), spares=2, trays=3, shards="unique")
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a copy on another tray was restored"] >= 1
+
+
+def test_a_worker_crashes_at_the_point_that_is_named() -> None:
+    point = CrashAt(point="worker: parking", nth=1)
+    outcome = run(Seq(parts=(at(2, point, Exactly(RANK, ("0",))), at(3, Kill(), Exactly(RANK, ("1",))))), spares=2)
+    assert outcome.marks["a worker crashed at a point"] == 1
+    assert outcome.marks["a loss came while others parked"] >= 1
+
+
+def test_a_slow_rank_makes_all_slow() -> None:
+    calm, slow = run(at(99, Kill(), One(RANK))), run(at(3, Slow(share=0.5, for_s=10.0), One(RANK)))
+    assert slow.virtual_s > calm.virtual_s + 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "target", "what"),
+    [
+        (DiskFull(), One(Subjects.STORAGE), "disk_full"),
+        (FlipBit(of="gradients"), One(RANK), "gradients"),
+        (Kill(), One(Subjects.COORDINATOR), "kill"),
+        (CrashAt(point="nowhere"), One(RANK), "nowhere"),
+    ],
+)
+def test_a_fault_that_has_no_model_is_refused_by_name(fault: Fault, target: Target, what: str) -> None:
+    with pytest.raises(Unsupported, match=what) as refused:
+        Simulation(job(at(1, fault, target)))
+    assert refused.value.remedy
+
+
+def test_what_happens_at_the_same_time_happens_by_priority_and_then_in_order() -> None:
+    engine, seen = Engine(), []
+    engine.at(5, seen.append, "second")
+    engine.at(5, seen.append, "last", priority=LAST)
+    engine.at(5, seen.append, "third")
+    engine.at(5, seen.append, "first", priority=FIRST)
+    while engine.step():
+        pass
+    assert seen == ["first", "second", "third", "last"]
+    assert engine.now_ns == 5
+
+
+def test_two_histories_in_one_generation_are_seen() -> None:
+    truth = Truth(3)
+    truth.state(2, truth.began.then(1, 4))
+    truth.state(2, truth.began.then(1, 4))
+    with pytest.raises(Violation, match="two histories"):
+        truth.state(2, truth.began.then(2, 4))
+
+
+def test_a_unit_that_a_rank_is_missing_from_is_seen() -> None:
+    with pytest.raises(Violation, match="samples lost or doubled"):
+        Truth(3).gate_full(1, 0, [0, 2, 2], 3, heard=True)
