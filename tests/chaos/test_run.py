@@ -105,6 +105,7 @@ def test_canary_a_job_that_was_to_stop_and_survives_is_wrong(strike: Callable[..
     assert verdicts(summary) == {"ending": False}
 
 
+@pytest.mark.stories
 def test_a_strike_without_a_target_makes_the_run_unknown(strike: Callable[..., Summary]) -> None:
     nobody, somebody = at_hold(Kill(), Exactly(Subjects.RANK, ("7",))), at_hold(Raise())
     summary = strike(Seq(parts=(nobody, somebody)))

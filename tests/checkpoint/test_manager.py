@@ -550,6 +550,7 @@ def test_a_clean_close_leaves_no_memory_behind(manager: Callable[..., Checkpoint
     assert [path for path in shm.rglob("*") if path.is_file()] == [shm / f"rackrun-{os.geteuid()}" / "lock"]
 
 
+@pytest.mark.stories
 def test_a_process_that_exits_without_close_leaves_its_arena_and_ends(tmp_path: Path, shm: Path) -> None:
     script = (
         "import sys, torch\nfrom rackrun.checkpoint import CheckpointManager, MemoryTier\n"

@@ -166,6 +166,7 @@ def test_a_share_on_disk_stands_in_for_a_damaged_image_in_memory(tmp_path: Path,
     assert (second["restored"], second["tiers"], second["state"]) == (2, ["own_tray", "shared"], state)
 
 
+@pytest.mark.stories
 def test_a_rank_that_is_no_replica_keeps_its_own_and_that_is_said_once(tmp_path: Path, shm: Path) -> None:
     said = forked(tmp_path, shm, 3, "ddp", 4, durable_every=2, drift=2)
     assert said.count("are not the same as on its replicas") == 1

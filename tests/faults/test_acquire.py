@@ -26,6 +26,7 @@ def notices(trained: Trained) -> str:
     return "\n".join(one.text for one in read_report(trained.ran.out_dir / "journal.sqlite").notices)
 
 
+@pytest.mark.stories
 def test_a_rack_comes_while_all_stand_still(train: Train, reference: Reference) -> None:
     options = ["--provider", "local", "--policy", "swap,acquire-wait", "--max-restarts", 0]
     trained = train("ddp", [TRAY_LOST], spares=0, trays=2, options=options)

@@ -82,7 +82,8 @@ def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, 
     assert lost, trained
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize(("mode", "seed"), [("ddp", 0), ("fsdp", 1)])
 def test_ranks_are_lost_at_random_moments(mode: str, seed: int, train: Train, reference: Reference) -> None:
     check_random_story(mode, seed, train, reference)
 

@@ -120,6 +120,7 @@ def test_a_rank_that_runs_out_of_memory_once_is_replaced(run_rackrun: Callable[.
     assert "Cannot allocate memory" in ran.stderr, ran
 
 
+@pytest.mark.stories
 def test_a_rank_that_always_does_ends_the_job_with_its_traceback(run_rackrun: Callable[..., Any], script: str) -> None:
     """The spare fails at the same step in the same way: not the hardware's."""
     ran = run_rackrun(["--standalone", "--nproc-per-node", "4", "--spares", "2", script, "always"])

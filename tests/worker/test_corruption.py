@@ -316,6 +316,7 @@ def test_before_the_first_comparison_of_a_resumed_run_its_checkpoint_is_good(
     assert ended.state == undisturbed(ddp, 3).state
 
 
+@pytest.mark.stories
 def test_what_was_good_when_main_was_entered_again_still_is(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_bits(
     assert said(train(trained(make, 5), ranks=after, spares=0), "done") == [3, 4]
 
 
-@pytest.mark.parametrize("make", [sharded, ddp])
+@pytest.mark.parametrize("make", [sharded, pytest.param(ddp, marks=pytest.mark.stories)])
 def test_a_rank_lost_after_the_resumption_is_replaced(
     make: Callable[[Run], nn.Module], folder: Path, train: Train
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_rank_lost_after_the_resumption_is_replaced(
         assert not ended.differences(reference), ended
 
 
-@pytest.mark.parametrize("make", [sharded, ddp])
+@pytest.mark.parametrize("make", [sharded, pytest.param(ddp, marks=pytest.mark.stories)])
 def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
     make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +295,7 @@ def normed(run: Run) -> nn.Module:
     return ddp(run, nn.BatchNorm1d(14))
 
 
-@pytest.mark.parametrize("make", [two_of_a_kind, normed])
+@pytest.mark.parametrize("make", [two_of_a_kind, pytest.param(normed, marks=pytest.mark.stories)])
 def test_every_rank_goes_on_with_what_is_its_own(
     make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +315,7 @@ def test_what_differs_between_ranks_is_not_given_to_another_number_of_them(folde
     assert "can be read" in str(ended)
 
 
+@pytest.mark.stories
 def test_buffers_that_differ_are_found_in_a_resumed_run_too(folder: Path, train: Train) -> None:
     train(fitted(normed, 5))
     copy = folder.with_name("copy")
@@ -358,6 +359,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(train: Train, capfd: Any) -> 
     assert "not shared by all hosts" in capfd.readouterr().err
 
 
+@pytest.mark.stories
 def test_a_host_that_sees_no_checkpoint_does_not_let_the_job_begin_anew(
     folder: Path, train: Train, request: pytest.FixtureRequest
 ) -> None:

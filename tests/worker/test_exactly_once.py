@@ -167,6 +167,7 @@ def test_an_optimizer_that_adds_up_over_elements_is_refused_for_shards(train: Tr
 # -- taken
 
 
+@pytest.mark.stories
 def test_gradients_of_a_model_that_is_not_trained_in_a_step_are_left_alone(train: Train) -> None:
     """They lie there until it is, and are not those of a micro-batch."""
 
@@ -223,6 +224,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}])
+@pytest.mark.stories
 def test_parameters_of_any_shape_and_layout_are_added_exactly(options: dict[str, bool], train: Train) -> None:
     def main(run: Run) -> None:
         model = DDP(Odd(), **options)  # type: ignore[arg-type]

@@ -139,6 +139,7 @@ def test_who_is_lost_before_it_has_paused_is_a_loss_like_any_other(train: Train)
     assert [plan.rollback for plan in ended.plans] == [4]
 
 
+@pytest.mark.stories
 def test_without_memory_for_a_snapshot_a_rank_pauses_all_the_same(train: Train, capfd: Any) -> None:
     def patch(run: Run) -> None:
         begin = Snapshots._begin
@@ -212,6 +213,7 @@ def test_a_run_that_ends_does_not_pause(folder: Path, train: Train) -> None:
     assert saved(folder) == [5]
 
 
+@pytest.mark.stories
 def test_told_to_end_in_a_pause_the_run_ends_a_step_later(folder: Path, train: Train) -> None:
     ended = train(script(sharded, HOLD), swap=Swap(HOLD, lost=1, drain=True))
     assert ended.exit_code == 0, ended

@@ -201,6 +201,7 @@ def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: 
         )
 
 
+@pytest.mark.stories
 def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_one(
     reshape: Reshape, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +233,7 @@ def test_what_other_trays_had_of_the_old_layout_counts_for_nothing_in_the_new_on
     assert "no snapshot has come through" not in capfd.readouterr().err
 
 
+@pytest.mark.stories
 def test_replicas_of_shards_are_dropped_along_the_first_axis(reshape: Reshape) -> None:
     mesh = {"dp_replicate": 2, "dp_shard": 2}
 

@@ -200,6 +200,7 @@ def channels_last(run: Run) -> nn.Module:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["from a replica", "from a snapshot"])
+@pytest.mark.stories
 def test_tensors_that_are_not_row_major_are_restored_as_they_were(own: bool, train: Train) -> None:
     def main(run: Run) -> None:
         model = channels_last(run)
@@ -349,6 +350,7 @@ def test_a_phase_is_never_told_what_was_not(train: Train) -> None:
 
 
 @pytest.mark.parametrize("swaps_weights", [False, True])
+@pytest.mark.stories
 def test_a_phase_that_is_left_leaves_the_model_as_it_was(swaps_weights: bool, train: Train) -> None:
     """Training is resumed in its mode, and on its own weights, though the phase was broken in the middle."""
 
@@ -396,6 +398,7 @@ def test_a_buffer_that_one_rank_changes_after_the_gate_keeps_collectives_in_step
         assert not ended.differences(reference), ended
 
 
+@pytest.mark.stories
 def test_a_loss_that_is_reduced_to_be_shown_costs_a_sharded_world_nothing(train: Train) -> None:
     def main(run: Run) -> None:
         model = net()

@@ -71,7 +71,7 @@ def test_all_change_after_the_gate_in_which_all_have_heard_of_it_and_nobody_stan
 
 
 @pytest.mark.parametrize("dies", [0, SLOW, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in (1, 2))])
 def test_whoever_dies_whenever_all_have_the_same_shares(dies: int, seed: int, train: Train) -> None:
     how: dict[str, Any] = {"reduction": "exact", "slow": SLOW_FOR_A_WHILE}
     lived = shifted()
