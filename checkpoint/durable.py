@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rackrun.checkpoint.durable_reader import GenerationReader, ShardReader
 from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration, Unreadable
 from rackrun.checkpoint.files import (
     Files,
     Unsynced,
@@ -95,7 +95,9 @@ class DurableStore:
         self.directory = self.root / job
         self.files = files or Files()
         self.doubtful: set[Path] = set()
-        """Directories whose fsync failed: this process does not call them durable any more."""
+        """Directories that an fsync failed on, or on the one that lists them: this process does not call them durable any more."""
+        self._rooted = False
+        """That the root lists the job's directory is on disk."""
 
     def writer(self, generation: int, step: int, epoch: int, world_size: int) -> GenerationWriter:
         return GenerationWriter(self, generation, step, epoch, world_size)
@@ -105,20 +107,28 @@ class DurableStore:
 
         Raises CheckpointError when the job's directory cannot be listed at all.
         """
+        return self.look()[0]
+
+    def look(self) -> tuple[list[GenerationInfo], dict[int, CheckpointError]]:
+        """`generations`, and why each of those that are listed and are not among them was left out, the newest first."""
         try:
             names = self.files.listdir(self.directory)
         except FileNotFoundError:
-            return []
+            return [], {}
         except OSError as error:
             raise CheckpointError(
                 f"{self.directory} cannot be listed: {error.strerror or error}.",
                 remedy="mount it, or check its rights.",
             ) from error
-        found = []
+        found, left_out = [], {}
         for generation in sorted((g for name in names if (g := generation_of(name)) is not None), reverse=True):
-            with contextlib.suppress(CheckpointError, OSError):
+            try:
                 found.append(self._info(generation))
-        return found
+            except NoUsableGeneration:
+                continue  # it went meanwhile
+            except CheckpointError as error:
+                left_out[generation] = error
+        return found, left_out
 
     def open(self, generation: int) -> GenerationReader:
         """Raises NoUsableGeneration when it is not there, and IntegrityError when it is not whole."""
@@ -179,21 +189,21 @@ class DurableStore:
                             remedy="use another generation.",
                         )
         except OSError as error:
-            raise IntegrityError(
-                f"generation {generation} is not whole: {error}.", remedy="use another generation."
-            ) from error
+            kind = IntegrityError if isinstance(error, FileNotFoundError) else Unreadable
+            raise kind(f"generation {generation} is not whole: {error}.", remedy="use another generation.") from error
         return manifest, digest
 
     def sync(self) -> None:
-        """What the job's directory lists is on disk. Raises OSError."""
-        for path in (self.directory, self.root):
-            if path in self.doubtful:
-                raise Unsynced(errno.EIO, "an earlier fsync failed", str(path))
-            try:
-                sync_directory(self.files, path)
-            except Unsynced:
-                self.doubtful.add(path)
-                raise
+        """What the job's directory lists is on disk, but for what this has failed on before. Raises OSError."""
+        sync_directory(self.files, self.directory)
+        if self.root in self.doubtful and not self._rooted:
+            raise Unsynced(errno.EIO, "an earlier fsync failed", str(self.root))
+        try:
+            sync_directory(self.files, self.root)
+        except Unsynced:
+            self.doubtful.add(self.root)
+            raise
+        self._rooted = True
 
     def _info(self, generation: int) -> GenerationInfo:
         manifest, digest = self.whole(generation)

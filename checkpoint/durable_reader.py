@@ -20,7 +20,7 @@ from types import TracebackType
 import numpy as np
 
 from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, Unreadable
 from rackrun.checkpoint.files import Files, read_small
 from rackrun.checkpoint.manifest import (
     FRAGMENT_BYTES_MAX,
@@ -194,4 +194,4 @@ def _typed(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror or error}.", remedy=_OTHER) from error
+        raise Unreadable(f"{path} cannot be read: {error.strerror or error}.", remedy=_OTHER) from error

@@ -140,7 +140,7 @@ class GenerationWriter:
                 self._discard()  # shards that were written once more, too late
             else:
                 return False
-            self._store.sync()
+            self._sync_name()
             crash_point("durable.parent_synced")
             if not self._is_published(manifest):
                 raise Refused(FailureKind.VANISHED, f"{self._final} was there and is gone")
@@ -322,6 +322,16 @@ class GenerationWriter:
         if not same:
             raise Refused(FailureKind.DISAGREES, f"{self._final} has other content")
         return True
+
+    def _sync_name(self) -> None:
+        """A later sync succeeds over a name that this one has lost; over those of later generations it means what it says."""
+        if self._final in self._store.doubtful:
+            raise Unsynced(errno.EIO, "an earlier fsync failed", str(self._final))
+        try:
+            self._store.sync()
+        except Unsynced:
+            self._store.doubtful.add(self._final)
+            raise
 
     def _sync_temporary(self) -> None:
         try:

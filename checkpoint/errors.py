@@ -5,6 +5,7 @@
     RackrunError
     +-- CheckpointError              a checkpoint operation cannot be done
         +-- IntegrityError           the hardware's: bytes are not what was sealed, or a file is not the one it was
+        |   +-- Unreadable           storage does not give the bytes: they may be right, and come another time
         +-- NoUsableGeneration       the hardware's, a StateLost: no verified copy of what was asked for
         +-- LayoutMismatch           yours: saved and wanted tensors do not fit
         +-- MemoryPlanError          yours: it does not fit into the memory or the disk there is
@@ -26,6 +27,7 @@ __all__ = [
     "MemoryPlanError",
     "NoUsableGeneration",
     "StaleEpoch",
+    "Unreadable",
 ]
 
 
@@ -35,6 +37,10 @@ class CheckpointError(RackrunError):
 
 class IntegrityError(CheckpointError, HardwareError):
     """Bytes are not what was sealed, or a file is not the one that was opened. Another copy may be whole."""
+
+
+class Unreadable(IntegrityError):
+    """Storage does not give the bytes. Nothing is known against them."""
 
 
 class NoUsableGeneration(CheckpointError, StateLost):

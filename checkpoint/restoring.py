@@ -119,8 +119,14 @@ class _Chooser:
         self._inventory: list[Holding] = [*(holding for one in seen for holding in one.holdings), *on_disk]
         self._records = newest_records([*disk_records, *(record for one in seen for record in one.records)])
         self._probation = probation
+        self._left_out = {g: why for one in reversed(seen) for g, why in one.left_out.items()}
+        if any(one.durable for one in seen) and not common:
+            self._left_out |= {-1: "the ranks do not see the same generations on disk"}
 
     def choose(self) -> _Plan:
+        if not self._records and self._left_out:  # to begin anew would be to lose them
+            story = " ".join(f"Generation {g}: {why}" if g >= 0 else why for g, why in self._left_out.items())
+            return _Plan(problem=f"no generation can be read. {story}")
         if not self._records:
             return _Plan(nothing=True)
         quarantined, attempts = self._probation.quarantined(), self._probation.attempts()
@@ -128,7 +134,8 @@ class _Chooser:
             plan = choose(self._inventory, self._records, quarantined=quarantined, attempts=attempts)
         except CheckpointError as error:
             return _Plan(problem=error.what)
-        return _Plan(plan)
+        newer = {g: why for g, why in self._left_out.items() if g > plan.generation}
+        return _Plan(msgspec.structs.replace(plan, passed_over={**newer, **plan.passed_over}))
 
     def without(self, generation: int, everyone: Sequence[_Filled]) -> None:
         failed = {(generation, *pair) for one in everyone for pair in one.failed}

@@ -87,7 +87,7 @@ def choose(
     newest_verified: int | None,
     barred: Collection[int] = (),
 ) -> Choice:
-    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes."""
+    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk."""
     keep: dict[int, str] = {}
     spans: set[int] = set()
     for info in sorted(generations, key=lambda info: info.generation):
@@ -99,7 +99,7 @@ def choose(
     usable = [generation for generation in newest if generation not in barred][: retention.keep_last]
     keep |= dict.fromkeys(usable, f"one of the newest {retention.keep_last}")
     oldest = min(usable, default=-1)
-    keep |= {g: "taken by no restore, but newer than others that stay" for g in newest if g in barred and g > oldest}
+    keep |= {g: "not to be relied on, but newer than others that stay" for g in newest if g in barred and g > oldest}
     keep |= {generation: "pinned" for generation in newest if generation in pins}
     if newest_verified is None:
         keep |= {generation: "none is verified" for generation in newest if generation not in keep}
@@ -131,7 +131,7 @@ def collect(
         store.sync()
         crash_point("retention.synced")
         probation = Probation(store.directory)
-        barred = probation.barred()
+        barred = {*probation.barred(), *(info.generation for info in generations if info.path in store.doubtful)}
         newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
         choice = choose(generations, retention, pins=pins, newest_verified=newest_verified, barred=barred)
         done.kept = choice.keep

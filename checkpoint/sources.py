@@ -19,7 +19,7 @@ from rackrun.checkpoint.arena_folder import ArenaFolder
 from rackrun.checkpoint.arena_format import SlotHeader, SlotState, manifest_digest, table_bytes
 from rackrun.checkpoint.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.choose import Holding, RestorePlan, Tier
-from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo
 from rackrun.checkpoint.durable_reader import GenerationReader, ShardReader
 from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
 from rackrun.checkpoint.manifest import Manifest
@@ -42,6 +42,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[CommitRecord, ...] = ()
     durable: tuple[tuple[int, str], ...] = ()
     """(generation, digest of its manifest), newest first."""
+    left_out: dict[int, str] = {}
+    """Generations that are listed on disk and cannot be read as much as what they are, and why; -1: none can even be listed."""
     newest_generation: int = -1
     newest_epoch: int = -1
 
@@ -59,9 +61,13 @@ class Sources:
 
     def look(self) -> Seen:
         """Every byte in memory that counts is verified here."""
-        durable = []
-        with contextlib.suppress(CheckpointError):
-            durable = self._store.generations()[:_DURABLE_MAX]
+        durable: list[GenerationInfo] = []
+        left_out: dict[int, str] = {}
+        try:
+            whole, unusable = self._store.look()
+            durable, left_out = whole[:_DURABLE_MAX], {g: str(why) for g, why in unusable.items()}
+        except CheckpointError as error:
+            left_out = {-1: str(error)}
         records = tuple(self._folder.commits()) if self._folder is not None else ()
         known = [*(info.generation for info in durable), *(record.generation for record in records)]
         newest = max(known, default=-1)  # of what is lost too
@@ -88,6 +94,7 @@ class Sources:
             holdings=tuple(holdings),
             records=records,
             durable=tuple((info.generation, info.digest) for info in durable),
+            left_out=left_out,
             newest_generation=newest,
             newest_epoch=epoch,
         )

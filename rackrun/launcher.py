@@ -139,6 +139,7 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
             nnodes=options.nodes_max * options.trays,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,
+            lease_s=options.lease_s,
         )
         for name in (rack.trays if rack else _tray_names(options))
     ]

@@ -21,10 +21,14 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what forks has no thread that its child would wait for
 
 ROOT = Path(__file__).resolve().parents[1]
+
+settings.register_profile("rackrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rackrun")  # how fast the machine is must fail no test
 
 
 # -- which stories are told ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The process around one filler, between it and its agent: what the filler starts stays below it, and ends when it says so.
 
-`main` has as arguments the agent's process id, and an `Order` as JSON. Standard input is the agent's: a byte says that the slot is
-needed (SIGTERM, and SIGKILL after the grace time); its end, that all is to end at once. The exit code is the filler's, 128 + N
+`main` has as arguments the agent's process id, and an `Order` as JSON. Standard input is the agent's: `NOW` says that the filler has to
+go (SIGTERM, and SIGKILL after the grace time); `HELD` the same, but it is stopped first for a moment, while who needs the slot
+needs the processors most; its end, that all is to end at once. The exit code is the filler's, 128 + N
 after signal N. By then nothing of the filler lives: this process is the subreaper of all that is below it, and leaves when the
 kernel says that there is nobody. It imports little, nothing that is not Python's own, and is small.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -22,17 +24,23 @@ from rackrun.agent import proc
 from rackrun.agent.cgroup import Cgroup
 from rackrun.agent.idle import finish_off, first_to_go, lower, lower_session
 
-__all__ = ["EXEC_FAILED", "Order", "main"]
+__all__ = ["EXEC_FAILED", "HELD", "NOW", "Order", "main"]
+
+NOW, HELD = b".", b"h"
 
 EXEC_FAILED = 127
 _AGAIN_MS = (2, 20)
 """Between two looks for what is still alive below us: at first, and when somebody does not die."""
+_STOPS = 5
+"""Looks for processes to stop, at most."""
 _SESSIONS_S = 1.0
 """Between two looks for sessions that the filler has made."""
 
 
 class Order(TypedDict):
     command: list[str]
+    hold_s: float
+    """How long it is stopped before it is told, where that is asked for."""
     grace_s: float
     cpus: list[int]
     cgroup: str
@@ -67,18 +75,37 @@ class _Cage:
 
     def _watch(self) -> None:
         """Until it has ended, or its time is over."""
-        deadline: float | None = None
+        told = deadline = math.inf
         while self._status is None:
-            if deadline is not None and time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 return
-            left_s = _SESSIONS_S if deadline is None else max(0.0, deadline - time.monotonic())
-            for fd, _ in self._poll.poll(left_s * 1e3):
-                if fd == 0 and deadline is None:
-                    deadline = time.monotonic() + (self._order["grace_s"] if self._tell() else 0.0)
-                    self._poll.unregister(0)
+            if now >= told:
+                self._tell()
+                told, deadline = math.inf, now + self._order["grace_s"]
+                continue
+            for fd, _ in self._poll.poll(min(_SESSIONS_S, told - now, deadline - now) * 1e3):
+                if fd == 0:
+                    word = os.read(0, 1)
+                    if word == b"":  # there is no agent any more, or no time
+                        return
+                    told = time.monotonic() + (self._held() if word == HELD else 0.0)
             self._rest()
-            if deadline is None and self._order["last_in_line"]:
+            if told == deadline == math.inf and self._order["last_in_line"]:
                 self._lower_sessions()
+
+    def _held(self) -> float:
+        """Stop it; returns for how long."""
+        before: set[int] = set()
+        for _ in range(_STOPS):  # somebody may fork while we look, or wake others
+            found = set(proc.descendants_now(os.getpid()))
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by its set-user-ID bit
+                    os.kill(pid, signal.SIGSTOP)
+            if found <= before:
+                break
+            before = found
+        return self._order["hold_s"]
 
     def _lower_sessions(self) -> None:
         """From time to time: every orphan that ends below us wakes us, and there may be thousands."""
@@ -94,16 +121,15 @@ class _Cage:
                     lower_session(pid)
         self._sessions = seen
 
-    def _tell(self) -> bool:
-        """False: there is no agent any more, or no time."""
-        if os.read(0, 1) == b"":
-            return False
-        with contextlib.suppress(ProcessLookupError):
+    def _tell(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             try:
                 os.killpg(self._pid, signal.SIGTERM)
             except ProcessLookupError:  # it has no group of its own yet
                 os.kill(self._pid, signal.SIGTERM)
-        return True
+        for pid in proc.descendants_now(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
 
     def _start(self) -> int:
         cage = os.getpid()

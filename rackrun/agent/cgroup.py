@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["Cgroup"]
+__all__ = ["Cgroup", "own_group"]
 
 
 class Cgroup:
@@ -17,7 +17,7 @@ class Cgroup:
     def make(cls, name: str) -> Cgroup | None:
         """None: there is no such hierarchy, or it is not ours to write."""
         try:
-            above = _own()
+            above = own_group()
             if above is None:
                 return None
             path = above / name
@@ -33,7 +33,7 @@ class Cgroup:
     def sweep(prefix: str) -> None:
         """Remove those that dead processes have left beside ours: empty ones, of names that go on with a process id and a dash."""
         with contextlib.suppress(OSError):
-            above = _own()
+            above = own_group()
             for path in above.glob(f"{prefix}*-*") if above is not None else ():
                 owner = path.name.removeprefix(prefix).partition("-")[0]
                 if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
@@ -57,7 +57,7 @@ class Cgroup:
             file.write(text)
 
 
-def _own() -> Path | None:
+def own_group() -> Path | None:
     """Our own group of the v2 hierarchy, which may be mounted beside those of v1."""
     inside = ""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():

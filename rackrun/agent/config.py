@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from rackrun.core.ids import TrayId
 
-__all__ = ["AgentConfig", "FillerConfig", "FillerPauses", "LogConfig", "ScriptConfig"]
+__all__ = ["JOB_IS_OVER", "AgentConfig", "FillerConfig", "FillerPauses", "LogConfig", "ScriptConfig"]
+
+
+JOB_IS_OVER = signal.SIGUSR1
+"""From the launcher to its agents; one that has only just begun dies of it."""
 
 
 class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +87,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL, when a job ends."""
     lease_s: float = 15.0
-    """Without a word from the coordinator for this long, and no step committed, workers are parked."""
+    """When nothing has come from the coordinator for this long, it is asked whether it is there."""
     stall_floor_ms: int = 1_000
     """The shortest time without progress that may be called a stall."""

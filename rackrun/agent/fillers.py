@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from rackrun.agent import proc
-from rackrun.agent.cage import EXEC_FAILED, Order
+from rackrun.agent.cage import EXEC_FAILED, HELD, NOW, Order
 from rackrun.agent.cgroup import Cgroup
 from rackrun.agent.config import FillerConfig
 from rackrun.agent.idle import finish_off
@@ -27,12 +27,14 @@ from rackrun.core.ids import Incarnation, SlotId
 from rackrun.core.wire import FillerTold
 from rackrun.topology.environment import Binding
 
-__all__ = ["CAGE", "LATE_S", "MARK", "Fillers"]
+__all__ = ["CAGE", "HOLD_S", "LATE_S", "MARK", "Fillers"]
 
 MARK = "RACKRUN_FILLER"
 """Environment variable of a filler and all that it starts: its slot, the spare's incarnation, and which start beside it."""
 LATE_S = 0.15
-"""What a cage may need beyond the grace time before we end the filler ourselves."""
+"""What a cage may need beyond a filler's time before we end the filler ourselves."""
+HOLD_S = 0.25
+"""A filler is stopped at once when its spare is needed, and told only after this: a recovery has the processors for itself."""
 _AGAIN_S = 0.05
 _STOP_S = 10.0
 _LOOK_S = 0.01
@@ -66,6 +68,8 @@ class _Run:
         self.because = ""
         """Why it has to go; "" while it may stay."""
         self.asked = 0.0
+        self.time_s = 0.0
+        """That it has from then on."""
         self.gone = asyncio.Event()
         self.late: asyncio.TimerHandle | None = None
         self.blamed = False
@@ -125,8 +129,11 @@ class Fillers:
         if place.run is None and place.again is None:
             self._start(place)
 
-    def clear(self, slot: SlotId, because: str) -> asyncio.Event | None:
-        """The spare there waits no longer. Returns at once; what is returned is set when its filler is gone. None: there is none."""
+    def clear(self, slot: SlotId, because: str, *, hold: bool = False) -> asyncio.Event | None:
+        """The spare there waits no longer. Returns at once; what is returned is set when its filler is gone. None: there is none.
+
+        ``hold``: stop it first, and tell it in `HOLD_S`; not where it is in the way.
+        """
         if not self._places:
             return None
         place = self._place(slot)
@@ -137,11 +144,13 @@ class Fillers:
         run = place.run
         if run is not None and not run.because:
             run.because, run.asked = because, self._loop.time()
+            hold = hold and not self.in_the_way
+            run.time_s = self._grace_s + (HOLD_S if hold else 0.0)
             if run.pid:
                 with contextlib.suppress(OSError):  # its end is told in a moment
-                    os.write(run.control, b".")
+                    os.write(run.control, HELD if hold else NOW)
                     os.kill(run.pid, signal.SIGCONT)  # somebody may have stopped it
-            run.late = self._loop.call_later(self._grace_s + LATE_S, self._end_ourselves, run)
+            run.late = self._loop.call_later(run.time_s + LATE_S, self._end_ourselves, run)
         return None if run is None else run.gone
 
     def reaped(self, pid: int, status: int, cpu_s: float) -> None:
@@ -183,6 +192,7 @@ class Fillers:
         index = _index_of(run.slot)
         order = Order(
             command=list(self._config.command),
+            hold_s=HOLD_S,
             grace_s=self._grace_s,
             cpus=list(self._place_of(index).cpus),
             cgroup=run.cgroup.path if run.cgroup else "",
@@ -265,7 +275,7 @@ class Fillers:
         """Its cage has not done it in time: stopped, killed, or held up."""
         if run.gone.is_set():
             return
-        if self._loop.time() - run.asked > self._grace_s + 1.0:
+        if self._loop.time() - run.asked > run.time_s + 1.0:
             self._blame(run)
         if run.cgroup is not None:
             run.cgroup.kill()
@@ -277,7 +287,9 @@ class Fillers:
     def _blame(self, run: _Run) -> None:
         if not run.blamed:
             run.blamed = True
-            _say(f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?)")
+            _say(
+                f"the filler beside {run.slot} does not end, though killed: the kernel holds it (a driver?), or it is another user's"
+            )
 
     def _close(self, run: _Run) -> None:
         if run.late is not None:

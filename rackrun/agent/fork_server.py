@@ -173,8 +173,8 @@ def _serve(connection: socket.socket, agent: int) -> NoReturn:
         code = 70
         _say(f"failed\n{traceback.format_exc()}")
     finally:
-        proc.kill_tree(os.getpid())
-        _reap_all()
+        if proc.kill_tree(os.getpid()):
+            _reap_all()
         os._exit(code)
 
 

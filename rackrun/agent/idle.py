@@ -42,7 +42,7 @@ def finish_off(pids: list[int]) -> None:
     """SIGKILL, to all before anything else; then have them die at normal priority on any processor, and free their memory in
     our own time (process_mrelease)."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by its set-user-ID bit
             os.kill(pid, signal.SIGKILL)
     for pid in pids:
         with contextlib.suppress(OSError):  # gone by now, which is what is wanted

@@ -19,7 +19,7 @@ import torch
 
 from rackrun.agent import proc
 from rackrun.agent.child import open_standard_streams
-from rackrun.agent.config import AgentConfig
+from rackrun.agent.config import JOB_IS_OVER, AgentConfig
 from rackrun.agent.devices import Devices
 from rackrun.agent.fillers import Fillers
 from rackrun.agent.fork_server import ForkServer, preload, unsound_because
@@ -115,6 +115,7 @@ class _Agent:
         watch = Watch(tray, uplink, mirror, config.stall_floor_ms)
         tray.worker_is_new = watch.look_soon
         loop.add_signal_handler(signal.SIGTERM, self._told_to_leave, uplink)
+        loop.add_signal_handler(JOB_IS_OVER, self._told_that_it_is_over, uplink)
         if self._standalone:
             loop.add_signal_handler(signal.SIGINT, self._interrupted, uplink)
         connection = asyncio.create_task(
@@ -165,6 +166,12 @@ class _Agent:
         because = f"SIGTERM to the agent of {self._config.tray}"
         uplink.event(DepartureAnnounced(tray=self._config.tray, because=because, exit_code=128 + signal.SIGTERM))
         asyncio.get_running_loop().call_later(self._config.grace_s, lambda: self._go(orderly=False))
+
+    def _told_that_it_is_over(self, uplink: Uplink) -> None:
+        """By the launcher. Who is connected is told how it ended by the coordinator, who is not never would be."""
+        uplink.job_is_over()
+        if not uplink.connected:
+            self._go(orderly=False)
 
     def _go(self, *, orderly: bool) -> None:
         if not self._leave.done():

@@ -131,15 +131,22 @@ def cpu_seconds(root: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def kill_tree(root: int, spare: Iterable[int] = ()) -> None:
-    """SIGKILL everything below ``root``, again until nothing new turns up (a process may fork while we look)."""
+def kill_tree(root: int, spare: Iterable[int] = ()) -> bool:
+    """SIGKILL everything below ``root``, again until nothing new turns up (a process may fork while we look). False: some of it is
+    another user's, and lives on."""
     spared = set(spare)
     killed: set[int] = set()
+    all_ours = True
     while found := [pid for pid in descendants(root) if pid not in killed and pid not in spared]:
         for pid in found:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                all_ours = False
         killed.update(found)
+    return all_ours
 
 
 def kill_session(leader: int) -> None:

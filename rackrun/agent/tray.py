@@ -343,7 +343,7 @@ class Tray:
         for slot, incarnation in to:
             if tray_of(slot) == self._config.tray and (worker := self._find(slot, incarnation)):
                 # Whatever it is told, its wait is over.
-                gone = self._fillers.clear(slot, "the spare is needed")
+                gone = self._fillers.clear(slot, "the spare is needed", hold=True)
                 worker.send(data, after=gone if self._fillers.in_the_way else None)
 
     # -- who is here

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from uuid import uuid4
@@ -31,7 +32,10 @@ _BATCH_BYTES = 1 << 20
 _LOGGED_MAX = 10_000
 _CONNECT_S = 60.0
 _RETRY_S = (0.02, 1.0)
+_CLOSE_S = 1.0
 _REFUSED = (400, 401, 403, 404, 409, 426)
+_TAKEN = 503
+"""Another agent has the tray, and may be gone soon."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -67,6 +71,8 @@ class Uplink:
         self._idle.set()
         self._joined = False
         self._closing = False
+        self._over = False
+        self.connected = False
 
     def event(self, event: Event) -> None:
         self._put(Urgency.NOW, frame(event))
@@ -79,14 +85,14 @@ class Uplink:
         """Connect and stay connected; returns when that cannot be."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _CONNECT_S
-        pause = _RETRY_S[0]
+        pause, told = _RETRY_S[0], False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
             while True:
                 try:
                     async with self._connect(session) as socket:
                         await self._converse(socket)
-                    if self._closing:
+                    if self._closing or self._over:
                         return End.LOST
                     _say("the connection to the coordinator broke; the workers go on, and I try again")
                     deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
@@ -94,7 +100,10 @@ class Uplink:
                     if error.status in _REFUSED:
                         _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
                         return End.LOST if self._joined else End.REFUSED
-                    because = f"{error.status} {error.message}"
+                    because = await self._reason(session, error)
+                    if error.status == _TAKEN and not told:
+                        told = True
+                        _say(f"the coordinator does not take this tray yet: {because}; I ask again")
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     because = str(error) or type(error).__name__
                 if loop.time() >= deadline:
@@ -102,6 +111,10 @@ class Uplink:
                     return End.LOST
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_S[1])
+
+    def job_is_over(self) -> None:
+        """Somebody else has heard so: a connection that breaks is not made anew."""
+        self._over = True
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until all is sent."""
@@ -139,20 +152,42 @@ class Uplink:
             await socket.send_bytes(self._first)
             self._joined = True
         writer = asyncio.create_task(self._write(socket))
+        self.connected = True
         try:
             buffer = bytearray()
-            async for message in socket:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    continue
-                buffer += message.data
+            async for message in self._heard(socket):
+                buffer += message
                 for body in split_frames(buffer):
                     self._obey(decode_command(body))
         except (msgspec.MsgspecError, ValueError) as error:
             _say(f"the coordinator sent what is no command: {error}")
         finally:
+            self.connected = False
             writer.cancel()
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                 await writer
+
+    async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+        """Until the connection ends, or has been silent for so long that the coordinator must have given us up. It may be the coordinator
+        that is cut off, and then it gives nobody up; a ping finds out whether its end of the connection is there, if anything comes through."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        while True:
+            try:
+                message = await socket.receive()
+            except TimeoutError:
+                if loop.time() - heard_s > self._config.lease_s + self._orphan_s or self._over:
+                    _say(f"no word from the coordinator for {loop.time() - heard_s:.0f} s")
+                    return
+                await socket.ping()
+                continue
+            heard_s = loop.time()
+            if message.type is aiohttp.WSMsgType.BINARY:
+                yield message.data
+            elif message.type is aiohttp.WSMsgType.PING:
+                await socket.pong(message.data)
+            elif message.type is not aiohttp.WSMsgType.PONG:
+                return
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         while True:
@@ -199,12 +234,22 @@ class Uplink:
         return {"Authorization": f"Bearer {self._config.token}"}
 
     def _query(self) -> dict[str, str]:
-        query = {"protocol": str(PROTOCOL), "tray": self._config.tray, "session": self._session_name}
+        query = {
+            "protocol": str(PROTOCOL),
+            "tray": self._config.tray,
+            "session": self._session_name,
+            "host": os.uname().nodename,
+            "pid": str(os.getpid()),
+        }
         return {**query, "resume": "1"} if self._joined else query
 
     def _connect(self, session: aiohttp.ClientSession) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse]:
         return session.ws_connect(
-            self._url(), params=self._query(), heartbeat=self._config.lease_s / 2, max_msg_size=FRAME_BYTES_MAX
+            self._url(),
+            params=self._query(),
+            timeout=aiohttp.ClientWSTimeout(ws_receive=self._config.lease_s, ws_close=_CLOSE_S),
+            max_msg_size=FRAME_BYTES_MAX,
+            autoping=False,
         )
 
 

@@ -62,6 +62,9 @@ from rackrun.link.channel import frame
 __all__ = ["Core", "Driver", "Link", "Observer", "Status"]
 
 _log = logging.getLogger(__name__)
+_STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
+"""A timer that is as late as that tells of a coordinator that stood still. It hears first what has come meanwhile: those whose time seems to be
+up may have answered long ago."""
 
 
 class Core(Protocol):
@@ -74,6 +77,10 @@ class Core(Protocol):
 
 class Link(Protocol):
     """The way to one agent. ``send`` never blocks and keeps the order."""
+
+    host: str
+    pid: int
+    """Of the agent, on its host; 0: it has not said."""
 
     def send(self, data: bytes) -> None: ...
 
@@ -135,10 +142,11 @@ class Driver:
         self._observer = observer
         self._clock = clock
         self._began = clock()
+        journal.fact("began_monotonic_s", self._began)
         self._at_ms = 0
         self._links: dict[TrayId, Link] = {}
-        self.fence: Callable[[TrayId], None] = lambda _tray: None
-        """Told of a tray that is lost: where its agent is ours, it is to be gone, also if it is only stopped."""
+        self.fence: Callable[[TrayId, int], None] = lambda _tray, _pid: None
+        """Told of a tray that is lost, and of its agent's process: where that is ours, it is to be gone, also if it is only stopped."""
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
         """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
         self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
@@ -163,9 +171,8 @@ class Driver:
         return self._links.get(tray)
 
     def joined(self, event: TrayJoined, link: Link) -> None:
-        """An agent has introduced itself on a new connection; an older one of the same tray is void."""
-        if event.tray in self._links:
-            self._forget(event.tray, "its agent connected anew")
+        """An agent has introduced itself."""
+        assert event.tray not in self._links, "at most one agent acts for a tray"
         self._links[event.tray] = link
         self._going.discard(event.tray)
         self.metrics.trays.set(len(self._links))
@@ -176,7 +183,7 @@ class Driver:
         if self._links.get(tray) is link:
             self._forget(tray, because)
             if self.over is None and tray not in self._going:
-                self.fence(tray)
+                self.fence(tray, link.pid)
 
     def _forget(self, tray: TrayId, because: str) -> None:
         del self._links[tray]
@@ -219,6 +226,7 @@ class Driver:
                 case StateCopied():
                     self.metrics.copies.copied(message)
                     self._pace.copied(message, now_ms)
+                    self.watch.copied(message)
                 case FillerTold():
                     self._journal.filler(message, now_ms)
                     self.metrics.fillers.heard(message)
@@ -366,14 +374,22 @@ class Driver:
         if isinstance(command, Answer):
             self.requests.heard(command)
 
-    def _set_timer(self, command: SetTimer) -> None:
+    def _set_timer(self, command: SetTimer, *, again: bool = False) -> None:
+        """``again``: it was too late."""
+        now_ms = self.now_ms()
+        at_ms = now_ms + _CATCH_UP_MS if again else command.at_ms
+
         def fire() -> None:
             self._timers.discard(timer)
-            if self.over is None:
+            if self.over is not None:
+                return
+            if not again and self.now_ms() - max(at_ms, now_ms) > _STOOD_STILL_MS:
+                self._set_timer(command, again=True)
+            else:
                 self.submit(TimerFired(name=command.name, at_ms=command.at_ms))
 
-        delay_s = max(0.0, command.at_ms - self.now_ms()) / 1e3
-        timer = asyncio.get_running_loop().call_later(delay_s, fire)
+        # One that is due already has its place in the order of all that are.
+        timer = asyncio.get_running_loop().call_later((at_ms - now_ms) / 1e3, fire)
         self._timers.add(timer)
 
     # -- telemetry

@@ -9,8 +9,8 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
 ``wall`` is Unix time in seconds, for people. Bodies are JSON; a number that JSON lacks (NaN) is null there.
 
 =============  =====================================================================================================
-``meta``       key, value: format, run_id, protocol, began_wall, config (`rackrun.core.config.JobConfig` as JSON), and
-               whatever the launcher adds; at the end also exit_code, because, ended_ms, rows_lost
+``meta``       key, value: format, run_id, protocol, began_wall, began_monotonic_s (of that clock, as the host has it),
+               config (`rackrun.core.config.JobConfig` as JSON), and whatever the launcher adds; at the end also exit_code, because, ended_ms, rows_lost
 ``events``     id, cause (id of the event that a command answers, NULL for an event), kind (``event``, ``command``),
                name, at_ms, wall, body: every core event and command, in the order in which they were handled
 ``generations``  id, generation, stage (``break``, ``resume``), at_ms, wall, body (the whole command): on disk *before*

@@ -1,6 +1,6 @@
-"""The process in which a user's policy runs: ``python -m rackrun.coordinator.policy_child module:function``.
+"""The process in which a user's policy runs: ``python -m rackrun.coordinator.policy_child FD module:function``.
 
-One line in, one line out, each a message as JSON: `AskPolicy` on standard input, `PolicyAnswered` on standard output; the first line
+One line in, one line out, each a message as JSON: `AskPolicy` on standard input, `PolicyAnswered` on descriptor FD; the first line
 out says whether the function could be loaded. Whatever the user's code prints goes to standard error, with the traceback of what it
 raises. It ends with its parent, or when its input does.
 """
@@ -23,10 +23,10 @@ __all__ = ["answer", "load", "main"]
 
 
 def main() -> int:
-    questions, answers = wires()
+    questions, answers = wires(int(sys.argv[1]))
     pid = os.getpid()
     try:
-        function = load(sys.argv[1])
+        function = load(sys.argv[2])
     except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported
         only(pid)
         _say(answers, PolicyAnswered(question=0, trouble=f"cannot be loaded: {told(error)}"))

@@ -33,7 +33,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.situation import Rung
-from rackrun.core.wire import UnitCommitted
+from rackrun.core.wire import StateCopied, UnitCommitted
 
 __all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
 
@@ -249,6 +249,12 @@ class RecoveryWatch:
             if recovery.resumed_ms is None:
                 recovery.resumed_ms = now_ms
             self._end()
+
+    def copied(self, told: StateCopied) -> None:
+        """A world that begins again from a checkpoint does only the steps after it once more."""
+        recovery = self._open
+        if told.kind == "resume" and recovery is not None and recovery.kind == "restart":
+            recovery.redone = tuple(step for step in recovery.redone if step > told.at.step)
 
     def finish(self) -> None:
         """The job has ended: whatever is open will not be completed."""

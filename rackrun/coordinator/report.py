@@ -22,7 +22,7 @@ from rackrun.core.commands import Plan
 from rackrun.core.dealing import sharing
 from rackrun.core.ids import Position
 
-__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_report"]
+__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_goodput", "read_report"]
 
 _STAGES = (
     ("break", "fault_ms", "break_ms"),
@@ -136,16 +136,24 @@ def read_report(path: Path) -> Report:
         return _report(connection, meta)
 
 
+def read_goodput(path: Path) -> Goodput | None:
+    """Where the time went, alone: of millions of units it takes seconds, and little memory. None: no unit was reported. Raises UsageError."""
+    with open_journal(path) as (connection, meta):
+        slowest = _slowest(connection)
+        if not slowest:
+            return None
+        newest = "SELECT max(max(at_ms), coalesce((SELECT max(committed_at_ms) FROM units), 0)) FROM events"
+        last_ms = connection.execute(newest).fetchone()[0] or 0
+        ended_ms = float(meta.get("ended_ms") or last_ms)
+        return _goodput(slowest, _recoveries(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
+
+
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     plans: dict[int, Plan] = {
         (resume := resume_of(body)).plan.generation: resume.plan
         for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
     }
-    first_resume_ms = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]
-    recoveries = [
-        msgspec.json.decode(body, type=Recovery)
-        for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation")
-    ]
+    recoveries = _recoveries(connection)
     units = [
         _Unit(Position(step, phase), *rest)
         for step, phase, *rest in connection.execute(
@@ -154,7 +162,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     ]
     last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
     ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
-    redone = _redone(units)
+    redone = _redone(connection)
     exit_code = meta.get("exit_code")
     return Report(
         run_id=meta.get("run_id", ""),
@@ -173,11 +181,23 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
                 "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
             )
         ),
-        goodput=_goodput(units, recoveries, redone, ended_ms, first_resume_ms),
+        goodput=_goodput(_slowest(connection), recoveries, redone, ended_ms, _first_resume_ms(connection)),
         ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
         own_times=_own_times(units),
     )
+
+
+def _recoveries(connection: sqlite3.Connection) -> list[Recovery]:
+    return [
+        msgspec.json.decode(body, type=Recovery)
+        for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation")
+    ]
+
+
+def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
+    found: int | None = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]
+    return found
 
 
 def _stages(recovery: Recovery) -> tuple[Stage, ...]:
@@ -208,29 +228,36 @@ def _own_times(units: list[_Unit]) -> tuple[OwnTime, ...]:
 
 
 # -- where the time went ---------------------------------------------------------------------------------------------
-def _redone(units: list[_Unit]) -> dict[Position, int]:
+def _slowest(connection: sqlite3.Connection) -> dict[Position, float]:
+    """Of each unit: how long the slowest rank took, in seconds."""
+    return {
+        Position(step, phase): max(seconds or 0.0, 0.0)
+        for step, phase, seconds in connection.execute(
+            "SELECT step, phase, max(seconds) FROM units GROUP BY step, phase ORDER BY step, phase"
+        )
+    }
+
+
+def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
     """How many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
-    attempts: dict[Position, int] = {}
-    generations: dict[tuple[Position, int], set[int]] = defaultdict(set)
-    for unit in units:
-        attempts[unit.at] = max(attempts.get(unit.at, 0), unit.attempt)
-        generations[unit.at, unit.rank].add(unit.generation)
-    for (at, _), seen in generations.items():
-        attempts[at] = max(attempts[at], len(seen) - 1)
-    return {at: count for at, count in attempts.items() if count}
+    of_a_rank = (
+        "SELECT step, phase, max(attempt) AS attempts, count(*) AS generations FROM units GROUP BY step, phase, rank"
+    )
+    query = f"SELECT step, phase, max(attempts, generations - 1) AS vain FROM ({of_a_rank}) WHERE vain > 0"  # noqa: S608 - no input in it
+    found: dict[Position, int] = {}
+    for step, phase, vain in connection.execute(query):
+        found[Position(step, phase)] = max(found.get(Position(step, phase), 0), vain)
+    return found
 
 
 def _goodput(
-    units: list[_Unit],
+    slowest: dict[Position, float],
     recoveries: list[Recovery],
     redone: dict[Position, int],
     ended_ms: float,
     first_resume_ms: int | None,
 ) -> Goodput:
-    slowest: dict[Position, float] = {}
     calm: dict[int, list[float]] = defaultdict(list)  # phase -> seconds of units that nothing disturbed
-    for unit in units:
-        slowest[unit.at] = max(slowest.get(unit.at, 0.0), unit.seconds)
     for at, seconds in slowest.items():
         if at not in redone:
             calm[at.phase].append(seconds)

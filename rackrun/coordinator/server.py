@@ -16,8 +16,9 @@
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
-401 means a wrong or missing token, 426 another protocol version, 409 that the job is over or (with ``resume=1``) that the
-tray has been given up: a broken connection is a lost tray, and its agent must begin anew. The body says so in words.
+401 means a wrong or missing token, 426 another protocol version, 409 that the job is over, that another host has the tray's name, or
+(with ``resume=1``) that the tray has been given up: a broken connection is a lost tray, and its agent must begin anew. 503: the tray has an
+agent that lives; ask again. The body says so in words.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import socket
 import uuid
 from typing import TypeVar
@@ -67,9 +69,13 @@ from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.errors import UsageError
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 
-__all__ = ["Server"]
+__all__ = ["ALONE_S", "Server"]
 
 _log = logging.getLogger(__name__)
+ALONE_S = 30.0
+"""So much longer than a lease nobody is given up while nobody at all is heard."""
+_PINGS = 5
+"""In a lease. TCP, which waits twice as long for each answer that it misses, then brings one in time after a silence of up to half of it."""
 _OUR_OWN = (
     TrayLost,
     TimerFired,
@@ -111,8 +117,10 @@ class Server:
         self._driver = driver
         self._run_id = run_id
         self._token = token.encode()
-        self._heartbeat_s = lease_s * 2 / 3  # aiohttp waits half as long again for the answer to its ping
+        self._lease_s = lease_s
         self._links: set[_AgentLink] = set()
+        self._alone, self._back_s = False, -math.inf
+        """Nobody is heard; and when somebody was again."""
         app = web.Application(client_max_size=64 * 1024)
         app.add_routes(
             [
@@ -233,11 +241,17 @@ class Server:
             return web.Response(status=409, text=f"run {self._run_id} is over: {over.because}")
         if request.query.get("resume"):
             return web.Response(status=409, text=f"{tray} was given up when its connection broke; it must begin anew")
+        host, pid = request.query.get("host", ""), request.query.get("pid", "")
+        self._check_free(TrayId(tray), host)
         socket_ = web.WebSocketResponse(
-            heartbeat=self._heartbeat_s, compress=False, max_msg_size=FRAME_BYTES_MAX + 64, timeout=1.0
+            receive_timeout=self._lease_s,
+            autoping=False,
+            compress=False,
+            max_msg_size=FRAME_BYTES_MAX + 64,
+            timeout=1.0,
         )
         await socket_.prepare(request)
-        link = _AgentLink(TrayId(tray), socket_)
+        link = _AgentLink(TrayId(tray), socket_, host, int(pid) if pid.isdigit() else 0, self._lease_s)
         self._links.add(link)
         because, code, message = "its agent went away without a reason", 1000, b""
         try:
@@ -252,9 +266,47 @@ class Server:
             await link.close(code, message)
         return socket_
 
+    def _check_free(self, tray: TrayId, host: str) -> None:
+        """At most one agent acts for a tray: the first, until it is gone or its lease is over."""
+        other = self._driver.link_of(tray)
+        if other is None:
+            return
+        if host and other.host != host:
+            raise web.HTTPConflict(text=f"the name {tray} is in use by host {other.host}")
+        raise web.HTTPServiceUnavailable(
+            text=f"{tray} has an agent, process {other.pid}; another may come when it is gone"
+        )
+
     async def _listen(self, link: _AgentLink) -> str:
         """Until the connection ends; returns why it did."""
+        while True:
+            try:
+                return await self._hear(link)
+            except TimeoutError:
+                silent_s = asyncio.get_running_loop().time() - link.heard_s
+                if silent_s > self._lease_s + ALONE_S or not self._hears_nobody(link):
+                    return f"no word from its agent for {silent_s:.0f} s"
+
+    def _hears_nobody(self, link: _AgentLink) -> bool:
+        """All other hosts have been silent for as long as this one: then it is we who are cut off, and they may go on training. To give
+        them all up would lose what they have. Once one is heard again, the others have a lease to be heard too; and so have all when this
+        process itself stood still: what they said waits to be read."""
+        away = [other for other in self._links if other.joined and other.host not in (link.host, socket.gethostname())]
+        if away and all(other.heard_s < link.heard_s + self._lease_s / 2 for other in away):
+            self._alone = True
+            return True
+        return asyncio.get_running_loop().time() - max(self._back_s, link.woke_s) < self._lease_s
+
+    async def _hear(self, link: _AgentLink) -> str:
         async for message in link.socket:
+            link.heard_s = asyncio.get_running_loop().time()
+            if self._alone:
+                self._alone, self._back_s = False, link.heard_s
+            if message.type is WSMsgType.PONG:
+                continue
+            if message.type is WSMsgType.PING:
+                await link.socket.pong(message.data)
+                continue
             if message.type is WSMsgType.ERROR:
                 break
             if message.type is not WSMsgType.BINARY:
@@ -268,8 +320,6 @@ class Server:
             if telemetry:
                 self._driver.heard(telemetry)
         error = link.socket.exception()
-        if isinstance(error, asyncio.TimeoutError):
-            return f"no word from its agent for {self._heartbeat_s * 1.5:.0f} s"
         return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
 
     def _event(self, link: _AgentLink, event: Upward) -> None:
@@ -277,9 +327,8 @@ class Server:
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
                 raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
-            other = self._driver.link_of(link.tray)
-            if isinstance(other, _AgentLink) and other.host != event.host:
-                raise _Breach(f"the name {link.tray} is in use by host {other.host}")
+            if (other := self._driver.link_of(link.tray)) is not None:  # two came at the same time
+                raise _Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
             link.joined, link.host = True, event.host
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
@@ -290,7 +339,7 @@ class Server:
             raise _Breach(f"{type(event).__name__} before TrayJoined")
         elif (tray := _tray_of(event)) != link.tray:
             raise _Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
-        elif self._driver.link_of(link.tray) is link:  # else: a newer connection has taken its place
+        elif self._driver.link_of(link.tray) is link:  # else: it has been given up
             self._driver.submit(event)
 
 
@@ -329,17 +378,25 @@ def _decode(data: bytes) -> list[Upward]:
 
 
 class _AgentLink:
-    """An outbox and the task that empties it: what waits leaves as one message, nothing waits for more to come."""
+    """An outbox and the task that empties it: what waits leaves as one message, nothing waits for more to come.
 
-    def __init__(self, tray: TrayId, socket_: web.WebSocketResponse) -> None:
+    Pings go out several times in a lease, whatever else does: each side hears the other, and gives it up only when nothing at all has come for
+    the whole of it. (aiohttp's own heartbeat waits for one answer, for a third of the time: a network that is silent for so long would cost a tray.)
+    """
+
+    def __init__(self, tray: TrayId, socket_: web.WebSocketResponse, host: str, pid: int, lease_s: float) -> None:
         self.tray = tray
         self.socket = socket_
         self.joined = False
-        self.host = ""
+        self.host, self.pid = host, pid
+        self.heard_s = asyncio.get_running_loop().time()
+        self.woke_s = -math.inf
+        """When this process had last stood still for longer than between two pings."""
         self._outbox = bytearray()
         self._filled = asyncio.Event()
         self._closing = False
         self._sender = asyncio.create_task(self._send_all(), name=f"send-{tray}")
+        self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
 
     def send(self, data: bytes) -> None:
         self._outbox += data
@@ -349,10 +406,21 @@ class _AgentLink:
         """Flush for a second at most, then close."""
         self._closing = True
         self._filled.set()
+        self._pinger.cancel()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._sender, 1.0)
         with contextlib.suppress(ConnectionError, RuntimeError):
             await self.socket.close(code=code, message=message)
+
+    async def _ping(self, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the end as well, and reports it
+            while True:
+                due_s = loop.time() + every_s
+                await asyncio.sleep(every_s)
+                if loop.time() > due_s + every_s:
+                    self.woke_s = loop.time()
+                await self.socket.ping()
 
     async def _send_all(self) -> None:
         while True:

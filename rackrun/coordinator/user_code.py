@@ -25,10 +25,11 @@ class Wires(NamedTuple):
     up: BinaryIO
 
 
-def wires(up: int = 1) -> Wires:
+def wires(up: int) -> Wires:
     """This process ends with its parent. ``up``: the descriptor that leads there."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    found = Wires(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(up), "wb", buffering=0))
+    os.set_inheritable(up, False)  # by programs that user code starts
+    found = Wires(os.fdopen(os.dup(0), "rb"), os.fdopen(up, "wb", buffering=0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     if sys.stdout is not None:

@@ -50,6 +50,7 @@ class Acquiring:
     """Why the provider is not asked again in this recovery."""
     _over: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
     """Requests that are done with, and the trays that were there before each."""
+    _looked: tuple[object, ...] = ()
     _unwanted: dict[TrayId, str] = field(default_factory=dict)
     """Trays that may still join, and are not to."""
 
@@ -201,6 +202,10 @@ class Acquiring:
         """After every event."""
         if not self.rented or self.world.phase in (Phase.ENDING, Phase.STOPPED):
             return
+        now = self._now()
+        if now == self._looked:
+            return  # as it was when nothing came of it
+        self._looked = now
         for one in list(self.rented.values()):
             if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
                 self._failed = one.failed
@@ -212,6 +217,13 @@ class Acquiring:
                 one.proved, self._failed = True, 0
         if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.ending():
             self._look_whether_needed(at_ms)
+
+    def _now(self) -> tuple[object, ...]:
+        """All that `look` goes by: there is an event for every rank in every step, and a rack may be there for months."""
+        world = self.world
+        stages = [(one.request, one.stage, one.proved) for one in self.rented.values()]
+        sizes = (world.size, world.most, world.spares)
+        return (self.rack.edition, world.generation, world.phase, *sizes, self.ending(), world.policy.rules, stages)
 
     # -- until it is given back ------------------------------------------------------------------------------------
     def own_first(self, slots: Sequence[SlotId]) -> list[SlotId]:

@@ -43,7 +43,7 @@ class Drain:
     """It waits for copies of what the tray keeps for others."""
 
     def ranks(self, world: World) -> list[Rank]:
-        return [rank for rank, record in sorted(world.members.items()) if record.worker.slot in self.slots]
+        return sorted(rank for slot in self.slots if (rank := world.rank_at(slot)) is not None)
 
     def __str__(self) -> str:
         return f"drain of {self.target}"

@@ -46,18 +46,18 @@ __all__ = [
 ]
 
 
-class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="command"):
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="command", gc=False):
     pass
 
 
-class Worker(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One process: the place it runs in, and which start of it."""
 
     slot: SlotId
     incarnation: Incarnation
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rank: Rank
     slot: SlotId
     incarnation: Incarnation
@@ -65,7 +65,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Joins in this generation, without state."""
 
 
-class Keeper(msgspec.Struct, frozen=True, array_like=True):
+class Keeper(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A member of a set, and who keeps parity for it: the agent of its tray."""
 
     rank: Rank
@@ -74,7 +74,7 @@ class Keeper(msgspec.Struct, frozen=True, array_like=True):
     """``host:port`` of that agent."""
 
 
-class Stripes(msgspec.Struct, frozen=True, kw_only=True):
+class Stripes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one member of a set gives when another's snapshot is rebuilt."""
 
     rank: Rank
@@ -84,7 +84,7 @@ class Stripes(msgspec.Struct, frozen=True, kw_only=True):
     """``host:port/slot/incarnation`` of the agent that keeps its own snapshot."""
 
 
-class Restore(msgspec.Struct, frozen=True, kw_only=True):
+class Restore(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Where a fresh member's state comes from."""
 
     rank: Rank

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from rackrun.core.admission import Admission
 from rackrun.core.asked import Drain, Refused, Request, Swap
-from rackrun.core.commands import Command, DismissTray, SetTimer
+from rackrun.core.commands import Command, DismissTray, Plan, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import DepartureAnnounced, DrainRequested, PolicyRequested, ReturnRequested, SwapRequested
 from rackrun.core.ids import Rank, SlotId, TrayId, tray_of
+from rackrun.core.protection import Keeping
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
 from rackrun.core.replies import Replies
@@ -51,7 +52,11 @@ class Control:
     """The oldest first."""
     _counted: tuple[object, ...] = ()
     _short: list[Request] = field(default_factory=list)
+    _edition: tuple[object, ...] = ()
+    _ready: tuple[SlotId, ...] = ()
+    """Spares of this edition."""
     _stirred: tuple[object, ...] = ()
+    _keeping: Keeping | None = None
 
     def __post_init__(self) -> None:
         self.replies = Replies(self.rack, self.emit)
@@ -77,7 +82,7 @@ class Control:
         why = f"drained: {event.because[:_BECAUSE_MAX]}" if event.because else "drained"
         one = Drain(event.request, event.target, slots, why, waits=event.wait)
         one.added = tuple(slot for slot in slots if slot not in self.rack.drained)
-        self.rack.drained |= dict.fromkeys(one.added, why)
+        self.rack.drain(one.added, why)
         self.under_way.append(one)
         ranks = one.ranks(self.world)
         if one in self._beyond():
@@ -119,7 +124,7 @@ class Control:
         for one in list(self.under_way):
             if isinstance(one, Drain) and not one.departing and any(slot in slots for slot in one.slots):
                 self._call_off(one, Refused("taken", f"{event.target} was returned", "ask again."))
-        self.rack.drained = {slot: why for slot, why in self.rack.drained.items() if slot not in slots}
+        self.rack.give_back(slots)
         forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
         self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
         self.changed(event.at_ms)
@@ -145,7 +150,7 @@ class Control:
         """False: no tray would stay."""
         if event.tray not in self.rack.trays or event.tray in self.rack.departing:
             return True
-        self.rack.departing[event.tray] = event.because
+        self.rack.depart(event.tray, event.because)
         slots = self.admission.slots_of(event.tray)
         one = Drain(
             f"departure:{event.tray}:{event.at_ms}", event.tray, slots, event.because, waits=True, departing=True
@@ -178,9 +183,12 @@ class Control:
 
     def stirs(self) -> bool:
         """Since it was asked last, something has changed by which a pause may be due."""
-        ready = tuple(record.worker.slot for record in self.rack.ready_spares())
-        drains = tuple((one.request, isinstance(one, Drain) and one.empty) for one in self.under_way)
-        now = (self.world.generation, self.world.phase, ready, drains, bool(self.recovery.snapshots.told))
+        edition = (self.rack.edition, self.world.generation, self.world.phase)
+        if edition != self._edition:
+            self._edition = edition
+            self._ready = tuple([record.worker.slot for record in self.rack.ready_spares()])
+        drains = tuple([(one.request, isinstance(one, Drain) and one.empty) for one in self.under_way])
+        now = (self.world.generation, self.world.phase, self._ready, drains, bool(self.recovery.snapshots.told))
         stirred, self._stirred = now != self._stirred, now
         return stirred
 
@@ -221,7 +229,7 @@ class Control:
             here, there = one.worker.slot, record.worker.slot
             went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
             self.replies.say(one.request, "done", f"rank {one.rank} {went}")
-        elif one.to and self.world.phase is Phase.TRAINING and one.to not in self._fit():
+        elif one.to and self.world.phase is Phase.TRAINING and not self.rack.is_fit_spare(one.to):
             self._call_off(one, Refused("taken", f"{one.to} is not ready any more", "name another spare, or none."))
 
     def _look_at_drain(self, one: Drain, at_ms: int) -> None:
@@ -244,12 +252,11 @@ class Control:
 
     def _is_needed(self, one: Drain) -> bool:
         """Somebody's only copy may be there: no other tray has had one of it since the tray keeps none."""
-        plan, told = self.world.plan, self.recovery.snapshots.told
+        plan, seats = self.world.plan, self.world.seats
         if not one.patient or plan is None or one.target not in self.rack.trays:
             return False
-        kept = [rank for rank, slot in self.world.seats.items() if tray_of(slot) in plan.mirrors]
-        kept += [keeper.rank for of in plan.sets for keeper in of]
-        return self._is_used(one) or any(told.get(rank, plan.generation) < plan.generation for rank in kept)
+        behind, kept = self.recovery.snapshots.behind, self._kept(plan)
+        return self._is_used(one) or any(rank in seats and kept.of_rank(rank, tray_of(seats[rank])) for rank in behind)
 
     def _is_used(self, one: Drain) -> bool:
         plan, tray = self.world.plan, one.target
@@ -257,16 +264,21 @@ class Control:
             return False
         if not self.rack.goes(TrayId(tray)):  # it has come back with more slots: the next plan may use it as well
             return False
-        holders = [holder.rpartition("/")[2] for holder in plan.mirrors.values()]
-        return tray in holders or any(keeper.tray == tray for of in plan.sets for keeper in of)
+        return tray in self._kept(plan).trays
+
+    def _kept(self, plan: Plan) -> Keeping:
+        """Looked at after every event, and another with every plan."""
+        if self._keeping is None or self._keeping.plan is not plan:
+            self._keeping = Keeping.of(plan)
+        return self._keeping
 
     def _beyond(self) -> list[Request]:
         """What there are too few spares for, those that still start included. A departure among them waits for spares, and at the
         end of its grace is a loss like any other."""
-        fit = self._fit()
         world = self.world
-        now = (tuple(fit), world.generation, tuple(world.lost()), tuple(one.request for one in self.under_way))
+        now = (self.rack.edition, world.generation, world.phase, *[one.request for one in self.under_way])
         if now != self._counted:
+            fit = self._fit()
             self._counted, self._short = now, []
             moving: list[Rank] = []
             for one in self.under_way:
@@ -302,8 +314,7 @@ class Control:
         """What it has not done yet is not done."""
         self._end(one)
         if isinstance(one, Drain):
-            for slot in one.added:
-                self.rack.drained.pop(slot, None)
+            self.rack.give_back(one.added)
         self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
 
     def _begin(self, one: Request, text: str) -> None:

@@ -22,8 +22,10 @@ from rackrun.core.events import (
     DrainRequested,
     Event,
     GrowRequested,
+    JobEvent,
     JournalFailed,
     LossNotRepeated,
+    OfWorker,
     PolicyAnswered,
     PolicyRequested,
     RackDelivered,
@@ -52,10 +54,12 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerSevered,
     WorkerStalled,
+    WorkerUnbuilt,
 )
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.job import JobMachine
 from rackrun.core.layout import natural
+from rackrun.core.protection import keepers_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.workers import Loss, WorkerRecord, WorkerState
 from rackrun.core.world import Phase
@@ -86,6 +90,12 @@ class TrayView(msgspec.Struct, frozen=True, kw_only=True):
     """What is known to be wrong with its GPUs."""
     withdrawn: dict[SlotId, str] = {}
     """Slots that are drained, or about to be, and why."""
+    rack: str = ""
+    """Its chassis serial."""
+    clique: str = ""
+    """NVLink clique; of a tray that is cut into several, its first."""
+    keepers: tuple[TrayId, ...] = ()
+    """Who keeps copies or parity of its snapshots."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,14 +138,21 @@ class ControlPlane:
             self._out.append(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
         self._job.meter.heard(event)
         if self._job.world.phase is not Phase.STOPPED:
-            self._dispatch(event)
+            if isinstance(event, OfWorker):
+                self._of_worker(event)
+            else:
+                self._job.recovery.forget_members()
+                self._dispatch(event)
+                self._job.recovery.forget_members()
             self._job.look(event.at_ms)
+        if not self._out:
+            return ()
         commands = _up_to_the_end(self._out)
         self._job.meter.told(commands, event.at_ms)
         self._out.clear()
         return commands
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: JobEvent) -> None:
         match event:
             case TrayJoined():
                 self._tray_joined(event)
@@ -165,9 +182,7 @@ class ControlPlane:
                 because = f"generation {self._job.world.generation} could not be persisted: {event.because}"
                 self._job.stop(3, because, remedy="free disk space where the journal is kept, and start again.")
             case _:
-                record = self._rack.current(event)
-                if record is not None:
-                    self._dispatch_worker(event, record)
+                assert_never(event)
 
     def _provider_says(self, event: RackDelivered | RackRefused | RackPreempted) -> None:
         match event:
@@ -189,27 +204,38 @@ class ControlPlane:
             case SlowRanksChanged():
                 self._job.slow_ranks(event)
 
-    def _dispatch_worker(self, event: WorkerEvent, record: WorkerRecord) -> None:
+    def _of_worker(self, event: WorkerEvent) -> None:
+        record = self._rack.current(event)
+        if record is None:
+            return
+        if record.rank is None and isinstance(event, WorkerReady | WorkerElastic) and record.alive:
+            self._of_living(event, record)  # which says nothing of the members
+            return
+        self._job.recovery.forget_members()
         if isinstance(event, WorkerExited):
             self._exited(event, record)
-            return
-        if not record.alive:
-            return  # condemned: only its exit is of interest
-        match event:
-            case WorkerElastic():
-                self._job.elastic(event.at_ms)
-            case WorkerReady():
-                self._job.ready(record, event, event.at_ms)
+        elif record.alive:  # of who is condemned only the exit is of interest
+            self._of_living(event, record)
+        self._job.recovery.forget_members()
+
+    def _of_living(self, event: WorkerEvent, record: WorkerRecord) -> None:
+        match event:  # what comes from every rank at once comes first
             case WorkerParked():
                 self._job.recovery.parked(record, event)
             case WorkerResumed():
                 self._job.recovery.resumed(record, event)
-            case WorkerSevered():
-                self._job.recovery.severed(record, event)
-            case WorkerStalled():
-                self._stalled(event, record)
             case SnapshotMirrored() | SnapshotDamaged() | SnapshotStriped():
                 self._job.recovery.sources.heard(record, event)
+            case WorkerElastic():
+                self._job.beginning.elastic(event.at_ms)
+            case WorkerReady():
+                self._job.beginning.ready(record, event, event.at_ms)
+            case WorkerSevered():
+                self._job.recovery.severed(record, event)
+            case WorkerUnbuilt():
+                self._job.recovery.unbuilt(record, event)
+            case WorkerStalled():
+                self._stalled(event, record)
             case ReplicasDiffer() | LossNotRepeated():
                 self._job.corruption.heard(event, record)
             case WorkerPaused():
@@ -218,6 +244,8 @@ class ControlPlane:
                 self._job.finished(record, event.at_ms)
             case BatchChanged():
                 self._job.batches.heard(event)
+            case WorkerExited():
+                raise AssertionError("it is not alive then")
             case _:
                 assert_never(event)
 
@@ -269,7 +297,9 @@ class ControlPlane:
 
     # -- looking on ------------------------------------------------------------------------------------------------
     def view(self) -> View:
-        world, rack = self._job.world, self._rack
+        world, rack, seating = self._job.world, self._rack, self._job.seating
+        racks, cliques = seating.racks(), seating.cliques()
+        keepers = keepers_of(world.plan) if world.plan else {}
         return View(
             phase=world.phase.value,
             elastic=world.elastic,
@@ -293,6 +323,9 @@ class ControlPlane:
                     quarantined=tuple(s for s in rack.slots_on(tray) if rack.quarantined(s)),
                     against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
                     withdrawn={s: why for s in rack.slots_on(tray) if (why := rack.withdrawn(s))},
+                    rack=racks.get(tray, ""),
+                    clique=str(cliques.get(tray, "")),
+                    keepers=keepers.get(tray, ()),
                 )
                 for tray in sorted(rack.trays, key=natural)
             ),

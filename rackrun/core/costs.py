@@ -26,6 +26,9 @@ SAMPLES = 5
 """The median of so many, the newest, is what something costs."""
 
 
+_HEARD = frozenset((WorkerResumed, WorkerReady, CostsMeasured, TrayLost, TrayJoined, RackDelivered))
+
+
 def _few() -> deque[float]:
     return deque(maxlen=SAMPLES)
 
@@ -55,16 +58,15 @@ class Meter:
     """Members of the plan that have not resumed."""
 
     def heard(self, event: Event) -> None:
+        if type(event) not in _HEARD:
+            return
         match event:
-            case CostsMeasured():
-                self._told = event
-            case WorkerReady():
-                incarnation, since_ms = self._starting.get(event.slot, (None, 0))
-                if incarnation == event.incarnation:
-                    del self._starting[event.slot]
-                    self._start_s.append((event.at_ms - since_ms) / 1e3)
             case WorkerResumed():
                 self._resumed(event)
+            case WorkerReady():
+                self._ready(event)
+            case CostsMeasured():
+                self._told = event
             case TrayLost():
                 self._lost_ms[event.tray] = event.at_ms
             case TrayJoined():
@@ -129,6 +131,12 @@ class Meter:
         self._delivered.pop(request, None)
         if not self._asked_ms:
             self._joined_ms.clear()
+
+    def _ready(self, event: WorkerReady) -> None:
+        incarnation, since_ms = self._starting.get(event.slot, (None, 0))
+        if incarnation == event.incarnation:
+            del self._starting[event.slot]
+            self._start_s.append((event.at_ms - since_ms) / 1e3)
 
     def _resumed(self, event: WorkerResumed) -> None:
         plan = self._plan

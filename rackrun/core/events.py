@@ -26,8 +26,10 @@ __all__ = [
     "Event",
     "Failure",
     "GrowRequested",
+    "JobEvent",
     "JournalFailed",
     "LossNotRepeated",
+    "OfWorker",
     "PolicyAnswered",
     "RackDelivered",
     "RackPreempted",
@@ -56,14 +58,17 @@ __all__ = [
     "WorkerResumed",
     "WorkerSevered",
     "WorkerStalled",
+    "WorkerUnbuilt",
 ]
 
 
-class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event", gc=False):
     at_ms: int = 0
 
 
-class _WorkerEvent(_Event, frozen=True, kw_only=True):
+class OfWorker(_Event, frozen=True, kw_only=True):
+    """All that one worker, or its agent, says of it: `WorkerEvent` lists them."""
+
     slot: SlotId
     incarnation: Incarnation
 
@@ -128,11 +133,11 @@ class DeviceChecked(_Event, frozen=True, kw_only=True):
     """Why not; empty: it may."""
 
 
-class WorkerElastic(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerElastic(OfWorker, frozen=True, kw_only=True):
     """The script entered ``@rackrun.elastic``. Until the first of these a job is taken for a plain torchrun script."""
 
 
-class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerReady(OfWorker, frozen=True, kw_only=True):
     """The worker stands at ``run.steps()``: a rank begins with step 0, a spare waits."""
 
     replica_class: str = ""
@@ -149,7 +154,7 @@ class WorkerReady(_WorkerEvent, frozen=True, kw_only=True):
     """Micro-batches of the global batch; 0: it has not said."""
 
 
-class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerParked(OfWorker, frozen=True, kw_only=True):
     """Answer to BreakGeneration: all collectives of this worker are broken, and its part in the verdict is fixed."""
 
     generation: Generation
@@ -169,20 +174,20 @@ class WorkerParked(_WorkerEvent, frozen=True, kw_only=True):
     """The last unit after which it knows all replicas to have been equal (``--check-replicas``)."""
 
 
-class WorkerResumed(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerResumed(OfWorker, frozen=True, kw_only=True):
     """Groups are built and state is in place: this worker computes again, in ``generation``."""
 
     generation: Generation
 
 
-class WorkerPaused(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerPaused(OfWorker, frozen=True, kw_only=True):
     """Answer to PauseWorkers: it stands between two units, the same as everybody, and waits for the next generation. What it needs
     a snapshot for has one of exactly the last unit, sealed."""
 
     generation: Generation
 
 
-class WorkerSevered(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerSevered(OfWorker, frozen=True, kw_only=True):
     """A collective of ``generation`` failed under this worker a while ago, and no BreakGeneration has told it why: a
     connection broke between ranks that are alive, or a peer is lost that nobody has missed yet."""
 
@@ -190,7 +195,16 @@ class WorkerSevered(_WorkerEvent, frozen=True, kw_only=True):
     because: str
 
 
-class WorkerStalled(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerUnbuilt(OfWorker, frozen=True, kw_only=True):
+    """It could not build the groups of ``generation``, and waits for another one."""
+
+    generation: Generation
+    cut_off: bool
+    """It did not even reach the exchange, where all meet. Else it did, and somebody did not come, or not through."""
+    because: str
+
+
+class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     """No progress for longer than the deadline drawn from observed step times."""
 
     step: Step
@@ -201,7 +215,7 @@ class WorkerStalled(_WorkerEvent, frozen=True, kw_only=True):
     for_ms: int
 
 
-class WorkerExited(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerExited(OfWorker, frozen=True, kw_only=True):
     """The process has ended, or is beyond recall (the kernel is tearing it down)."""
 
     exit_code: int | None = None
@@ -213,11 +227,11 @@ class WorkerExited(_WorkerEvent, frozen=True, kw_only=True):
     """Sealed snapshots of it that its agent keeps, oldest first."""
 
 
-class WorkerFinished(_WorkerEvent, frozen=True, kw_only=True):
+class WorkerFinished(OfWorker, frozen=True, kw_only=True):
     """``main`` has returned on this rank; it waits, its state intact, until all have."""
 
 
-class BatchChanged(_WorkerEvent, frozen=True, kw_only=True):
+class BatchChanged(OfWorker, frozen=True, kw_only=True):
     """A step was committed whose global batch is not that of the step before (``batch="scale_lr"``). Every rank says so."""
 
     step: Step
@@ -231,7 +245,7 @@ class BatchChanged(_WorkerEvent, frozen=True, kw_only=True):
     rule: str
 
 
-class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
+class SnapshotMirrored(OfWorker, frozen=True, kw_only=True):
     """Another tray keeps verified copies of this worker's snapshots."""
 
     generation: Generation
@@ -243,7 +257,7 @@ class SnapshotMirrored(_WorkerEvent, frozen=True, kw_only=True):
     """All that it keeps of this worker now, oldest first."""
 
 
-class SnapshotDamaged(_WorkerEvent, frozen=True, kw_only=True):
+class SnapshotDamaged(OfWorker, frozen=True, kw_only=True):
     """A snapshot from which this worker was to be restored does not match its checksums; nothing of it was used."""
 
     generation: Generation
@@ -253,7 +267,7 @@ class SnapshotDamaged(_WorkerEvent, frozen=True, kw_only=True):
     because: str
 
 
-class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
+class SnapshotStriped(OfWorker, frozen=True, kw_only=True):
     """All keepers of this worker's set have its stripes of a snapshot in their rows, verified."""
 
     generation: Generation
@@ -263,7 +277,7 @@ class SnapshotStriped(_WorkerEvent, frozen=True, kw_only=True):
     """The only other step of which keepers keep rows from now on; -1: nothing is dropped."""
 
 
-class ReplicasDiffer(_WorkerEvent, frozen=True, kw_only=True):
+class ReplicasDiffer(OfWorker, frozen=True, kw_only=True):
     """Ranks that should hold the same state do not (``--check-replicas``). All ranks come to the same conclusion, tell it, and wait at
     the gate until their generation is broken."""
 
@@ -280,7 +294,7 @@ class ReplicasDiffer(_WorkerEvent, frozen=True, kw_only=True):
     """Then: all ranks of which some are wrong."""
 
 
-class LossNotRepeated(_WorkerEvent, frozen=True, kw_only=True):
+class LossNotRepeated(OfWorker, frozen=True, kw_only=True):
     """This rank's part of the loss was inf or NaN, and was finite when all computed the step once more (``--nan-probation``)."""
 
     at: Position
@@ -465,6 +479,7 @@ WorkerEvent: TypeAlias = (
     | WorkerResumed
     | WorkerPaused
     | WorkerSevered
+    | WorkerUnbuilt
     | WorkerStalled
     | WorkerExited
     | WorkerFinished
@@ -475,9 +490,8 @@ WorkerEvent: TypeAlias = (
     | SnapshotDamaged
     | SnapshotStriped
 )
-Event: TypeAlias = (
-    WorkerEvent
-    | TrayJoined
+JobEvent: TypeAlias = (
+    TrayJoined
     | TrayDescribed
     | TrayLost
     | DeviceJudged
@@ -500,3 +514,5 @@ Event: TypeAlias = (
     | StopRequested
     | JournalFailed
 )
+"""Of everything else: trays, timers, people, the provider, and the coordinator itself."""
+Event: TypeAlias = WorkerEvent | JobEvent

@@ -37,7 +37,7 @@ class Finale:
     def look(self, at_ms: int) -> None:
         """Once every rank has finished, all are released."""
         world = self.world
-        if world.phase is not Phase.TRAINING or not world.all_finished():
+        if world.phase is not Phase.TRAINING or world.awaited:
             return
         world.phase = Phase.ENDING
         world.reason = f"all {world.size} ranks have finished"
@@ -111,7 +111,7 @@ class Finale:
         for loss in losses:
             rank = loss.record.rank
             assert rank is not None
-            del self.world.members[rank]
+            self.world.lose(rank)
             self.gone[rank] = None
 
 

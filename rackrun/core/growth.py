@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rackrun.core.commands import Command, Notice, SetTimer, Worker
 from rackrun.core.ids import BEGIN, Position
+from rackrun.core.workers import WorkerRecord
 
 __all__ = ["PAUSE_MS", "PAUSE_MS_MAX", "PROVEN_STEPS", "Growth"]
 
@@ -44,10 +45,11 @@ class Growth:
         """They leave again, and nothing is wrong with them."""
         self._joined = {worker: None for worker in self._joined if worker not in workers}
 
-    def broken(self, alive: Collection[Worker], committed: Position, at_ms: int) -> None:
-        """A generation has ended after ``committed``. Who of those that had joined is not ``alive`` did so for nothing?"""
+    def broken(self, members: Collection[WorkerRecord], committed: Position, at_ms: int) -> None:
+        """A generation has ended after ``committed``. Who of those that had joined is no member did so for nothing?"""
         if not self._joined:
             return
+        alive = {record.worker for record in members}
         lost = [worker.slot for worker in self._joined if worker not in alive]
         if committed.step >= self._since.step + PROVEN_STEPS:
             self._joined.clear()

@@ -197,7 +197,8 @@ class Hindsight:
         known = self.rack.trays.get(event.tray)
         if known is not None:
             joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
-            self.rack.trays[event.tray] = self._trays[event.tray] = joined
+            self._trays[event.tray] = joined
+            self.rack.describe(joined)
             if self.generation:
                 self._learn_late(joined)
 
@@ -206,7 +207,7 @@ class Hindsight:
             case StartWorker():
                 rank = None if command.spare else command.rank
                 worker = Worker(command.slot, command.incarnation)
-                self.rack.occupants[command.slot] = WorkerRecord(worker, rank)
+                self.rack.occupy(WorkerRecord(worker, rank))
                 self._gone.pop(command.slot, None)
             case FenceWorker():
                 record = self._occupant(command.slot, command.incarnation)

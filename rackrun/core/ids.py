@@ -1,4 +1,8 @@
-"""The names of things: who is who in a job. Plain values, compared and stored everywhere."""
+"""The names of things: who is who in a job. Plain values, compared and stored everywhere.
+
+Values are ``gc=False`` in the core: frozen, and made of values, they can be in no cycle, and a large world has very many of them. The
+collector would go through all of them again and again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ SlotId = NewType("SlotId", str)
 """A place for one worker, ``tray/index``, such as ``tray-03/1``. Its index is LOCAL_RANK for life."""
 
 
-class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Position(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """A unit of work that a gate closes: the step itself (``phase`` 0), or a phase that runs after it (1, 2, ...).
 
     Positions are ordered as they run. ``run.at_end`` phases stand after the last step, at ``step == total steps``.
@@ -74,7 +78,7 @@ def step_of(snapshot: Step) -> Step:
 
 def steps_in(layout: Generation, snapshots: Iterable[Step]) -> tuple[Step, ...]:
     """The steps of those in this layout."""
-    return tuple(step for snapshot in snapshots if (step := step_in(layout, snapshot)) is not None)
+    return tuple([step for snapshot in snapshots if (step := step_in(layout, snapshot)) is not None])
 
 
 def tray_of(slot: SlotId) -> TrayId:

@@ -1,25 +1,22 @@
 """The job: it starts the world, and says what an event is: a loss to recover from, a reason to begin again, or the end.
 
-How a world is formed is `rackrun.core.forming`, recovery in place (a swap) `rackrun.core.recovery`, a new start of all
+How a world is formed is `rackrun.core.forming`, how it begins `rackrun.core.beginning`, recovery in place (a swap) `rackrun.core.recovery`, a new start of all
 `rackrun.core.restart`, the end `rackrun.core.finale`; this is what stands around them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from rackrun.core.acquiring import Acquiring
+from rackrun.core.background import Background
 from rackrun.core.batch_notices import BatchNotices
+from rackrun.core.beginning import Beginning
 from rackrun.core.commands import (
     Command,
-    Notice,
-    Plan,
-    ResumeGeneration,
-    SetTimer,
     StartWorker,
     StopJob,
 )
@@ -40,14 +37,12 @@ from rackrun.core.events import (
     StopRequested,
     TrayDescribed,
     TrayJoined,
-    WorkerReady,
 )
 from rackrun.core.finale import Finale, ended_well
 from rackrun.core.forming import Forming
-from rackrun.core.ids import Rank, SlotId, tray_of
+from rackrun.core.ids import Rank, SlotId
 from rackrun.core.mandate import Mandate
 from rackrun.core.outlook import Outlook
-from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
 from rackrun.core.restart import Restart
@@ -58,16 +53,10 @@ from rackrun.core.sizes import Sizes
 from rackrun.core.slowness import Slowness
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
-from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
-from rackrun.core.world import Phase, World
-from rackrun.topology.mesh import Mesh
+from rackrun.core.workers import Loss, WorkerRecord, WorkerState
+from rackrun.core.world import IN_PLACE, Phase, World
 
 __all__ = ["JobMachine"]
-
-IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
-"""Where a loss is a swap."""
-CALM_STEPS, CALM_MS_MAX = 2, 5_000
-"""After a recovery nothing is started beside so many steps, or for so long."""
 
 
 @dataclass(slots=True)
@@ -87,13 +76,13 @@ class JobMachine:
     batches: BatchNotices = field(init=False)
     shifting: Shifting = field(init=False)
     corruption: Corruption = field(init=False)
+    beginning: Beginning = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
     finale: Finale = field(init=False)
     acquiring: Acquiring = field(init=False)
+    background: Background = field(init=False)
     _restart: Restart = field(init=False)
-    _calm_ms: int = 0
-    """Until then nothing starts in the background."""
 
     def __post_init__(self) -> None:
         self.world.policy = Mandate.of(self.config)
@@ -140,8 +129,23 @@ class JobMachine:
             lambda exit_code, because, remedy: self.stop(exit_code, because, remedy=remedy),
             self.hardware_changed,
         )
+        self.beginning = Beginning(
+            self.config,
+            self.world,
+            self.rack,
+            self.seating,
+            self.recovery,
+            self.finale,
+            self.shifting,
+            self.emit,
+            self._begin_again,
+            self._look_at_swaps,
+            self.trained,
+            self.stop,
+        )
+        launch = self.beginning.launch
         self.forming = Forming(
-            self.config, self.world, self.rack, self.seating, self.triage, self.emit, self._launch, self.stop
+            self.config, self.world, self.rack, self.seating, self.triage, self.emit, launch, self.stop
         )
         self._restart = Restart(
             self.config,
@@ -150,7 +154,7 @@ class JobMachine:
             self.seating,
             outlook,
             self.emit,
-            self._launch,
+            launch,
             self.triage.awaits,
             self.relent,
             self.stop,
@@ -159,6 +163,7 @@ class JobMachine:
         self.acquiring = Acquiring(
             self.config, self.world, self.rack, self.emit, self.departs, self.slot_empty, self._ending
         )
+        self.background = Background(self.world, self.rack, self.acquiring, self.meter, self.emit)
 
     # -- trays and timers ------------------------------------------------------------------------------------------
     def joined(self, event: TrayJoined) -> None:
@@ -175,7 +180,7 @@ class JobMachine:
         if known is None:
             return
         joined = msgspec.structs.replace(known, at_ms=event.at_ms, topology=event.topology)
-        self.rack.trays[event.tray] = joined
+        self.rack.describe(joined)
         if self.world.phase is not Phase.FORMING:
             self.forming.joined_late(joined)
             self.hardware_changed(event.at_ms)
@@ -189,7 +194,7 @@ class JobMachine:
         elif kind == "breaker":
             self.triage.tick(at_ms)
         elif kind == "calm" and self.world.phase is Phase.TRAINING:
-            self._top_up(at_ms)
+            self.background.top_up(at_ms)
         elif kind == "failed":
             self.triage.overdue(number, at_ms)
         elif kind == "copies":
@@ -207,105 +212,10 @@ class JobMachine:
         else:
             self.recovery.timer(name, at_ms)
 
-    # -- setup and restart -----------------------------------------------------------------------------------------
-    def _launch(self, because: str) -> None:
-        """Start every rank from the beginning. The plan goes first: the journal precedes anyone who runs."""
-        world = self.world
-        generation = world.next_generation()
-        world.phase = Phase.SETUP
-        world.reason = because
-        world.elastic = False
-        world.members.clear()
-        self.finale.gone.clear()
-        self.recovery.forget_all()
-        self.shifting.forget()
-        store = self.rack.store(world.plan.store if world.plan else "")
-        starts = [
-            self.rack.start(
-                slot,
-                rank,
-                spare=False,
-                world_size=world.size,
-                generation=generation,
-                store=store,
-                restarts=world.restarts,
-            )
-            for rank, slot in sorted(world.seats.items())
-        ]
-        for start in starts:
-            world.seat(start.rank, self.rack.occupants[start.slot])
-        protection = protect(self.config, world.seats, self.rack)
-        world.plan = Plan(
-            generation=generation,
-            world_size=world.size,
-            members=world.as_members(),
-            store=store,
-            mirrors=dict(protection.mirrors),
-            sets=protection.sets,
-            parity=protection.parity,
-            full=world.full,
-            worlds=world.go_on_after(world.reached),
-        )
-        self.recovery.snapshots.go_on(world.plan)
-        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
-        for start in starts:
-            self.emit(start)
-
-    def elastic(self, at_ms: int) -> None:
-        """The first of these tells that the script is not a plain one."""
-        self.world.elastic = True
-        if self.world.phase is Phase.SETUP and self.finale.gone:
-            told = named(list(self.finale.gone))
-            self._restart.early(f"{told} exited with code 0 before the first step", (), at_ms)
-
-    def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
-        """``event`` is None for a rank that returned before its first step."""
-        if event is not None:
-            record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
-            record.shards = event.shards
-            self.recovery.learn_class(
-                record, event.replica_class
-            )  # told again once the first step has shown what differs
-            if record.rank is not None and event.mesh and not self._adopt(event.mesh):
-                return
-        if record.state is not WorkerState.STARTING:
-            return
-        record.move(Trigger.READY)
-        if record.rank is None:
-            self.recovery.decide(at_ms)
-            self._look_at_swaps(at_ms)
-            return
-        self.elastic(at_ms)
-        if self.world.phase is Phase.SETUP and self.world.all_members(WorkerState.READY):
-            self._all_ready(at_ms)
-
-    def _adopt(self, axes: tuple[tuple[str, int], ...]) -> bool:
-        """The script has named its mesh; False: it cannot go on with it."""
-        shape = ",".join(f"{name}={size}" for name, size in axes)
-        if math.prod(size for _, size in axes) != self.world.size:
-            if self.world.phase in IN_PLACE:
-                return True  # it was said before the world got another size, and is heard now
-            because = f"the script's mesh {shape} is not of {self.world.size} ranks"
-            self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")
-            return False
-        mesh = Mesh.of(dict(axes))
-        if self.seating.mesh == mesh:
-            return True
-        broken = self.seating.adopt(mesh, self.world.seats)
-        if broken and self.config.cross_clique:
-            self.emit(Notice(text=f"{broken}, and that is allowed"))
-        elif broken:
-            self.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
-            return False
-        return True
-
-    def _all_ready(self, at_ms: int) -> None:
-        for record in self.world.members.values():
-            record.move(Trigger.TRAIN)
-            record.stateful = True
-            record.resumed_in = self.world.generation
-        self.world.phase = Phase.TRAINING
-        self.trained(at_ms)
+    # -- restart -----------------------------------------------------------------------------------------------------
+    def _begin_again(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
+        """Nobody has computed a step."""
+        self._restart.early(because, losses, at_ms)
 
     def restart(self, because: str, loss: Loss | None, at_ms: int) -> None:
         self._restart.begin(because, loss, at_ms)
@@ -352,7 +262,7 @@ class JobMachine:
             case Phase.FORMING:
                 self.forming.look(at_ms)
             case Phase.TRAINING:
-                self._top_up(at_ms)
+                self.background.top_up(at_ms)
             case Phase.PARKING:
                 self.recovery.decide(at_ms)
             case Phase.RESTARTING:
@@ -467,12 +377,14 @@ class JobMachine:
 
     def look(self, at_ms: int) -> None:
         """After every event: how far is what was asked?"""
-        self.acquiring.look(at_ms)
+        if self.acquiring.rented:
+            self.acquiring.look(at_ms)
         if self.control.under_way:
             self.control.look(at_ms)
             if self.control.stirs():
                 self._look_at_swaps(at_ms)
-        self.sizes.look()
+        if self.sizes.under_way is not None:
+            self.sizes.look()
 
     def departs(self, event: DepartureAnnounced) -> None:
         """A tray is told to leave. With the last one the job ends, in order."""
@@ -490,11 +402,8 @@ class JobMachine:
     def trained(self, at_ms: int) -> None:
         """Everybody computes: time for what had to wait."""
         self.acquiring.settled()
-        first_steps_ms = round((self.meter.costs(0).step_s or 0) * 1e3) * CALM_STEPS
-        self._calm_ms = at_ms + min(first_steps_ms, CALM_MS_MAX)
-        if self._calm_ms > at_ms:
-            self.emit(SetTimer(name=f"calm:{self.world.generation}", at_ms=self._calm_ms))
-        self._top_up(at_ms)
+        self.background.rest(at_ms)
+        self.background.top_up(at_ms)
         self.finale.drain()
         self.finale.look(at_ms)
         self._look_at_swaps(at_ms)
@@ -504,31 +413,8 @@ class JobMachine:
         if self.finale.stopping is None:
             self.swap.look(at_ms)
 
-    def _top_up(self, at_ms: int) -> None:
-        """Spares start in the background, in the slots that are free: what training loses is replaced before it is
-        needed. Not beside the first steps after a recovery: a start takes processors and memory that these are short of."""
-        if at_ms < self._calm_ms:
-            return
-        wanted = self.world.spares + self.world.full - self.world.size
-        short = max(wanted - len(self.rack.spares()), self.acquiring.spares_short(), 0)
-        for slot in self.acquiring.own_first(self.rack.free_slots())[:short]:
-            self.emit(self.start_spare(slot))
-
     def start_spare(self, slot: SlotId) -> StartWorker:
-        """Its provisional rank is one that it may well have to replace: the first on its own tray. Its generation is
-        that of the last plan, never the one that is being decided: the next plan is newer for everyone."""
-        plan = self.world.plan
-        assert plan is not None, "spares start after the first plan"
-        near = (rank for rank, seat in sorted(self.world.seats.items()) if tray_of(seat) == tray_of(slot))
-        return self.rack.start(
-            slot,
-            next(near, Rank(0)),
-            spare=True,
-            world_size=self.world.size,
-            generation=plan.generation,
-            store=self.rack.store(plan.store),
-            restarts=self.world.restarts,
-        )
+        return self.background.start_spare(slot)
 
     # -- the end ---------------------------------------------------------------------------------------------------
     def finished(self, record: WorkerRecord, at_ms: int) -> None:
@@ -536,7 +422,9 @@ class JobMachine:
             return
         record.finished = True
         if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
-            self.ready(record, None, at_ms)
+            self.beginning.ready(record, None, at_ms)
+        elif self.world.phase is Phase.TRAINING:
+            self.world.answered(record.rank)
         self.finale.look(at_ms)
 
     def stop_requested(self, event: StopRequested) -> None:
@@ -554,7 +442,8 @@ class JobMachine:
         world = self.world
         world.phase = Phase.STOPPED
         world.reason = because
-        world.members = {held: record for held, record in world.members.items() if record.alive}
+        for held in [held for held, record in world.members.items() if not record.alive]:
+            world.lose(held)
         self.emit(StopJob(exit_code=exit_code, because=because, remedy=remedy, failure=failure, rank=rank))
 
 

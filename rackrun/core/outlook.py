@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rackrun.core.config import JobConfig
 from rackrun.core.costs import Meter
 from rackrun.core.culprit import fingerprint
-from rackrun.core.ids import Position, Rank, SlotId, TrayId, slot_id
-from rackrun.core.layout import natural
+from rackrun.core.ids import Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
@@ -76,9 +75,12 @@ class Prospect:
     gate: tuple[float, ...]
     state: StatePlan | None
     """None: no copy of some state is left in memory."""
-    staff: Staff | None
+    lost: Mapping[Rank, SlotId]
+    ranks: tuple[RankNow, ...]
+    exact: bool
+    staff: Staff | None = None
     """None: nobody can take over now what is lost."""
-    enough: bool
+    enough: bool = False
     """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
     may_begin_again: bool
     why_no_shrink: str = "the world is not where it could"
@@ -94,6 +96,9 @@ class Outlook:
     rack: RackMachine
     seating: Seating
     meter: Meter
+    _told: tuple[int, int, tuple[SlotId, ...]] | None = None
+    """Of what `_trays_now` was made."""
+    _trays_now: tuple[TrayNow, ...] = ()
 
     def view(
         self,
@@ -106,9 +111,9 @@ class Outlook:
     ) -> ClusterView:
         """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
         world, rack, config = self.world, self.rack, self.config
-        lost, state, staff = world.lost(), prospect.state, prospect.staff
-        short = self._short(enough=prospect.enough)
-        coming = self._coming()
+        lost, state, staff = prospect.lost, prospect.state, prospect.staff
+        short = self._short(len(prospect.lost), enough=prospect.enough)
+        coming, unusable = self._coming(), rack.unusable()
         back = None
         if state is not None:
             back = 0 if state.rollback is None else max(prospect.committed.step - state.rollback, 0)
@@ -117,10 +122,10 @@ class Outlook:
             generation=world.generation,
             step=prospect.committed.step,
             mesh=self.seating.mesh.axes if self.seating.mesh else (),
-            trays=self._trays(),
-            ranks=tuple(RankNow(rank=rank, slot=world.seats[rank], alive=rank not in lost) for rank in world.ranks()),
+            trays=self._trays(unusable),
+            ranks=prospect.ranks,
             spares=self._spares(),
-            usable_slots=len([slot for slot in rack.slots() if state is None or rack.usable(slot)]),
+            usable_slots=len(rack.slots()) - (0 if state is None else len(unusable)),
             takeovers={rank: staff.seats[rank] for rank in lost} if staff else {},
             uprooted={rank: staff.seats[rank] for rank in staff.uprooted} if staff else {},
             moved=moved,
@@ -132,7 +137,7 @@ class Outlook:
             may_begin_again=prospect.may_begin_again,
             shrink_to=0 if prospect.why_no_shrink or not lost else prospect.would_stay,
             why_no_shrink=prospect.why_no_shrink,
-            exact=all(record.exact for record in world.members.values()),
+            exact=prospect.exact,
             placeable=self._placeable(prospect),
             restarts_left=max(config.max_restarts - world.restarts, 0),
             waited_s=waited_ms / 1e3,
@@ -144,12 +149,19 @@ class Outlook:
             costs=self.meter.costs(prospect.committed.step, None if world.trusted is None else world.trusted.step),
         )
 
+    def ranks(self) -> tuple[RankNow, ...]:
+        seats, members = self.world.seats, self.world.members
+        return tuple([RankNow(rank=rank, slot=seats[rank], alive=rank in members) for rank in self.world.ranks()])
+
+    def exact(self) -> bool:
+        return all(record.exact for record in self.world.members.values())
+
     def falls_short(self, *, enough: bool) -> bool:
         """Even with all that starts, and all that could be started."""
-        return self._coming() < self._short(enough=enough)
+        return self._coming() < self._short(len(self.world.lost()), enough=enough)
 
-    def _short(self, *, enough: bool) -> int:
-        return 1 if enough else len(self.world.lost()) - len(self.rack.ready_spares())
+    def _short(self, lost: int, *, enough: bool) -> int:
+        return 1 if enough else lost - len(self.rack.ready_spares())
 
     def _coming(self) -> int:
         """Workers that are not ready, and those that could be started."""
@@ -158,8 +170,8 @@ class Outlook:
         return fit - ready + len(rack.clearing_slots()) + len(rack.free_slots())
 
     def _hoped(self) -> int:
-        seated = self.world.seated()
-        return len([slot for slot in self.rack.slots() if slot not in seated and self.rack.may_come(slot)])
+        unusable = self.rack.unusable()
+        return len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
 
     def _why_short(self, prospect: Prospect, coming: int) -> str:
         lost = self.world.lost()
@@ -178,29 +190,37 @@ class Outlook:
             return True
         return self.seating.again(self.world.seats) is not None
 
-    def _trays(self) -> tuple[TrayNow, ...]:
+    def _trays(self, unusable: Sequence[SlotId]) -> tuple[TrayNow, ...]:
+        """As before, where nothing has changed: spares come one by one, and each time it is decided anew."""
+        told = (self.rack.trays_edition, self.seating.edition, tuple(unusable))
+        if told != self._told:
+            self._told, self._trays_now = told, self._look_at_trays(unusable)
+        return self._trays_now
+
+    def _look_at_trays(self, unusable: Sequence[SlotId]) -> tuple[TrayNow, ...]:
         rack, cliques = self.rack, self.seating.cliques()
+        against: dict[TrayId, list[SlotId]] = {}
+        for slot in unusable:
+            against.setdefault(tray_of(slot), []).append(slot)
         return tuple(
-            TrayNow(
-                tray=tray,
-                host=rack.trays[tray].host,
-                slots=rack.trays[tray].slots,
-                clique=str(cliques.get(tray, "")),
-                unusable=tuple(slot for slot in _slots(rack, tray) if not rack.usable(slot)),
-            )
-            for tray in sorted(rack.trays, key=natural)
+            [
+                TrayNow(
+                    tray=tray,
+                    host=rack.trays[tray].host,
+                    slots=rack.trays[tray].slots,
+                    clique=str(cliques.get(tray, "")),
+                    unusable=tuple(against.get(tray, ())),
+                )
+                for tray in rack.order()
+            ]
         )
 
     def _spares(self) -> tuple[SpareNow, ...]:
-        ready = self.rack.ready_spares()
-        return tuple(SpareNow(slot=one.worker.slot, state=_state(one, ready)) for one in self.rack.spares())
+        ready = {record.worker.slot for record in self.rack.ready_spares()}
+        return tuple([SpareNow(slot=one.worker.slot, state=_state(one, ready)) for one in self.rack.spares()])
 
 
-def _state(spare: WorkerRecord, ready: Sequence[WorkerRecord]) -> Literal["ready", "starting", "unfit"]:
+def _state(spare: WorkerRecord, ready: Collection[SlotId]) -> Literal["ready", "starting", "unfit"]:
     if spare.state is WorkerState.STARTING:
         return "starting"
-    return "ready" if spare in ready else "unfit"
-
-
-def _slots(rack: RackMachine, tray: TrayId) -> list[SlotId]:
-    return [slot_id(tray, index) for index in range(rack.trays[tray].slots)]
+    return "ready" if spare.worker.slot in ready else "unfit"

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from rackrun.core.commands import Command, Plan, ResumeGeneration, SetTimer
 from rackrun.core.config import JobConfig
-from rackrun.core.ids import Position, Rank
+from rackrun.core.ids import Position, Rank, tray_of
 from rackrun.core.outlook import Prospect
 from rackrun.core.protection import protect
 from rackrun.core.rack import RackMachine
 from rackrun.core.resharding import OldWorld
+from rackrun.core.rifts import Rifts
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources
 from rackrun.core.verdict import StatePlan
@@ -39,6 +40,7 @@ class Planner:
     shares: Callable[[], tuple[int, ...]]
     """With which the next generation begins."""
     emit: Callable[[Command], None]
+    rifts: Rifts
 
     def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
         """``chosen``: who takes which rank over. ``told``: what has happened, for people."""
@@ -55,10 +57,12 @@ class Planner:
             again = max(prospect.committed.step - state.rollback, 0)
             back = f"everyone goes back to step {state.rollback}, {again} steps are computed again"
             because = f"{told}; {back}" if told else back
+        note, fresh = f"generation {world.generation}", dict.fromkeys(state.fresh)
         for rank, record in world.members.items():
-            record.move(Trigger.RESUME, f"generation {world.generation}, rank {rank}")
-            record.stateful = record.stateful and rank not in state.fresh and reshard is None
+            record.move(Trigger.RESUME, f"{note}, rank {rank}" if rank in chosen else note)
+            record.stateful = record.stateful and rank not in fresh and reshard is None
             record.finished = record.finished and record.stateful and state.rollback is None
+        world.await_all()
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))
         protection = protect(self.config, world.seats, self.rack)
@@ -66,7 +70,11 @@ class Planner:
             generation=world.generation,
             world_size=world.size,
             members=world.as_members(state.fresh),
-            store=self.rack.store(world.plan.store if world.plan else ""),
+            store=self.rack.store(
+                world.plan.store if world.plan else "",
+                self.rifts.tried,
+                [tray_of(slot) for slot in world.seats.values()],
+            ),
             committed=committed,
             gate=gate,
             restores=state.restores,

@@ -7,16 +7,16 @@ needs a second tray and nothing else. With one tray there is nowhere to keep any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rackrun.checkpoint.placement import Labels, Placement, PlacementError, Redundancy, place
-from rackrun.core.commands import Keeper
+from rackrun.core.commands import Keeper, Plan
 from rackrun.core.config import JobConfig
 from rackrun.core.ids import Rank, SlotId, TrayId, tray_of
 from rackrun.core.rack import RackMachine
 
-__all__ = ["Protection", "protect"]
+__all__ = ["Keeping", "Protection", "keepers_of", "protect"]
 
 _SNAPSHOTS = "shards without a replica: snapshots, "
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -30,6 +30,39 @@ class Protection:
     """What it survives and what it costs; "" with one tray."""
     parity: int = 1
     """Members of a set that may be lost at once."""
+
+
+def keepers_of(plan: Plan) -> dict[TrayId, tuple[TrayId, ...]]:
+    """Of each tray, those that keep copies or parity of its snapshots."""
+    if plan.sets:
+        found: dict[TrayId, dict[TrayId, None]] = {}
+        for of in plan.sets:
+            for one in of:
+                found.setdefault(one.tray, {}).update((other.tray, None) for other in of if other.tray != one.tray)
+        return {tray: tuple(others) for tray, others in found.items()}
+    return {tray: (TrayId(holder.rpartition("/")[2]),) for tray, holder in plan.mirrors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Who keeps for whom, in a plan."""
+
+    plan: Plan
+    trays: Collection[TrayId]
+    """Those that keep anything for others."""
+    ranks: Collection[Rank]
+    """Members of sets."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Keeping:
+        keepers = [keeper for members in plan.sets for keeper in members]
+        holders = [TrayId(holder.rpartition("/")[2]) for holder in plan.mirrors.values()]
+        trays = frozenset((*holders, *(keeper.tray for keeper in keepers)))
+        return cls(plan, trays, frozenset(keeper.rank for keeper in keepers))
+
+    def of_rank(self, rank: Rank, tray: TrayId) -> bool:
+        """Somebody keeps what ``rank`` has, which is on ``tray``."""
+        return tray in self.plan.mirrors or rank in self.ranks
 
 
 def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) -> Protection:

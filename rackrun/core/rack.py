@@ -7,6 +7,7 @@ will speak with each of them.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from rackrun.core.devices import Devices
 from rackrun.core.events import TrayJoined, WorkerEvent, WorkerExited
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.core.layout import natural, slot_order
+from rackrun.core.pool import Pool, choose
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState, why_exited
 
 __all__ = ["QUARANTINE_LOSSES", "RackMachine"]
@@ -28,7 +30,7 @@ class RackMachine:
     trays: dict[TrayId, TrayJoined] = field(default_factory=dict)
     """Those that live."""
     occupants: dict[SlotId, WorkerRecord] = field(default_factory=dict)
-    """Who is in a slot, until its exit is known: a slot is empty only then."""
+    """Who is in a slot, until its exit is known: a slot is empty only then. The oldest first. `occupy` fills it."""
     faults: dict[SlotId, int] = field(default_factory=dict)
     devices: Devices = field(default_factory=Devices)
     drained: dict[SlotId, str] = field(default_factory=dict)
@@ -36,60 +38,103 @@ class RackMachine:
     departing: dict[TrayId, str] = field(default_factory=dict)
     """Those that are told to leave."""
     last_spare_loss: str = ""
+    trays_edition: int = 0
+    """Changes with `trays`."""
+    _edition: int = 0
     _incarnation: Incarnation = Incarnation(0)
+    _order: list[TrayId] = field(default_factory=list)
+    _slots: tuple[SlotId, ...] | None = None
+    """Of `slots`, while the trays are the same."""
+    _stores: dict[str, dict[TrayId, None]] = field(default_factory=dict)
+    _vacant: dict[SlotId, None] = field(default_factory=dict)
+    """Slots of live trays without an occupant."""
+    _clearing: dict[SlotId, None] = field(default_factory=dict)
+    """Those whose occupant is condemned."""
+    _pool: Pool = field(default_factory=Pool)
+
+    @property
+    def edition(self) -> int:
+        """Changes whenever somebody else may be a spare, or where one could be started: for those who look after every event."""
+        return self._edition + self.devices.edition
 
     # -- trays -----------------------------------------------------------------------------------------------------
     def join(self, event: TrayJoined) -> None:
         assert event.tray not in self.trays, "a tray that comes back is lost first"
+        self._edition += 1
+        self.trays_edition += 1
         self.trays[event.tray] = event
+        insort(self._order, event.tray, key=natural)
+        self._slots = None
+        self._stores.setdefault(event.store, {})[event.tray] = None
+        self._vacant |= dict.fromkeys(slot for slot in self.slots_on(event.tray) if slot not in self.occupants)
         for index, unfit in event.unfit.items():
             self.devices.checked(slot_id(event.tray, index), unfit)
 
     def lose_tray(self, tray: TrayId, because: str) -> list[Loss]:
         """Its workers have ended with it. Losses of workers that were condemned already are not repeated."""
+        self._edition += 1
+        self.trays_edition += 1
+        there = sorted(self._occupied(tray), key=lambda record: record.worker.incarnation)  # the oldest first
+        for slot in self.slots_on(tray):
+            self._vacant.pop(slot, None)
+        self._order.remove(tray)
+        self._slots = None
+        del self._stores[self.trays[tray].store][tray]
         del self.trays[tray]
         self.devices.forget(tray)
         self.departing.pop(tray, None)
         losses = []
-        for slot in [slot for slot in self.occupants if tray_of(slot) == tray]:
-            record = self.occupants.pop(slot)
+        for record in there:
+            self._leave(record)
             was_alive = record.alive
             record.move(Trigger.EXIT, because)
             if was_alive:
                 losses.append(Loss(record=record, because=because))
         return losses
 
-    def store(self, last: str = "") -> str:
-        """The store stays where it was as long as its tray lives (workers are connected to it); else the first's."""
-        order = sorted(self.trays, key=natural)
-        stores = [self.trays[tray].store for tray in [tray for tray in order if not self.goes(tray)] or order]
+    def order(self) -> Sequence[TrayId]:
+        """Live trays, in their order."""
+        return self._order
+
+    def describe(self, joined: TrayJoined) -> None:
+        """A tray that has joined tells more of itself."""
+        self.trays_edition += 1
+        self.trays[joined.tray] = joined
+
+    def store(self, last: str = "", tried: Collection[str] = (), seated: Collection[TrayId] = ()) -> str:
+        """The store stays where it was as long as its tray lives (workers are connected to it); else the first's. One that was ``tried`` in
+        vain is the last choice, and where some were, one on a tray that nobody is ``seated`` on the first."""
+        if not tried and any(not self.goes(tray) for tray in self._stores.get(last, ())):
+            return last
+        order: Sequence[TrayId] = [tray for tray in self._order if not self.goes(tray)] or self._order
+        order = [tray for tray in order if self.trays[tray].store not in tried] or order
+        stores = [self.trays[tray].store for tray in sorted(order, key=lambda tray: bool(tried) and tray in seated)]
         return last if last in stores else next(iter(stores), "")
 
     def mirrors(self) -> dict[TrayId, str]:
         """Each tray's holder: the next one in order, on another host if there is one."""
-        order = sorted(self.trays, key=natural)
-        goes = {tray: self.goes(tray) for tray in order}
-        found = {}
-        for at, tray in enumerate(order):
-            near = ""
-            for after in range(1, len(order)):
-                other = order[(at + after) % len(order)]
-                if goes[other]:
-                    continue
-                near = near or other
-                if self.trays[other].host != self.trays[tray].host:
-                    near = other
-                    break
-            if near:
-                found[tray] = f"{self.trays[TrayId(near)].snapshots}/{near}"
-        return found
+        order = [self.trays[tray] for tray in self._order]
+        stays = [not self.goes(tray) for tray in self._order]
+        found: dict[TrayId, TrayJoined] = {}
+        near: TrayJoined | None = None  # the next one that stays
+        far: TrayJoined | None = None  # the next after that on another host
+        for at in reversed(range(2 * len(order))):  # once round, so that the last has a next one
+            one = order[at % len(order)]
+            beside = near is not None and near.host == one.host
+            holder = far if far is not None and beside else near
+            if at < len(order) and holder is not None and holder is not one:
+                found[one.tray] = holder
+            if stays[at % len(order)]:
+                far = far if near is None or beside else near
+                near = one
+        return {tray: f"{found[tray].snapshots}/{found[tray].tray}" for tray in self._order if tray in found}
 
     # -- slots -----------------------------------------------------------------------------------------------------
-    def slots(self) -> list[SlotId]:
+    def slots(self) -> tuple[SlotId, ...]:
         """All slots of live trays, in slot order."""
-        return [
-            slot_id(tray, index) for tray in sorted(self.trays, key=natural) for index in range(self.trays[tray].slots)
-        ]
+        if self._slots is None:
+            self._slots = tuple([slot for tray in self._order for slot in self.slots_on(tray)])
+        return self._slots
 
     def slots_on(self, tray: TrayId) -> list[SlotId]:
         return [slot_id(tray, index) for index in range(self.trays[tray].slots)]
@@ -103,17 +148,36 @@ class RackMachine:
 
     def forgive(self, slot: SlotId) -> bool:
         """Nothing that happened there counts any more. Whether anything did."""
+        self._edition += 1
         counted = self.faults.pop(slot, 0) > 0 or self.devices.on_probation(slot)
         self.devices.end_probation(slot)
         return counted
 
     def withdrawn(self, slot: SlotId) -> str:
         """Why nobody is to come there, however its GPU is; "": somebody may."""
+        if not self.drained and not self.departing:
+            return ""
         return self.drained.get(slot, "") or self.departing.get(tray_of(slot), "")
+
+    def drain(self, slots: Iterable[SlotId], why: str) -> None:
+        self._edition += 1
+        self.drained |= dict.fromkeys(slots, why)
+
+    def give_back(self, slots: Iterable[SlotId]) -> None:
+        """They are drained no more."""
+        self._edition += 1
+        for slot in slots:
+            self.drained.pop(slot, None)
+
+    def depart(self, tray: TrayId, why: str) -> None:
+        self._edition += 1
+        self.departing[tray] = why
 
     def goes(self, tray: TrayId) -> bool:
         """All of it is withdrawn: nothing that is to last is put there."""
-        return all(self.withdrawn(slot_id(tray, index)) for index in range(self.trays[tray].slots))
+        if not self.drained and not self.departing:
+            return not self.trays[tray].slots
+        return all(self.withdrawn(slot) for slot in self.slots_on(tray))
 
     def usable(self, slot: SlotId) -> bool:
         """A worker may be started there, or take a rank over."""
@@ -121,12 +185,27 @@ class RackMachine:
 
     def free_slots(self) -> list[SlotId]:
         """Where a worker can be started now, slots whose GPU is on its way out last."""
-        free = [slot for slot in self.slots() if slot not in self.occupants and self.usable(slot)]
+        free = sorted((slot for slot in self._vacant if self.usable(slot)), key=slot_order)
         return sorted(free, key=self.devices.fitness)
+
+    @property
+    def has_vacant_slots(self) -> bool:
+        return bool(self._vacant)
+
+    def condemned(self) -> list[WorkerRecord]:
+        """Those whose exit is still to come."""
+        return [self.occupants[slot] for slot in self._clearing]
 
     def clearing_slots(self) -> list[SlotId]:
         """Where one could be started as soon as what is condemned there has ended."""
-        return [slot for slot, record in self.occupants.items() if not record.alive and self.usable(slot)]
+        return [slot for slot in self._clearing if self.usable(slot)]
+
+    def unusable(self) -> list[SlotId]:
+        """Slots of live trays that are not `usable`, in slot order: looked for where something is known against one."""
+        quarantined = [slot for slot in self.faults if self.quarantined(slot)]
+        trays = dict.fromkeys((*map(tray_of, quarantined), *map(tray_of, self.drained), *self.departing))
+        known = sorted((tray for tray in trays | self.devices.doubted() if tray in self.trays), key=natural)
+        return [slot for tray in known for slot in self.slots_on(tray) if not self.usable(slot)]
 
     def may_come(self, slot: SlotId) -> bool:
         """Nobody may start there now, for what may pass."""
@@ -134,13 +213,15 @@ class RackMachine:
 
     def held_back(self, most: int = 4) -> str:
         """Slots of live trays that are drained, and why: for people; "" when there are none."""
-        found = [f"{slot} ({why})" for slot in self.slots() if (why := self.withdrawn(slot))]
+        slots = self.slots() if self.drained or self.departing else ()
+        found = [f"{slot} ({why})" for slot in slots if (why := self.withdrawn(slot))]
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return f"; not used: {', '.join(found[:most])}{more}" if found else ""
 
     def unfit(self, most: int = 4) -> str:
         """Slots of live trays that may not be taken into use now, and why: for people."""
-        found = [f"{slot} ({'; '.join(why)})" for slot in self.slots() if (why := self.devices.unfit(slot))]
+        slots = self.slots() if self.devices.doubted() else ()
+        found = [f"{slot} ({'; '.join(why)})" for slot in slots if (why := self.devices.unfit(slot))]
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return ", ".join(found[:most]) + more
 
@@ -164,7 +245,7 @@ class RackMachine:
         assert slot not in self.occupants, "one worker a slot"
         self._incarnation = Incarnation(self._incarnation + 1)
         worker = Worker(slot, self._incarnation)
-        self.occupants[slot] = WorkerRecord(worker, None if spare else rank, built_for=world_size)
+        self.occupy(WorkerRecord(worker, None if spare else rank, built_for=world_size))
         return StartWorker(
             slot=slot,
             incarnation=worker.incarnation,
@@ -176,11 +257,30 @@ class RackMachine:
             restarts=restarts,
         )
 
+    def occupy(self, record: WorkerRecord) -> None:
+        """It is in its slot from now on."""
+        slot = record.worker.slot
+        self._edition += 1
+        self.occupants.pop(slot, None)
+        self.occupants[slot] = record
+        self._vacant.pop(slot, None)
+        self._clearing.pop(slot, None)
+        self._pool.drop(slot)
+        if record.rank is None:
+            self._pool.add(record)
+
+    def ready(self, record: WorkerRecord) -> None:
+        """It stands at its first step."""
+        self._edition += 1
+        record.move(Trigger.READY)
+
     def fence(
         self, record: WorkerRecord, because: str, *, fault: bool = False, swept_along: bool = False
     ) -> FenceWorker:
         record.move(Trigger.FENCE, because)
         record.fenced_for = because
+        self._edition += 1
+        self._clearing[record.worker.slot] = None
         if fault:
             self._blame_slot(record)
         worker = record.worker
@@ -200,8 +300,21 @@ class RackMachine:
         if record.rank is None and record.alive:
             self.last_spare_loss = f"{record.worker.slot}: {because}"
         record.move(Trigger.EXIT, because)
-        del self.occupants[record.worker.slot]
+        self._edition += 1
+        self._leave(record)
         return Loss(record=record, because=because, exit=event)
+
+    def _occupied(self, tray: TrayId) -> list[WorkerRecord]:
+        return [self.occupants[slot] for slot in self.slots_on(tray) if slot in self.occupants]
+
+    def _leave(self, record: WorkerRecord) -> None:
+        """Its slot is empty now."""
+        slot = record.worker.slot
+        del self.occupants[slot]
+        self._clearing.pop(slot, None)
+        self._pool.drop(slot)
+        if self.lives(slot):
+            self._vacant[slot] = None
 
     def _blame_slot(self, record: WorkerRecord) -> None:
         slot = record.worker.slot
@@ -210,15 +323,21 @@ class RackMachine:
     # -- spares ----------------------------------------------------------------------------------------------------
     def spares(self) -> list[WorkerRecord]:
         """All that live, starting or ready, in slot order."""
-        spares = [record for record in self.occupants.values() if record.rank is None and record.alive]
-        return sorted(spares, key=lambda record: slot_order(record.worker.slot))
+        return self._pool.living()
 
     def fit_spares(self) -> list[WorkerRecord]:
         """Those on a GPU that is in order or, as the last choice, on its way out."""
-        slots = {record.worker.slot: record for record in self.spares()}
-        return [
-            record for slot, record in slots.items() if self.devices.may_be_taken(slot) and not self.withdrawn(slot)
-        ]
+        if not self.drained and not self.departing and self.devices.all_takeable:
+            return self.spares()
+        return [record for record in self.spares() if self._is_fit(record.worker.slot)]
+
+    def is_fit_spare(self, slot: SlotId) -> bool:
+        """One of `fit_spares` is there."""
+        record = self.occupants.get(slot)
+        return record is not None and record.rank is None and record.alive and self._is_fit(slot)
+
+    def _is_fit(self, slot: SlotId) -> bool:
+        return self.devices.may_be_taken(slot) and not self.withdrawn(slot)
 
     def ready_spares(self) -> list[WorkerRecord]:
         """Those that may take a rank over now."""
@@ -226,20 +345,7 @@ class RackMachine:
 
     def choose(self, lost: Mapping[Rank, SlotId], spares: Sequence[WorkerRecord]) -> dict[Rank, WorkerRecord]:
         """One of ``spares`` for each lost rank: on its own tray if there is one, then in their order; those on slots to avoid last."""
-        ready = sorted(spares, key=lambda spare: self.devices.fitness(spare.worker.slot))
-        chosen: dict[Rank, WorkerRecord] = {}
-        for rank, slot in sorted(lost.items()):
-            best = [spare for spare in ready if self._as_fit(spare, ready[0])]
-            near = next((spare for spare in best if tray_of(spare.worker.slot) == tray_of(slot)), None)
-            if near is not None:
-                chosen[rank] = near
-                ready.remove(near)
-        far = [rank for rank in sorted(lost) if rank not in chosen]
-        chosen.update(zip(far, ready, strict=False))
-        return chosen
-
-    def _as_fit(self, one: WorkerRecord, other: WorkerRecord) -> bool:
-        return self.devices.fitness(one.worker.slot) is self.devices.fitness(other.worker.slot)
+        return choose(lost, spares, self.devices.fitness)
 
     def seats(self, wanted: Mapping[Rank, SlotId], *, hoping: bool = False) -> dict[Rank, SlotId] | None:
         """A slot for every rank of a new start: its own where that lives, else a free one; None if there are too few. ``hoping``: as if
@@ -265,6 +371,21 @@ class RackMachine:
             assert record.worker.slot == slot, "a worker in another's slot"
             assert record.state is not WorkerState.EXITED, "a slot held by a worker that has exited"
             assert self.lives(slot), "a worker on a tray that is lost"
+        self._check_what_is_kept()
+
+    def _check_what_is_kept(self) -> None:
+        """So that it need not be looked for: is it what would be found?"""
+        assert self._order == sorted(self.trays, key=natural), "the order of trays"
+        assert self.slots() == tuple(slot for tray in self._order for slot in self.slots_on(tray)), "the slots"
+        assert sorted(self._vacant) == sorted(slot for slot in self.slots() if slot not in self.occupants), "vacant"
+        condemned = [slot for slot, record in self.occupants.items() if not record.alive]
+        assert sorted(self._clearing) == sorted(condemned), "slots that become free"
+        waiting = [record for record in self.occupants.values() if record.rank is None and record.alive]
+        waiting.sort(key=lambda record: slot_order(record.worker.slot))
+        found = self.spares()
+        assert len(found) == len(waiting), "spares"
+        assert all(one is other for one, other in zip(found, waiting, strict=True)), "the order of spares"
+        assert self.unusable() == [slot for slot in self.slots() if not self.usable(slot)], "slots that cannot be used"
 
 
 def _counts(record: WorkerRecord, event: WorkerExited) -> bool:

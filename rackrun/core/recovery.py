@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rackrun.core import verdict
 from rackrun.core.commands import BreakGeneration, Command, SetTimer, StartWorker
 from rackrun.core.config import JobConfig
 from rackrun.core.council import Council
@@ -22,21 +21,23 @@ from rackrun.core.events import (
     WorkerParked,
     WorkerResumed,
     WorkerSevered,
+    WorkerUnbuilt,
 )
 from rackrun.core.growth import Growth
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, steps_in
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
 from rackrun.core.outlook import Outlook, Prospect, failure_of
+from rackrun.core.parked import ParkedMembers
 from rackrun.core.planning import Planner, told_of
 from rackrun.core.policy import allows
 from rackrun.core.progress import Progress
 from rackrun.core.rack import RackMachine
 from rackrun.core.resizing import Resizing
+from rackrun.core.rifts import Rifts
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.situation import ClusterView, Decision, ProviderNow, Rung
 from rackrun.core.snapshots import Snapshots
 from rackrun.core.sources import Sources, named
 from rackrun.core.stalls import Standstill
-from rackrun.core.verdict import StatePlan
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState
 from rackrun.core.world import Phase, World
 
@@ -46,8 +47,6 @@ STATE_LOST = "rackrun.errors.StateLost"
 """How a newcomer ends that finds its sources unlike each other."""
 ABSORBS_MAX = 3
 """Steps done again in place, in a row, without one that is committed."""
-FEW_STEPS = 10
-"""Done again without asking: at the beginning, copies are not everywhere yet."""
 
 
 class Ladder(Protocol):
@@ -82,6 +81,8 @@ class Recovery:
     sources: Sources = field(init=False)
     planner: Planner = field(init=False)
     resizing: Resizing = field(init=False)
+    rifts: Rifts = field(default_factory=Rifts)
+    parked_members: ParkedMembers = field(init=False)
     wishes: dict[Rank, SlotId] = field(default_factory=dict)
     """Spares that a person has named for ranks."""
     _gathering: bool = False
@@ -107,11 +108,16 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self.sources = Sources(self.world, self.rack, self.plan_again)
-        self.planner = Planner(self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit)
+        self.planner = Planner(
+            self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit, self.rifts
+        )
         self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
         self._progress = Progress(self.config.no_progress_max)
         growth = Growth(self.emit)
         self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes, growth)
+        self.parked_members = ParkedMembers(
+            self.config, self.world, self.rack, self.sources, self.classes, self.resizing, self.outlook, self._losses
+        )
 
     @property
     def snapshots(self) -> Snapshots:
@@ -123,7 +129,8 @@ class Recovery:
         for loss in losses:
             rank = loss.record.rank
             assert rank is not None
-            del self.world.members[rank]
+            self.world.lose(rank)
+            self.forget_members()
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
         self._absorbing = False
@@ -165,15 +172,19 @@ class Recovery:
     # -- break and park --------------------------------------------------------------------------------------------
     def _break(self, because: str, at_ms: int) -> None:
         world = self.world
+        self.forget_members()
         generation = world.next_generation()
         world.phase = Phase.PARKING
         world.reason = because
         self.standstill.forget()
+        self.rifts.attempt()
         self._gathering = self._owed = True
         self._broken_ms = at_ms
+        note = f"generation {generation}"
         for record in world.members.values():
-            record.move(Trigger.BREAK, f"generation {generation}")
+            record.move(Trigger.BREAK, note)
             record.parked = None
+        world.await_all()
         if world.members:
             self.emit(BreakGeneration(generation=generation, workers=world.workers(), because=because))
         self.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
@@ -185,14 +196,17 @@ class Recovery:
     def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
         if event.generation != self.world.generation or record.state is not WorkerState.BREAKING:
             return
+        world = self.world
+        assert record.rank is not None, "only members are told to park"
         record.move(Trigger.PARKED)
         record.parked = event
-        world = self.world
+        world.answered(record.rank)
         if world.old is not None and event.layout == world.layout and not record.stateful:
             record.stateful = True  # it had resumed, though it was not heard
             record.resumed_in = world.plan.generation if world.plan is not None else record.resumed_in
         self.learn_class(record, event.replica_class)
-        self.decide(event.at_ms)
+        if not world.awaited:
+            self.decide(event.at_ms)
 
     def learn_class(self, record: WorkerRecord, replica_class: str) -> None:
         if record.rank is not None and replica_class:
@@ -224,12 +238,18 @@ class Recovery:
             self.standstill.window_closed(kind, at_ms)
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
-        late = [record for _, record in sorted(self.world.members.items()) if record.state is state]
+        late = [
+            record
+            for rank, record in sorted(self.world.members.items())
+            if record.state is state and not self.rifts.has_told(rank)
+        ]
         newcomers = [record for record in late if not record.stateful]
         if state is WorkerState.RESUMING and newcomers:
             late = newcomers  # the others wait for them, with what may be the only copies
         if late:
             self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
+        elif state is WorkerState.RESUMING:
+            self._judge_rift(at_ms)
 
     def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
         for record in records:
@@ -248,37 +268,20 @@ class Recovery:
     def decide(self, at_ms: int) -> None:
         """If all that a decision needs is known, take it."""
         world = self.world
-        if world.phase is not Phase.PARKING or self._gathering:
+        if world.phase is not Phase.PARKING or self._gathering or world.awaited:
             return
-        if any(record.state is not WorkerState.PARKED for record in world.members.values()):
-            return
-        world.doubt()
-        reports = self._reports()
-        committed, gate = verdict.committed(reports, *world.floor())
-        if world.old is not None and world.plan is not None and committed > world.plan.committed:
-            world.old = None  # a gate has passed in the new world: everybody had its state, and a snapshot of it
-        state = self._state_plan(reports, committed)
+        found = self.parked_members.look()
+        state, lost = found.state, found.lost
         if (state is None or state.rollback is not None) and self._snapshots_owed():
             return
         ready = {record.worker.slot: record for record in self.rack.ready_spares()}
-        lost = world.lost()
-        staff = None if state is None else self.seating.staff(world.seats, lost, ready, self.wishes)
         enough = len(ready) >= len(lost)
+        staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
         if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.ladder.relent():
             self.decide(at_ms)  # what was being drained is there to be used
             return
-        prospect = Prospect(
-            committed=committed,
-            gate=gate,
-            state=state,
-            staff=staff,
-            enough=enough,
-            may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
-            would_stay=len(self.resizing.staying()) if lost else 0,
-            why_no_shrink=self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost",
-        )
-        alive = [record.worker for record in world.members.values()]
-        self.resizing.growth.broken(alive, committed, at_ms)
+        prospect = replace(found, staff=staff, enough=enough)
+        self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
         if self.leaving and not lost:
             self._shrink_as_asked(prospect, at_ms)
         elif self.growing and not lost and state is not None:
@@ -286,27 +289,13 @@ class Recovery:
         else:
             self._decide(prospect, ready, at_ms)
 
-    def _reports(self) -> dict[Rank, verdict.Report]:
-        return {rank: _report(record, self.world.layout) for rank, record in self.world.stateful().items()}
-
-    def _state_plan(self, reports: Mapping[Rank, verdict.Report], committed: Position) -> StatePlan | None:
-        world = self.world
-        if world.old is not None:
-            return world.old.state(world.members, self.rack, trusted=world.trusted)
-        return verdict.state_plan(
-            reports=reports,
-            kept=self.snapshots.by_rank(),
-            classes=self.classes,
-            world_size=world.size,
-            upto=committed,
-            torn=world.torn(),
-            trusted=world.trusted,
-            rebuild=self.snapshots.rebuilding(world.stateful(), self.rack.trays, world.layout),
-        )
+    def forget_members(self) -> None:
+        """Something may have become known of those who are parked: they are looked at anew. What spares do says nothing of them."""
+        self.parked_members.forget()
 
     def joining(self, at_ms: int) -> str:
         """For people: who could become a rank more; "": nobody."""
-        if not self.resizing.growth.may(at_ms):
+        if not self.resizing.growth.may(at_ms) or not self.resizing.room:
             return ""
         return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
 
@@ -322,7 +311,7 @@ class Recovery:
         failure = failure_of(
             self._told() or "a rollback was broken off",
             self._losses,
-            self.world.lost(),
+            prospect.lost,
             again=self._absorbing and self._progress.absorbs(prospect.committed) >= ABSORBS_MAX,
             planned=self.between_steps,
         )
@@ -367,8 +356,7 @@ class Recovery:
         old = self.world.old.ranks if self.world.old is not None else {}
         return self._owed and any(
             ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
-            for record in self.rack.occupants.values()
-            if not record.alive
+            for record in self.rack.condemned()
         )
 
     def _start_over(self, prospect: Prospect, decision: Decision, what: str, at_ms: int) -> None:
@@ -377,13 +365,6 @@ class Recovery:
         if prospect.state is None:
             because = self.endings.no_copy_left(what, prospect.committed)
         self.ladder.restart(because, first, at_ms)
-
-    def _has_just_begun(self, committed: Position) -> bool:
-        """As far as anybody tells who lives, or has been seen to end."""
-        if committed.step >= FEW_STEPS:
-            return False
-        ends = [loss.exit for loss in self._losses.values()]
-        return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
 
     def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
         if staff.uprooted:
@@ -438,11 +419,11 @@ class Recovery:
 
     def _planned_anew(self, prospect: Prospect) -> Prospect:
         """For the world as it is now."""
-        return replace(prospect, state=self._state_plan(self._reports(), prospect.committed))
+        return replace(prospect, state=self.parked_members.state(prospect.committed))
 
     def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
         """What can be started is, in the lost ranks' own slots first."""
-        lost, free = self.world.lost(), self.rack.free_slots()
+        lost, free = prospect.lost, self.rack.free_slots()
         in_place = [slot for slot in lost.values() if slot in free]
         elsewhere = [slot for slot in free if slot not in in_place]
         short = len(free) if prospect.enough else len(lost) - len(self.rack.fit_spares())
@@ -470,10 +451,12 @@ class Recovery:
         record.stateful = True
         record.resumed_in = event.generation
         self.standstill.entered(record)
-        if self.world.all_members(WorkerState.TRAINING):
-            self.world.phase = Phase.TRAINING
+        assert record.rank is not None, "only members are told to resume"
+        if self.world.answered(record.rank):
+            self.world.train()
             self.world.old = None
             self.world.trust()
+            self.rifts.forget()
             self.ladder.trained(event.at_ms)
             self.standstill.judge(event.at_ms)
 
@@ -485,15 +468,29 @@ class Recovery:
             return
         self.absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
 
+    def unbuilt(self, record: WorkerRecord, event: WorkerUnbuilt) -> None:
+        """Who says nothing is found by the timer."""
+        if event.generation != self.world.generation or record.rank is None or record.state is not WorkerState.RESUMING:
+            return
+        self.rifts.add(record.rank, cut_off=event.cut_off)
+        members = self.world.members.items()
+        if all(other.state is not WorkerState.RESUMING or self.rifts.has_told(rank) for rank, other in members):
+            self._judge_rift(event.at_ms)
+
+    def _judge_rift(self, at_ms: int) -> None:
+        """All live, and their groups could not be built."""
+        assert self.world.plan is not None
+        exchange = self.world.plan.store
+        host = next((tray for tray, record in self.rack.trays.items() if record.store == exchange), None)
+        trays = {rank: tray_of(record.worker.slot) for rank, record in self.world.members.items()}
+        if blamed := self.rifts.blame(trays, exchange, host):
+            reached = f"did not reach the exchange on {host}, which others did"
+            self._condemn([self.world.members[rank] for rank in blamed], reached, at_ms)
+        else:
+            self.plan_again("not everybody reached everybody", at_ms)
+
     def absorb(self, because: str, at_ms: int) -> None:
         """Nobody is to blame: the step is done again in place."""
         self._absorbing = True
         self._note = because
         self._break(because, at_ms)
-
-
-def _report(record: WorkerRecord, layout: Generation) -> verdict.Report:
-    parked = record.parked
-    assert parked is not None
-    snapshots = steps_in(layout, parked.snapshots)
-    return verdict.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=snapshots)

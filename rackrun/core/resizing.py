@@ -29,7 +29,7 @@ __all__ = ["Resizing", "renumbered"]
 
 def renumbered(staying: Collection[Rank]) -> dict[Rank, Rank]:
     """Old rank -> new rank, ``0`` to ``len(staying) - 1``. Who can keeps its number; the last ones fill the gaps."""
-    size = len(staying)
+    size, staying = len(staying), dict.fromkeys(staying)
     gaps = iter(rank for rank in range(size) if rank not in staying)
     return {rank: rank if rank < size else Rank(next(gaps)) for rank in sorted(staying)}
 
@@ -132,13 +132,20 @@ class Resizing:
             return axes, {}
         return reshaping.without(axes, at, reshaping.places(axes, at, [*world.lost(), *leaving]))
 
+    @property
+    def room(self) -> int:
+        """So many ranks more may join."""
+        return max(self.world.most - self.world.size, 0)
+
     # -- grow ------------------------------------------------------------------------------------------------------
     def joining(self, ready: Sequence[WorkerRecord]) -> list[WorkerRecord]:
         """Who of those that are ``ready`` can become a rank more; nobody while some are lost, where all enter main again."""
-        world = self.world
-        fits, members = [record for record in ready if not record.fixed], world.members.values()
-        room = min(world.most - world.size, len(fits))
-        if room <= 0 or not members or any(record.fixed for record in members):
+        world, members = self.world, self.world.members.values()
+        if not self.room:
+            return []
+        fits = [record for record in ready if not record.fixed]
+        room = min(self.room, len(fits))
+        if not room or not members or any(record.fixed for record in members):
             return []
         if not self._reenters(members):
             return [] if world.torn() or self._unlike(world.members) else fits[:room]
@@ -225,17 +232,11 @@ class Resizing:
             self.world.old = self._as_it_was(committed, gate)
 
     def _renumber(self, axes: Axes, ranks: Mapping[Rank, Rank]) -> None:
-        world, classes = self.world, dict(self.classes)
-        members, seats = dict(world.members), dict(world.seats)
-        world.size = len(ranks)
-        world.members.clear()
-        world.seats.clear()
+        classes = dict(self.classes)
         self.classes.clear()
-        for old, new in sorted(ranks.items(), key=lambda pair: pair[1]):
-            if world.old is None:
-                self.classes[new] = classes[old]
-            world.seats[new] = seats[old]
-            world.seat(new, members[old])
+        if self.world.old is None:
+            self.classes.update((new, classes[old]) for old, new in sorted(ranks.items(), key=lambda pair: pair[1]))
+        self.world.renumber(ranks)
         self._reshape(axes)
 
     def _reshape(self, axes: Axes) -> None:

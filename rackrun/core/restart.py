@@ -58,7 +58,7 @@ class Restart:
         world.restarts += 1
         world.phase = Phase.RESTARTING
         world.reason = because
-        world.members.clear()
+        world.empty()
         for record in [record for record in self.rack.occupants.values() if record.alive]:
             self.emit(self.rack.fence(record, "the world starts again", swept_along=True))
         self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
@@ -99,11 +99,16 @@ class Restart:
 
     def _none_left(self, because: str, loss: Loss | None) -> None:
         scripts = loss is not None and loss.exit is not None and is_scripts(loss.exit)
+        failure = loss.failure if loss is not None else None
+        remedy = "see the traceback." if scripts else "raise --max-restarts, or look at the health of the hardware."
+        if failure is not None and failure.type == "rackrun.errors.StateLost":  # it knows better what to do
+            what, _, remedy = failure.message.partition(" Remedy: ")
+            because = f"{because}: {what.rstrip('.')}"
         self.stop(
             1 if scripts else 3,
             f"{because}; restarted {self.world.restarts} of {self.config.max_restarts} times already",
-            remedy="see the traceback." if scripts else "raise --max-restarts, or look at the health of the hardware.",
-            failure=loss.failure if loss else None,
+            remedy=remedy,
+            failure=failure,
             rank=loss.record.rank if loss else None,
         )
 
@@ -114,7 +119,15 @@ class Restart:
         failure = failure_of(because, by_rank, lost, again=False, planned=False)
         view = None
         if world.elastic:
-            nothing = Prospect(committed=BEGIN, gate=(), state=None, staff=None, enough=False, may_begin_again=True)
+            nothing = Prospect(
+                committed=BEGIN,
+                gate=(),
+                state=None,
+                lost=world.lost(),
+                ranks=self.outlook.ranks(),
+                exact=self.outlook.exact(),
+                may_begin_again=True,
+            )
             view = self.outlook.view(nothing, moved=(), waited_ms=0, absorbs=0)
         why = "nothing would be lost by it" if world.elastic else "a script without steps begins again"
         decision = only_answer(Rung.RESTART, why, failure, view)

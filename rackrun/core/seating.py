@@ -45,6 +45,8 @@ class Seating:
     """None: every rank is on its own."""
     board: Board | None = None
     """None: nobody knows more of the trays than their names."""
+    edition: int = 0
+    """Changes with ``board``."""
     _told: dict[str, TrayJoined] = field(default_factory=dict)
     """All trays that have ever joined: a rank's last slot may be on one that is lost."""
 
@@ -61,6 +63,7 @@ class Seating:
                 event = msgspec.structs.replace(event, topology=before.topology)  # noqa: PLW2901
             told[event.tray] = event
         if any(event.topology for event in told.values()):
+            self.edition += 1
             self.board = Board(merge(partial for event in told.values() for partial in _known(event)))
         self._told = told
 
@@ -70,6 +73,12 @@ class Seating:
             return {}
         board = self.board
         return {tray: board.cliques[int(board.clique[slots[0]])] for tray, slots in board.tray_slots.items() if slots}
+
+    def racks(self) -> dict[str, str]:
+        """The chassis serial of each tray's rack, as far as anybody knows."""
+        return (
+            {} if self.board is None else {name: rack.serial for name, (rack, _) in self.board.topology.trays.items()}
+        )
 
     # -- the first seats
     def first(self, spares: int, *, hoping: bool = False) -> tuple[SlotId, ...]:
@@ -136,6 +145,7 @@ class Seating:
             others = self.staff(seated, [rank for rank in lost if rank not in named], left)
             if others is not None and self._in_clique({**seated, **others.seats}, named):
                 return Staff({**named, **others.seats}, others.uprooted)
+        ready = dict.fromkeys(ready)
         if self.board is None:
             spares = [record for record in self.rack.fit_spares() if record.worker.slot in ready]
             chosen = self.rack.choose({rank: seats[rank] for rank in lost}, spares)
@@ -177,7 +187,7 @@ class Seating:
     def leaving(self, seats: Mapping[Rank, SlotId], ready: Collection[SlotId]) -> dict[Rank, SlotId]:
         """Ranks on slots that are on their way out, for which a better one is ready; and whoever has to move with them."""
         devices = self.rack.devices
-        if all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
+        if devices.all_usable or all(devices.fitness(slot) is Fitness.USABLE for slot in seats.values()):
             return {}
         if self.board is None:
             spares = [record for record in self.rack.ready_spares() if record.worker.slot in ready]

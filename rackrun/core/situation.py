@@ -145,7 +145,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """`Decision.meanwhile`, when the order comes to `Rung.ACQUIRE`."""
 
 
-class TrayNow(msgspec.Struct, frozen=True, kw_only=True):
+class TrayNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tray: TrayId
     host: str
     slots: int
@@ -155,13 +155,13 @@ class TrayNow(msgspec.Struct, frozen=True, kw_only=True):
     """Where nobody may be started, and no rank may come: unfit, judged bad, or quarantined."""
 
 
-class RankNow(msgspec.Struct, frozen=True, kw_only=True):
+class RankNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rank: Rank
     slot: SlotId
     alive: bool
 
 
-class SpareNow(msgspec.Struct, frozen=True, kw_only=True):
+class SpareNow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     slot: SlotId
     state: Literal["ready", "starting", "unfit"]
 

@@ -36,6 +36,8 @@ class Sizes:
     admission: Admission
     replies: Replies
     under_way: Shrink | Grow | None = None
+    _looked: tuple[object, ...] = ()
+    """What `look` has seen last."""
 
     # -- what is asked
     def ask(self, event: ShrinkRequested | GrowRequested) -> None:
@@ -110,6 +112,10 @@ class Sizes:
         one, world = self.under_way, self.world
         if one is None or world.phase is not Phase.TRAINING:
             return
+        now = (one.request, self.rack.edition, world.generation, world.learned, world.wanted)
+        if now == self._looked:
+            return
+        self._looked = now
         if isinstance(one, Grow):
             if world.size >= one.to or not self._come():
                 self._done()

@@ -53,8 +53,7 @@ class Sources:
     def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
         """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
         if record.rank is not None and event.holder in self.rack.trays:
-            event = msgspec.structs.replace(event, steps=steps_in(self.world.layout, event.steps))
-            self.snapshots.mirrored(record.rank, event)
+            self.snapshots.mirrored(record.rank, event, steps_in(self.world.layout, event.steps))
 
     def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
         """The other trays of a member's set have the parity of its snapshot."""

@@ -136,8 +136,8 @@ class Standstill:
 
     def entered(self, record: WorkerRecord) -> None:
         """It has resumed: what was told of it before does not count."""
-        assert record.rank is not None
-        self.window.forget(record.rank)
+        if self.window.reports and record.rank is not None:
+            self.window.forget(record.rank)
 
     def _judge_entry(self, at_ms: int) -> None:
         members, reports = self.world.members, self.window.reports

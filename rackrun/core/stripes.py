@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rackrun.core.commands import Keeper, Plan, Restore, Stripes
@@ -38,13 +38,11 @@ class Rows:
         """Only the history of ``plan`` counts from here on, and its sets are those of what is given from here on."""
         end = plan.committed if plan.rollback is None else Position(plan.rollback)
         again = {member.rank: member.incarnation for member in plan.members if member.fresh}
-        self._given = {
-            key: {
-                rank: replace(one, intact=one.intact and again.get(rank) != one.incarnation) for rank, one in of.items()
-            }
-            for key, of in self._given.items()
-            if Position(key[1]) <= end
-        }
+        self._given = {key: of for key, of in self._given.items() if Position(key[1]) <= end}
+        for of in self._given.values():
+            for rank, incarnation in again.items():
+                if (one := of.get(rank)) is not None and one.incarnation == incarnation:
+                    of[rank] = replace(one, intact=False)
         self._ends[plan.generation] = end
         self._parity[plan.generation] = plan.parity
         self._sets[plan.generation] = {one.rank: tuple(k.rank for k in of) for of in plan.sets for one in of}
@@ -55,9 +53,11 @@ class Rows:
         ends = [end for generation, end in self._ends.items() if generation > event.generation]
         if rank not in self._sets.get(event.generation, {}) or any(end < Position(event.step) for end in ends):
             return  # it comes late, and its step is computed again
-        for key, given in self._given.items():
-            if event.besides >= 0 and key[1] not in (event.step, event.besides):
+        for key, given in list(self._given.items()) if event.besides >= 0 else ():
+            if key[1] not in (event.step, event.besides):
                 given.pop(rank, None)
+                if not given:
+                    del self._given[key]
         self._given.setdefault((event.generation, event.step), {})[rank] = _Given(event.incarnation)
 
     def damaged(self, row: str, step: Step) -> None:
@@ -70,9 +70,9 @@ class Rows:
                 for member in self._sets[generation][rows[row]] if row in rows else ():
                     given.pop(member, None)
 
-    def rebuild(self, rank: Rank, step: Step, snapshots: Mapping[Rank, Sequence[Kept]]) -> Restore | None:
-        """From what ``rank``'s snapshot of ``step`` can be rebuilt; None when it cannot. ``snapshots``: what is on living trays,
-        by the rank that it is of."""
+    def rebuild(self, rank: Rank, step: Step, snapshots: Callable[[Rank], Sequence[Kept]]) -> Restore | None:
+        """From what ``rank``'s snapshot of ``step`` can be rebuilt; None when it cannot. ``snapshots``: what is on living trays of a
+        rank."""
         for (generation, given_step), given in reversed(self._given.items()):
             members = self._sets[generation].get(rank, ())
             if given_step != step or not members or any(member not in given for member in members):
@@ -83,7 +83,7 @@ class Rows:
                 whose = given[member]
                 own = [
                     kept.where
-                    for kept in snapshots.get(member, ())
+                    for kept in snapshots(member)
                     if kept.incarnation == whose.incarnation and step in kept.steps and whose.intact
                 ]
                 if own:

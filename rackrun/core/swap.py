@@ -100,7 +100,7 @@ class PlannedSwap:
 
     def _ends(self) -> bool:
         """The end is near: some ranks have come to it, so none of them pauses any more."""
-        return any(record.finished for record in self.world.members.values())
+        return self.world.some_have_finished
 
     def _is_on(self, generation: Generation) -> bool:
         return generation == self._pausing == self.world.generation and self.world.phase is Phase.TRAINING
@@ -118,6 +118,8 @@ class PlannedSwap:
             self.call_off(self.control.regroup() or because, at_ms)
 
     def _leaving(self) -> dict[Rank, str]:
+        if not self.control.under_way and self.rack.devices.all_usable:
+            return {}
         ready = [record.worker.slot for record in self.rack.ready_spares()]
         if asked := self.control.asked(ready):
             return self._with_sources_left(asked)

@@ -130,7 +130,7 @@ class Triage:
                     self.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
             case Response.FENCE:
                 whole_tray = verdict.scope == "tray"
-                slots = [one for one in self.rack.slots() if one.startswith(f"{tray}/")] if whole_tray else [slot]
+                slots = self.rack.slots_on(tray) if whole_tray else [slot]
                 self.fence(slots, because, at_ms)
             case Response.SWAP | Response.LEAVE:
                 pass

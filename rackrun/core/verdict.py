@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from rackrun.core.commands import Restore
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
@@ -25,8 +27,7 @@ Rebuild: TypeAlias = Callable[[Rank, Step], Restore | None]
 """From what a rank's snapshot of a step can be rebuilt; None when it cannot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a parked member that has state says of itself."""
 
     passed: Position = BEGIN
@@ -35,8 +36,7 @@ class Report:
     snapshots: tuple[Step, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Snapshots of a worker, on a tray that lives: what one that is gone has left, or copies on another tray."""
 
     tray: TrayId
@@ -60,11 +60,11 @@ def committed(
     reports: Mapping[Rank, Report], floor: Position, floor_gate: tuple[float, ...] = ()
 ) -> tuple[Position, tuple[float, ...]]:
     """The last unit that is committed, and what its gate reduced to. ``floor`` is what was committed already."""
-    position, gate = floor, floor_gate
-    for _, report in sorted(reports.items()):
-        if report.passed > position or (report.passed == position and not gate):
-            position, gate = report.passed, report.gate
-    return position, gate
+    position = max((report.passed for report in reports.values()), default=floor)
+    if position < floor or (position == floor and floor_gate):
+        return floor, floor_gate
+    told = [rank for rank, report in reports.items() if report.gate and report.passed == position]
+    return position, reports[min(told)].gate if told else ()
 
 
 def state_plan(
@@ -85,11 +85,12 @@ def state_plan(
     members have gone back and others have not; only another rollback makes them one again. ``trusted``: what is later than this, in memory or in a
     snapshot, is of no use, however whole it is; None: all is of use.
     """
-    clean = {rank: report for rank, report in reports.items() if max(report.passed, report.entered) >= upto}
+    clean = {rank: report for rank, report in reports.items() if report.entered >= upto or report.passed >= upto}
     missing = [Rank(rank) for rank in range(world_size) if rank not in clean]
     if clean and not torn and (trusted is None or upto <= trusted):
         snapshot_of = Step(upto.step) if upto.phase == 0 else None  # a phase may have changed what the step left
-        found = [_restore(rank, snapshot_of, clean, kept, classes, rebuild) for rank in missing]
+        replicas = _by_class(clean, classes) if missing else {}
+        found = [_restore(rank, snapshot_of, replicas, kept, classes, rebuild) for rank in missing]
         restores = tuple(restore for restore in found if restore is not None)
         if len(restores) == len(missing):
             return StatePlan(fresh=tuple(missing), restores=restores)
@@ -105,13 +106,14 @@ def state_plan(
 def _restore(
     rank: Rank,
     step: Step | None,
-    holders: Mapping[Rank, Report],
+    replicas: Mapping[str, tuple[Rank, ...]],
     kept: Mapping[Rank, Sequence[Kept]],
     classes: Mapping[Rank, str],
     rebuild: Rebuild,
 ) -> Restore | None:
-    """From a live replica among ``holders``; or from a snapshot of ``step``, or from the others of its set."""
-    if sources := _sources(rank, holders, classes):
+    """From a live replica; or from a snapshot of ``step``, or from the others of its set. ``replicas``: those with state, by class;
+    ``rank`` is none of them."""
+    if sources := replicas.get(classes.get(rank, "")):
         return Restore(rank=rank, sources=sources)
     if step is None:
         return None
@@ -124,11 +126,13 @@ def _kept(rank: Rank, step: Step, kept: Mapping[Rank, Sequence[Kept]]) -> str:
     return next((holder.where for holder in kept.get(rank, ()) if step in holder.steps), "")
 
 
-def _sources(rank: Rank, holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> tuple[Rank, ...]:
-    wanted = classes.get(rank, "")
-    if not wanted:
-        return ()
-    return tuple(other for other in sorted(holders) if other != rank and classes.get(other, "") == wanted)
+def _by_class(holders: Mapping[Rank, Report], classes: Mapping[Rank, str]) -> dict[str, tuple[Rank, ...]]:
+    """Once for all that are missing: each may have as many sources as there are ranks."""
+    found: dict[str, list[Rank]] = {}
+    for rank in sorted(holders):
+        if known := classes.get(rank, ""):
+            found.setdefault(known, []).append(rank)
+    return {known: tuple(ranks) for known, ranks in found.items()}
 
 
 def _candidates(
@@ -136,10 +140,10 @@ def _candidates(
 ) -> tuple[Step, ...]:
     """Steps of which somebody has a snapshot, newest first. Without a survivor what is sealed is all that is known of
     what is committed (a snapshot is sealed after its gate), so nothing bounds it."""
-    steps = [step for report in reports.values() for step in report.snapshots]
-    steps += [step for holders in kept.values() for holder in holders for step in holder.steps]
+    steps = dict.fromkeys(step for report in reports.values() for step in report.snapshots)
+    steps |= dict.fromkeys(step for holders in kept.values() for holder in holders for step in holder.steps)
     bounded = [step for step in steps if not reports or Position(step) <= upto]
-    return tuple(sorted(dict.fromkeys(bounded), reverse=True))
+    return tuple(sorted(bounded, reverse=True))
 
 
 def _go_back(
@@ -153,11 +157,14 @@ def _go_back(
     """Everybody at the end of ``step``: from its own snapshot, from one that its rank's last owner left, from a
     replica that has gone back itself, or from the others of its set. A member without its own (it joined after that step) is fresh once more."""
     own = {rank: report for rank, report in reports.items() if step in report.snapshots}
+    replicas = _by_class(own, classes)
     restores: list[Restore] = []
     for rank in (Rank(rank) for rank in range(world_size) if rank not in own):
         snapshot = _kept(rank, step, kept)  # its own tray has it: nobody else has to send
         restore = (
-            Restore(rank=rank, snapshot=snapshot) if snapshot else _restore(rank, step, own, kept, classes, rebuild)
+            Restore(rank=rank, snapshot=snapshot)
+            if snapshot
+            else _restore(rank, step, replicas, kept, classes, rebuild)
         )
         if restore is None:
             return None

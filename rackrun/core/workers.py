@@ -13,9 +13,10 @@ Besides: ``fence`` leads from everywhere to FENCED, ``exit`` to EXITED, ``releas
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from rackrun.core.commands import Worker
 from rackrun.core.events import Failure, WorkerExited, WorkerParked
@@ -28,7 +29,7 @@ STORY_MAX = 32
 """What a worker's story keeps: enough to explain an impossible transition, bounded in a run of months."""
 
 
-class WorkerState(Enum):
+class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     TRAINING = "training"
@@ -40,7 +41,7 @@ class WorkerState(Enum):
     EXITED = "exited"
 
 
-class Trigger(Enum):
+class Trigger(StrEnum):
     READY = "ready"
     TRAIN = "train"
     BREAK = "break"
@@ -85,7 +86,7 @@ class InvalidTransition(InternalError):
         self.story = tuple(record.story)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerRecord:
     """One incarnation, from its start to its exit. The rack owns it; the job gives it a rank."""
 
@@ -111,7 +112,7 @@ class WorkerRecord:
     """Micro-batches of the global batch, as it says; 0: it has not."""
     parked: WorkerParked | None = None
     fenced_for: str = ""
-    story: list[str] = field(default_factory=lambda: ["starting"])
+    _steps: deque[tuple[Trigger, str]] = field(default_factory=lambda: deque(maxlen=STORY_MAX))
 
     def move(self, trigger: Trigger, note: str = "") -> None:
         """Take one step of the table; raises `InvalidTransition` where there is none, and then changes nothing."""
@@ -120,13 +121,18 @@ class WorkerRecord:
         except KeyError:
             raise InvalidTransition(self, trigger) from None
         self.state = state
-        self.story.append(f"{trigger.value}{f' ({note})' if note else ''}")
-        del self.story[:-STORY_MAX]
+        self._steps.append((trigger, note))
+
+    @property
+    def story(self) -> list[str]:
+        """How it came to where it stands."""
+        steps = [f"{trigger} ({note})" if note else f"{trigger}" for trigger, note in self._steps]
+        return [WorkerState.STARTING.value, *steps][-STORY_MAX:]
 
     @property
     def alive(self) -> bool:
         """It may still take part: neither gone nor condemned."""
-        return self.state not in (WorkerState.FENCED, WorkerState.EXITED)
+        return self.state is not WorkerState.FENCED and self.state is not WorkerState.EXITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

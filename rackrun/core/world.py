@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 
 from rackrun.core.commands import Member, Plan, Worker
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, tray_of
 from rackrun.core.mandate import Mandate
 from rackrun.core.resharding import OldWorld
 from rackrun.core.workers import WorkerRecord, WorkerState
 
-__all__ = ["Phase", "World"]
+__all__ = ["IN_PLACE", "Phase", "World"]
 
 
 class Phase(Enum):
@@ -39,6 +41,18 @@ class Phase(Enum):
     STOPPED = "stopped"
 
 
+_TO_ANSWER = {
+    Phase.SETUP: WorkerState.STARTING,
+    Phase.PARKING: WorkerState.BREAKING,
+    Phase.RESUMING: WorkerState.RESUMING,
+}
+"""In which state those are that have not answered yet."""
+
+
+IN_PLACE = (Phase.TRAINING, Phase.PARKING, Phase.RESUMING)
+"""Where a loss is a swap."""
+
+
 @dataclass(slots=True)
 class World:
     phase: Phase = Phase.FORMING
@@ -55,7 +69,16 @@ class World:
     seats: dict[Rank, SlotId] = field(default_factory=dict)
     """Where each rank lives or last lived."""
     members: dict[Rank, WorkerRecord] = field(default_factory=dict)
-    """The ranks that have a living worker."""
+    """The ranks that have a living worker. Changed by the methods below alone: who is where, and who is awaited, goes with it."""
+    awaited: dict[Rank, None] = field(default_factory=dict)
+    """Members that have still to answer what all were told last: to be ready, to park, to resume; while all train, to finish. Kept as
+    the answers come, so that nobody has to look at all members for each of them."""
+    _rank_at: dict[SlotId, Rank] = field(default_factory=dict)
+    """Of the members."""
+    _lost: dict[Rank, None] = field(default_factory=dict)
+    """While anybody is left."""
+    _on_tray: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
+    """Whose seats are there, once all have one."""
     plan: Plan | None = None
     layout: Generation = Generation(0)
     """The generation in which the ranks got the shards that they have; 0: as the world began."""
@@ -65,6 +88,8 @@ class World:
     """State of later than this is not what it should be (`ReplicasDiffer`); None: all state is good. Until all compute again."""
     doubted: bool = False
     """A newcomer has found its sources unlike each other: what is to be trusted is what they know to be good, if they know."""
+    learned: int = 0
+    """Changes whenever a member tells what it can do."""
     restarts: int = 0
     reason: str = ""
     sizes: tuple[tuple[Step, int], ...] = ()
@@ -99,34 +124,86 @@ class World:
 
     def lost(self) -> dict[Rank, SlotId]:
         """Ranks without a worker, and where they were."""
-        return {rank: self.seats[rank] for rank in self.ranks() if rank not in self.members}
+        return {rank: self.seats[rank] for rank in (sorted(self._lost) if self.members else self.ranks())}
 
-    def seated(self) -> set[SlotId]:
-        """Where somebody holds a rank."""
-        return {self.seats[rank] for rank in self.members}
+    @property
+    def complete(self) -> bool:
+        return len(self.members) == self.size
+
+    def first_on(self, tray: TrayId) -> Rank:
+        """The lowest rank that has, or had, its seat on a tray; rank 0 where there is none."""
+        return min(self._on_tray.get(tray, ()), default=Rank(0))
+
+    def rank_at(self, slot: SlotId) -> Rank | None:
+        """Which rank somebody holds there."""
+        return self._rank_at.get(slot)
 
     def stateful(self) -> dict[Rank, WorkerRecord]:
         return {rank: record for rank, record in sorted(self.members.items()) if record.stateful}
 
     def workers(self) -> tuple[Worker, ...]:
-        return tuple(record.worker for _, record in sorted(self.members.items()))
+        return tuple([record.worker for _, record in sorted(self.members.items())])
 
-    def all_members(self, state: WorkerState) -> bool:
-        return len(self.members) == self.size and all(record.state is state for record in self.members.values())
+    def as_members(self, fresh: Collection[Rank] = ()) -> tuple[Member, ...]:
+        fresh = dict.fromkeys(fresh)
+        return tuple(
+            [
+                Member(rank=rank, slot=record.worker.slot, incarnation=record.worker.incarnation, fresh=rank in fresh)
+                for rank, record in sorted(self.members.items())
+            ]
+        )
 
-    def all_finished(self) -> bool:
-        return len(self.members) == self.size and all(record.finished for record in self.members.values())
-
+    # -- who is in it ----------------------------------------------------------------------------------------------
     def seat(self, rank: Rank, record: WorkerRecord) -> None:
+        slot, before = record.worker.slot, self.seats.get(rank)
+        if before is not None:
+            self._on_tray.get(tray_of(before), {}).pop(rank, None)
+        self._on_tray.setdefault(tray_of(slot), {})[rank] = None
         record.rank = rank
         self.members[rank] = record
-        self.seats[rank] = record.worker.slot
+        self.seats[rank] = slot
+        self._rank_at[slot] = rank
+        self._lost.pop(rank, None)
 
-    def as_members(self, fresh: tuple[Rank, ...] = ()) -> tuple[Member, ...]:
-        return tuple(
-            Member(rank=rank, slot=record.worker.slot, incarnation=record.worker.incarnation, fresh=rank in fresh)
-            for rank, record in sorted(self.members.items())
-        )
+    def lose(self, rank: Rank) -> None:
+        """Its worker takes no part any more; the seat stays the rank's."""
+        record = self.members.pop(rank)
+        self._lost[rank] = None
+        self.awaited.pop(rank, None)
+        del self._rank_at[record.worker.slot]
+
+    def empty(self) -> None:
+        """Nobody is in it any more."""
+        for known in (self.members, self.awaited, self._rank_at, self._lost, self._on_tray):
+            known.clear()
+
+    def renumber(self, ranks: Mapping[Rank, Rank]) -> None:
+        """Old rank -> new rank: who is not among them is in it no more. All are parked, so nobody is awaited."""
+        members, seats = dict(self.members), dict(self.seats)
+        self.empty()
+        self.seats.clear()
+        self.size = len(ranks)
+        for old, new in sorted(ranks.items(), key=itemgetter(1)):
+            self.seats[new] = seats[old]
+            self.seat(new, members[old])
+
+    # -- what all are told -----------------------------------------------------------------------------------------
+    def await_all(self) -> None:
+        self.awaited = dict.fromkeys(self.members)
+
+    def answered(self, rank: Rank) -> bool:
+        """By one more. Whether by all."""
+        self.awaited.pop(rank, None)
+        return not self.awaited and self.complete
+
+    def train(self) -> None:
+        """All compute."""
+        self.phase = Phase.TRAINING
+        self.awaited = {rank: None for rank, record in self.members.items() if not record.finished}
+
+    @property
+    def some_have_finished(self) -> bool:
+        return self.phase is Phase.TRAINING and len(self.awaited) < len(self.members)
 
     def go_on_after(self, committed: Position) -> tuple[tuple[Step, int], ...]:
         """With the size that it has now, what was never committed. Returns `sizes`."""
@@ -158,8 +235,12 @@ class World:
         assert len(workers) == len(dict.fromkeys(workers)), "two ranks on one worker"
         slots = [worker.slot for worker in workers]
         assert len(slots) == len(dict.fromkeys(slots)), "two ranks on one slot"
-        seats = list(self.seats.values())
-        assert len(seats) == self.size, "a rank without a seat"
+        assert len(self.seats) == self.size, "a rank without a seat"
+        assert self._rank_at == {record.worker.slot: rank for rank, record in self.members.items()}, "who is where"
+        if self.members:
+            on_tray = sorted((tray_of(slot), rank) for rank, slot in self.seats.items())
+            assert sorted((tray, rank) for tray, ranks in self._on_tray.items() for rank in ranks) == on_tray, "seats"
+        assert list(self.lost()) == [rank for rank in self.ranks() if rank not in self.members], "who is lost"
         for rank, record in self.members.items():
             assert record.rank == rank, "a worker that is not what its rank says"
             assert record.alive, f"rank {rank} is held by a worker that is {record.state.value}"
@@ -169,12 +250,15 @@ class World:
         self._check_phase()
 
     def _check_phase(self) -> None:
-        complete = len(self.members) == self.size
         if self.phase in (Phase.TRAINING, Phase.RESUMING):
-            assert complete, f"{self.phase.value} with {len(self.members)} of {self.size} ranks"
+            assert self.complete, f"{self.phase.value} with {len(self.members)} of {self.size} ranks"
+        if (answers := _TO_ANSWER.get(self.phase)) is not None:
+            awaited = [rank for rank, record in self.members.items() if record.state is answers]
+            assert sorted(self.awaited) == sorted(awaited), f"{self.phase.value}, and others are awaited"
         if self.phase is Phase.TRAINING:
             assert all(r.state is WorkerState.TRAINING for r in self.members.values()), "training without everyone"
             assert all(r.stateful for r in self.members.values()), "training without state"
+            assert all((rank in self.awaited) != r.finished for rank, r in self.members.items()), "who has finished"
         if self.phase is Phase.PARKING:
             states = [r.state for r in self.members.values()]
             assert all(s in (WorkerState.BREAKING, WorkerState.PARKED) for s in states), "parking while others compute"

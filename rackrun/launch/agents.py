@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from rackrun.agent import proc
-from rackrun.agent.config import AgentConfig
+from rackrun.agent.config import JOB_IS_OVER, AgentConfig
 from rackrun.agent.fork_server import unsound_because
 from rackrun.core.ids import TrayId
 
@@ -36,7 +36,7 @@ class LocalAgents:
         self._configs = {config.tray: config for config in configs}
         self._pids: dict[TrayId, int] = {}
         self._restarts_left = {config.tray: config.max_restarts for config in configs}
-        self._on_lost: Callable[[TrayId, str], None] = lambda _tray, _because: None
+        self._on_lost: Callable[[TrayId, int, str], None] = lambda _tray, _pid, _because: None
         self._on_none_left: Callable[[str], None] = lambda _because: None
         self._replacing: set[asyncio.Task[None]] = set()
         self._pidfds: dict[TrayId, int] = {}
@@ -70,23 +70,27 @@ class LocalAgents:
                 _become_agent(config, parent)
             self._pids[tray] = pid
 
-    def watch(self, on_lost: Callable[[TrayId, str], None], on_none_left: Callable[[str], None]) -> None:
-        """On the running loop. ``on_none_left``: every agent here is gone, and none will be started again."""
+    def watch(self, on_lost: Callable[[TrayId, int, str], None], on_none_left: Callable[[str], None]) -> None:
+        """On the running loop. ``on_lost``: a tray's agent, this process, has ended. ``on_none_left``: every agent here is gone, and none
+        will be started again."""
         self._on_lost = on_lost
         self._on_none_left = on_none_left
         for tray, pid in self._pids.items():
             self._watch(tray, pid)
 
-    def fence(self, tray: TrayId) -> None:
-        """It is lost for the job, so it must not live on: it may only be stopped, and would wake up one day."""
-        if tray in self._pids:
-            os.kill(self._pids[tray], signal.SIGKILL)  # not reaped yet, so the number is still its own
+    def fence(self, tray: TrayId, pid: int) -> None:
+        """It is lost for the job, so it must not live on: it may only be stopped, and would wake up one day. Another process than ours was
+        somebody else's agent for the tray: ours may still come in its place."""
+        if self._pids.get(tray) == pid:
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
     async def end(self, grace_s: float) -> None:
-        """Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
+        """The job is over. Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
         self._ending = True
         for task in self._replacing:
             task.cancel()
+        for pid in self._pids.values():
+            os.kill(pid, JOB_IS_OVER)  # one without a connection hears of it in no other way
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._pids:
@@ -95,12 +99,12 @@ class LocalAgents:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL every process below us, and reap."""
+        """SIGKILL every process below us, and reap: whoever could be killed, and ends."""
         self._ending = True
-        proc.kill_tree(os.getpid())
+        block = proc.kill_tree(os.getpid())
         for tray in list(self._pidfds):
             self._unwatch(tray)
-        while _reap_any(block=True):
+        while _reap_any(block=block):
             pass
         self._pids.clear()
 
@@ -116,7 +120,8 @@ class LocalAgents:
 
     def _exited(self, tray: TrayId) -> None:
         self._unwatch(tray)
-        _, status = os.waitpid(self._pids.pop(tray), 0)
+        pid = self._pids.pop(tray)
+        _, status = os.waitpid(pid, 0)
         code, number = proc.exit_code_and_signal(status)
         self.exit_codes[tray] = code if code is not None else 128 + (number or 0)
         self._changed.set()
@@ -125,7 +130,7 @@ class LocalAgents:
         because = (
             f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
         )
-        self._on_lost(tray, because)
+        self._on_lost(tray, pid, because)
         if self._restarts_left[tray] > 0 and code not in {0, _REFUSED}:
             self._restarts_left[tray] -= 1
             task = asyncio.create_task(self._replace(tray), name=f"replace-{tray}")

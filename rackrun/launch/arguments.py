@@ -102,6 +102,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_ms: int
     last_call_ms: int
     grace_s: float
+    lease_s: float
     signals: tuple[signal.Signals, ...]
 
 
@@ -207,6 +208,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         join_timeout_ms=_milliseconds(rendezvous, ("join_timeout", "timeout"), 600.0),
         last_call_ms=_milliseconds(rendezvous, ("last_call_timeout",), 1.0),
         grace_s=_grace_s(args.shutdown_timeout),
+        lease_s=_lease_s(args.lease),
         signals=_signals(args.signals_to_handle),
     )
 
@@ -297,6 +299,12 @@ def _check_replicas(steps: int) -> dict[str, str]:
 def _slow_after_s(seconds: float) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise UsageError(f"--slow-after {seconds} is no time.", remedy="give seconds, more than 0.")
+    return seconds
+
+
+def _lease_s(seconds: float) -> float:
+    if not (math.isfinite(seconds) and seconds >= 1):
+        raise UsageError(f"--lease {seconds} is too short, or no time.", remedy="give seconds, 1 or more.")
     return seconds
 
 

@@ -10,7 +10,7 @@ from rackrun.errors import UsageError
 
 __all__ = ["GRACE_S_MAX", "filler"]
 
-GRACE_S_MAX = 0.5
+GRACE_S_MAX = 0.4
 """A filler is to be gone within a second of when its slot is needed."""
 
 

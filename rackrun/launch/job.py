@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import time
@@ -35,6 +36,9 @@ _AGENT_S = 10.0
 """What an agent may need beyond its workers' grace time."""
 _AT_ONCE_S = 2.0
 _ASK_S = 10.0
+_START_S = 60.0
+_AGAIN_S = 20.0
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 async def host(
@@ -60,7 +64,7 @@ async def host(
         observer=screen,
         slow_after_s=None if options.slow_ranks == "off" else options.slow_after_s,
     )
-    server = Server(driver, run_id=endpoint.run_id, token=token)
+    server = Server(driver, run_id=endpoint.run_id, token=token, lease_s=options.lease_s)
     await server.start(listening)
     place.announce(endpoint)
     driver.fence = agents.fence
@@ -73,8 +77,9 @@ async def host(
         asked.start()
     driver.begin()
 
-    def tray_lost(tray: TrayId, because: str) -> None:
-        if (link := driver.link_of(tray)) is not None:
+    def tray_lost(tray: TrayId, pid: int, because: str) -> None:
+        link = driver.link_of(tray)
+        if link is not None and link.pid == pid:
             driver.lost(tray, link, because)
 
     def none_left(because: str) -> None:
@@ -183,7 +188,7 @@ async def follow(options: Options, url: str, agents: LocalAgents, token: str) ->
             over.set_result(how)
 
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
-        tasks = {asyncio.create_task(_end_of(session, url, conclude, lost))}
+        tasks = {asyncio.create_task(_end_of(session, url, conclude, lost, options.lease_s))}
 
         def stop(number: signal.Signals) -> None:
             if len(tasks) > 1:
@@ -196,7 +201,7 @@ async def follow(options: Options, url: str, agents: LocalAgents, token: str) ->
                     options.grace_s + _AGENT_S, conclude, StopJob(exit_code=128 + number, because=number.name)
                 )
 
-        def tray_lost(tray: TrayId, because: str) -> None:
+        def tray_lost(tray: TrayId, pid: int, because: str) -> None:
             pass  # the coordinator sees it by the connection
 
         def none_left(because: str) -> None:
@@ -215,27 +220,34 @@ async def follow(options: Options, url: str, agents: LocalAgents, token: str) ->
     return how
 
 
-async def _end_of(session: aiohttp.ClientSession, url: str, conclude: Callable[[StopJob], None], lost: StopJob) -> None:
-    """Ask again while the coordinator is not up yet, or was once and may be again."""
+async def _end_of(
+    session: aiohttp.ClientSession, url: str, conclude: Callable[[StopJob], None], lost: StopJob, patience_s: float
+) -> None:
+    """Ask until it is known. A coordinator that refuses has not begun yet, or, when that lasts for ``patience_s``, is gone for good. One that
+    does not answer may be cut off: our agents have the last word then, which give up by themselves."""
     loop = asyncio.get_running_loop()
-    heard = False
-    deadline = loop.time() + 60.0
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ASK_S, sock_read=_AGAIN_S)
+    begun = False
+    refuses_since: float | None = None
     while True:
         try:
-            async with session.get(
-                f"{url}/api/end", timeout=aiohttp.ClientTimeout(total=None, sock_connect=_ASK_S)
-            ) as answer:
+            async with session.get(f"{url}/api/end", timeout=timeout) as answer:
                 if answer.status == 200:
                     conclude(msgspec.json.decode(await answer.read(), type=StopJob))
                     return
                 what = (await answer.text()).strip()
                 conclude(StopJob(exit_code=2, because=what))
                 return
-        except aiohttp.ServerDisconnectedError:
-            heard, deadline = True, min(deadline, loop.time() + 5.0) if heard else loop.time() + 5.0
-        except (aiohttp.ClientError, OSError):
-            pass
-        if loop.time() > deadline:
+        except (
+            TimeoutError
+        ) as error:  # as it should be while the job goes on; or nobody knows that the other end has gone
+            begun, refuses_since = begun or isinstance(error, aiohttp.SocketTimeoutError), None
+            continue
+        except (aiohttp.ClientError, OSError) as error:
+            begun = begun or isinstance(error, aiohttp.ServerDisconnectedError)
+            refuses = getattr(error, "errno", None) not in _NO_WAY
+            refuses_since = (refuses_since or loop.time()) if refuses else None
+        if refuses_since is not None and loop.time() - refuses_since > (patience_s if begun else _START_S):
             conclude(lost)
             return
         await asyncio.sleep(0.2)

@@ -23,7 +23,7 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
             "waits, at low priority, on the GPU of its slot. It gets a SIGTERM when the spare is needed, and is killed with all that "
             "it has started; it is started again beside whatever spare waits then."),
         add("--filler-grace", "--filler_grace", action=env, type=float, default=None, metavar="SECONDS", help="From that "
-            "SIGTERM to SIGKILL, at most 0.5. Default: 0.2, and 0 where workers have GPUs: there the spare needs the memory, and waits "
+            "SIGTERM to SIGKILL, at most 0.4. Default: 0.2, and 0 where workers have GPUs: there the spare needs the memory, and waits "
             "until the filler is gone."),
         add("--trays", action=env, type=int, default=1, metavar="N", help="Stand-in for several compute trays on this "
             "host: N agents with --nproc-per-node slots each."),
@@ -52,6 +52,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         add("--lost-state", "--lost_state", action=env, choices=("stop", "restart"), default=None, help="When the last copy "
             "of some state is lost: stop with the reason, or begin again, from the newest checkpoint or step 0. Default: restart "
             "with --checkpoint-dir, else stop."),
+        add("--lease", action=env, type=float, default=15.0, metavar="SECONDS", help="A tray whose agent has not been heard for so long "
+            "is lost. A network that is silent for less than half of it costs none. The same on every host. Default: 15."),
         add("--snapshot-copies", "--snapshot_copies", action=env, type=str, default="mirror", metavar="WHAT", help="What other "
             "trays keep of the snapshots of shards that have no replica: mirror, a copy of each; xor, parity over sets of up to "
             "8 trays, which takes a seventh of that memory (xor:N: over N trays); rs:N+M, parity over sets of N+M trays, of which "

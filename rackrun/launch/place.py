@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import time
@@ -51,8 +52,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class RunPlace:
     """The directory of one run, from the start to the end of its launcher."""
 
-    def __init__(self, directory: Path, made: tuple[Path, ...]) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, made: tuple[Path, ...], lock: int) -> None:
+        self.directory, self._lock = directory, lock
         self.journal = directory / "journal.sqlite"
         self._made = made
         self._started = False
@@ -78,7 +79,7 @@ class RunPlace:
                 f"the output directory {directory} cannot be written: {error.strerror}.",
                 remedy="choose another --out-dir.",
             ) from error
-        return cls(directory, made)
+        return cls(directory, made, _lock(directory))
 
     def write_token(self, token: str) -> None:
         _write(self.directory / "token", token.encode())
@@ -101,6 +102,7 @@ class RunPlace:
             for path in self.directory.glob("journal.sqlite*"):
                 path.unlink()
             _remove(self._made)
+        os.close(self._lock)
 
 
 def runs_root() -> Path:
@@ -154,6 +156,21 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path} cannot be read: {error}.", remedy="is it a run of another version?") from error
+
+
+def _lock(directory: Path) -> int:
+    """Held for as long as the launcher lives: two that start at the same moment both find no journal."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UsageError(
+            f"{directory} is another run's, which is starting.", remedy="name another --out-dir."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return fd
 
 
 def _free_name(path: Path) -> Path:

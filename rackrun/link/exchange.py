@@ -19,7 +19,7 @@ import struct
 import time
 from collections import OrderedDict
 
-__all__ = ["TCPSTORE_KEY", "Exchange", "ExchangeServer", "ExchangeTimeout"]
+__all__ = ["TCPSTORE_KEY", "Exchange", "ExchangeServer", "ExchangeTimeout", "ExchangeUnreachable"]
 
 TCPSTORE_KEY = "tcpstore"
 """In every room from the start: ``host:port`` of the server's TCPStore, for what needs a real one (NCCL)."""
@@ -32,6 +32,10 @@ _BACKLOG = 1024
 
 class ExchangeTimeout(RuntimeError):
     """Somebody did not come, or the exchange is gone."""
+
+
+class ExchangeUnreachable(ExchangeTimeout):
+    """It is gone, or this host is cut off from it."""
 
 
 def _pack(key: str, value: bytes) -> bytes:
@@ -141,7 +145,7 @@ class _Member(asyncio.Protocol):
 class Exchange:
     """The client: a member of one room. Not for several threads at once, except `close`, which interrupts the others.
 
-    Raises `ExchangeTimeout` when the server cannot be reached within ``timeout_s``.
+    Raises `ExchangeUnreachable` when the server cannot be reached within ``timeout_s``, or is gone.
     """
 
     def __init__(self, address: str, token: str, room: str, timeout_s: float) -> None:
@@ -151,7 +155,7 @@ class Exchange:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(_pack(room, token.encode()))
         except OSError as error:
-            raise ExchangeTimeout(f"the exchange at {address} cannot be reached: {error}") from error
+            raise ExchangeUnreachable(f"the exchange at {address} cannot be reached: {error}") from error
         self._address = address
         self._values: dict[str, bytes] = {}
         self._heard = bytearray()
@@ -161,7 +165,7 @@ class Exchange:
         try:
             self._socket.sendall(_pack(key, value))
         except OSError as error:
-            raise ExchangeTimeout(f"the exchange at {self._address} is gone: {error}") from error
+            raise ExchangeUnreachable(f"the exchange at {self._address} is gone: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> bytes:
         self.wait([key], timeout_s)
@@ -195,12 +199,12 @@ class Exchange:
         except (TimeoutError, BlockingIOError):
             return False
         except OSError as error:
-            raise ExchangeTimeout(f"the exchange at {self._address} is gone: {error}") from error
+            raise ExchangeUnreachable(f"the exchange at {self._address} is gone: {error}") from error
         finally:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(None)
         if not data:
-            raise ExchangeTimeout(f"the exchange at {self._address} has hung up (a wrong token, or it ended)")
+            raise ExchangeUnreachable(f"the exchange at {self._address} has hung up (a wrong token, or it ended)")
         self._heard += data
         at = 0
         while len(self._heard) - at >= _HEAD.size:

@@ -185,7 +185,6 @@ class DurableCheckpoints:
         try:
             memory = self._room.take(shard.layout.total_bytes)
         except MemoryPlanError as error:
-            self._given_up = step
             remedy = "put fewer ranks on this host or shard the state over more; a larger --checkpoint-every asks less often."
             why = f"is given up, there is no memory for it: {error.what} Remedy: {remedy}"
             self._failed(step, why, reason="memory")
@@ -265,7 +264,8 @@ class DurableCheckpoints:
             self._probation.confirm(self._state.lineage.began)
             self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
         elif writer.failure is not None:
-            self._failed(step, f"could not be written: {writer.failure}")
+            failure = writer.failure
+            self._failed(step, f"could not be written: {failure}", reason=f"{failure.kind} {failure.errno}")
         if whole or rank == 0:
             # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
             collect(
@@ -278,6 +278,7 @@ class DurableCheckpoints:
             )
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:
+        self._given_up = step
         self._reports.copied("checkpoint", step, "failed")
         self._complain(f"the checkpoint of step {step} {why}", reason)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, Unreadable
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.probation import Probation
@@ -42,6 +42,8 @@ class Resumption:
         self._probation = Probation(store.directory)
         self.not_used: list[int] = []
         """Generations that are newer than the one that was taken."""
+        self._unusable: dict[int, tuple[str, bool]] = {}
+        """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
 
     def run(self) -> tuple[Position | None, int]:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
@@ -49,45 +51,52 @@ class Resumption:
         start. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
         try:
             self._store.root.mkdir(parents=True, exist_ok=True)
-            mine: list[list[Any]] = [[info.generation, info.digest] for info in self._store.generations()][:_LISTED_MAX]
+            whole, left_out = self._store.look()
         except (OSError, CheckpointError) as error:
             raise UsageError(
                 f"the checkpoint directory {self._store.root} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
+        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole[:_LISTED_MAX]]
+        unusable = {g: [str(why), not isinstance(why, Unreadable)] for g, why in list(left_out.items())[:_LISTED_MAX]}
         barred = self._probation.barred() if self._world.rank == 0 else {}
-        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred))
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
-        seen = [theirs for _, theirs, _ in everyone]
+        seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
-        if not common and any(seen):
+        for *_, theirs in everyone:
+            self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
+        if not common and any(seen) and not self._unusable:
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
             )
-        position = self._first_usable(common, barred)
-        if common and position is None:
+        there = sorted({*common, *self._unusable}, reverse=True)
+        position = self._first_usable(there, barred)
+        if there and position is None:
             raise StateLost(
-                f"none of {len(common)} checkpoints in {self._store.directory} can be {_story(barred, common)}.",
+                f"none of {len(there)} checkpoints in {self._store.directory} can be {_story(barred, there)}.",
                 remedy="see what is said above, and why the job ended after them; let one be taken again with "
                 "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
             )
         return position, life
 
-    def _first_usable(self, common: list[int], barred: dict[int, str]) -> Position | None:
+    def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """The same on all ranks. A resumption is remembered before anything is trained on it."""
         tried = 0
-        for generation in common:
+        for generation in there:
             if generation in barred:
                 if self._world.rank == 0:
                     say(f"the checkpoint of step {generation} is {barred[generation]}")
                 self.not_used.append(generation)
                 continue
+            if generation in self._unusable:
+                self._pass_over(generation, *self._unusable[generation])
+                continue
             if (position := self._try(generation)) is not None:
                 if self._world.rank == 0:
                     self._probation.restored(generation)
                 return position
-            self.not_used.append(generation)
             tried += 1
             if tried == _TRIED_MAX:
                 break
@@ -95,21 +104,31 @@ class Resumption:
 
     def _try(self, generation: int) -> Position | None:
         """Whether every rank could read it."""
-        problem, step, world_size = "", -1, 0
+        problem, damaged, step, world_size = "", False, -1, 0
         try:
             with self._store.open(generation) as reader:
                 step, world_size = reader.step, reader.world_size
                 self._fill_from(reader)
         except CheckpointError as error:
             problem = str(error)
-        said = [one for one in self._gather(problem) if one]
+            damaged = isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
+        said = [one for one in self._gather((problem, damaged)) if one[0]]
+        if said:
+            self._pass_over(generation, said[0][0], any(one[1] for one in said))
+            return None
         if self._world.rank == 0:
-            if said:
-                say(f"the checkpoint of step {step} is not used: {said[0]}")
-            else:
-                ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
-                say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
-        return None if said else Position(step)
+            ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
+            say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+        return Position(step)
+
+    def _pass_over(self, generation: int, why: str, damaged: bool) -> None:
+        """What is damaged stays so, and is remembered: it must not outlive a good one as one of the newest. What storage did not give
+        may be whole."""
+        self.not_used.append(generation)
+        if self._world.rank == 0:
+            say(f"the checkpoint of step {generation} is not used: {why}")
+            if damaged:
+                self._probation.quarantine(generation, f"damaged: {why}")
 
     def _fill_from(self, reader: GenerationReader) -> None:
         layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.commands import BreakGeneration, DealShards, Member, Plan
-from rackrun.core.events import WorkerParked, WorkerSevered
+from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
+from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
 from rackrun.worker.families import Families
@@ -104,6 +105,7 @@ class World:
         self._pause_in = 0
         """The generation that is to pause, and then to end; 0: none was."""
         self._plan: Plan | None = None
+        self._unbuilt: WorkerUnbuilt | None = None
         self.joined: Plan | None = None
         """Of this generation."""
         self._has_state = True
@@ -231,9 +233,12 @@ class World:
         if late:
             self.broke_late(result)
 
-    def severed(self) -> WorkerSevered | None:
-        """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken."""
+    def severed(self) -> WorkerSevered | WorkerUnbuilt | None:
+        """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken, or cannot be built."""
         with self._changed:
+            unbuilt, self._unbuilt = self._unbuilt, None
+            if unbuilt is not None and unbuilt.generation == self._announced:
+                return unbuilt
             if self._failed is None or time.monotonic() - self._failed[0] < _SEVERED_S:
                 return None
             because, self._failed = self._failed[1], None
@@ -599,8 +604,14 @@ class World:
                 file=sys.stderr,
                 flush=True,
             )
-            # A peer did not come. Its agent, or the resume timeout, finds out which; the next generation leaves it out.
-            with self._changed:
+            with self._changed:  # a peer did not come, or cannot be reached; the next generation leaves it out
+                self._unbuilt = WorkerUnbuilt(
+                    slot=self._slot,
+                    incarnation=self._incarnation,
+                    generation=plan.generation,
+                    cut_off=isinstance(builder.error, ExchangeUnreachable),
+                    because=str(builder.error)[:300],
+                )
                 self._changed.wait_for(lambda: self._announced != plan.generation)
             raise Superseded
 

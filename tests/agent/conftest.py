@@ -53,6 +53,8 @@ class FakeCoordinator:
         self.queries: list[dict[str, str]] = []
         self.refuse: tuple[int, str] | None = None
         self.url = ""
+        self.deaf = False
+        """It answers no ping."""
         self._arrived = asyncio.Condition()
         self._socket: web.WebSocketResponse | None = None
         self._runner: web.AppRunner | None = None
@@ -122,7 +124,7 @@ class FakeCoordinator:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         if self.refuse is not None:
             return web.Response(status=self.refuse[0], text=self.refuse[1])
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(autoping=not self.deaf)
         await socket.prepare(request)
         self._socket = socket
         async with self._arrived:
@@ -130,6 +132,8 @@ class FakeCoordinator:
             self._arrived.notify_all()
         buffer = bytearray()
         async for message in socket:
+            if message.type is WSMsgType.PING:
+                continue
             assert message.type is WSMsgType.BINARY
             buffer += message.data
             async with self._arrived:
@@ -193,7 +197,7 @@ class Rig:
             "script": self.script(script) if isinstance(script, str) else script,
             "logs": LogConfig(directory=str(self.folder / "logs")),
             "grace_s": 3.0,
-            "lease_s": 5.0,
+            "lease_s": 600.0,  # nobody here pings
             **config,
         }
         return AgentConfig(**settings)  # type: ignore[arg-type]

@@ -19,12 +19,12 @@ from rackrun.agent import proc
 from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
 from rackrun.agent.devices import Devices, Pace, _library_here
 from rackrun.agent.judge import DeviceEvent
+from rackrun.chaos.fake_nvml.fake import FakeTray
 from rackrun.core.events import DeviceChecked, DeviceJudged, TrayJoined
 from rackrun.core.health import Health, Response
 from rackrun.core.ids import TrayId
 from rackrun.topology.sources import PartialTopology, merge, partial_of_tray
 from tests.topology.conftest import Fake
-from tests.topology.fake_nvml.fake import FakeTray
 
 TRAY = TrayId("tray-03")
 WITHIN_S = 0.5

@@ -194,6 +194,17 @@ async def test_a_refused_agent_says_why_and_exits_with_2(rig):
     assert "409 tray-0 is taken" in rig.err.read_text()
 
 
+async def test_an_agent_whose_tray_has_another_one_says_so_once_and_asks_again(rig):
+    rig.coordinator.refuse = (503, "tray-0 has an agent")
+    rig.launch("print('ran')")
+    said = await rig.line("does not take this tray yet", rig.err)
+    assert "503 tray-0 has an agent" in said
+    rig.coordinator.refuse = None
+    await rig.coordinator.joined()
+    assert rig.err.read_text().count("does not take") == 1
+    assert await rig.end(0) == 0
+
+
 async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
     await rig.start(
         """

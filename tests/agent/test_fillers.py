@@ -15,13 +15,15 @@ import msgspec
 import pytest
 import torch
 
+import rackrun.agent.fillers
 import rackrun.agent.worker
 from rackrun.agent import proc
 from rackrun.agent.binding import NOWHERE
+from rackrun.agent.cage import HELD, Order
 from rackrun.agent.cgroup import Cgroup
 from rackrun.agent.config import FillerConfig, FillerPauses, LogConfig
-from rackrun.agent.fillers import LATE_S, MARK, Fillers
-from rackrun.agent.idle import idle_can_be_left
+from rackrun.agent.fillers import CAGE, HOLD_S, LATE_S, MARK, Fillers
+from rackrun.agent.idle import finish_off, idle_can_be_left
 from rackrun.agent.logs import Logs
 from rackrun.core.commands import Member, Plan, ReleaseWorkers, ResumeGeneration
 from rackrun.core.commands import Worker as Who
@@ -29,6 +31,7 @@ from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 from rackrun.core.wire import FillerTold
 from rackrun.launch.filler import GRACE_S_MAX
 from tests.agent import nasty_fillers
+from tests.agent.conftest import eventually
 from tests.agent.nasty_fillers import DAEMON, KINDS
 
 SPARE = """
@@ -184,7 +187,83 @@ async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig)
 
 
 def test_the_grace_time_and_the_agents_patience_with_a_cage_leave_time_to_die_within_the_second():
-    assert GRACE_S_MAX + LATE_S <= 0.7
+    assert HOLD_S + GRACE_S_MAX + LATE_S <= 0.8
+
+
+async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_the_cages_agent():
+    script = "import os, signal\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nsignal.pause()"
+    order = Order(
+        command=[sys.executable, "-c", script], hold_s=1000.0, grace_s=1000.0, cpus=[], cgroup="", last_in_line=False
+    )
+    pipe = subprocess.PIPE
+    cage = await asyncio.create_subprocess_exec(
+        sys.executable, *CAGE, str(os.getpid()), json.dumps(order), stdin=pipe, stdout=pipe
+    )
+    pids = [int(await cage.stdout.readline()) for _ in range(2)]
+    stats = [os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY) for pid in pids]
+    cage.stdin.write(HELD)
+    await eventually(lambda: all(proc.read_stat(stat).stopped for stat in stats), lambda: "not stopped")
+    cage.stdin.close()
+    assert await cage.wait() == 128 + signal.SIGKILL
+    assert [proc.read_stat(stat) for stat in stats] == [None, None]
+    for stat in stats:
+        os.close(stat)
+
+
+@pytest.mark.parametrize("killed", ["cage", "agent"])
+async def test_nobody_stays_stopped_when_who_holds_a_filler_is_killed(rig, killed, monkeypatch):
+    monkeypatch.setattr(rackrun.agent.fillers, "HOLD_S", 1000.0)
+    monkeypatch.setattr(Cgroup, "make", lambda _name: None)
+    await begin(rig, "sh", "-c", "setsid sleep 603 & exec sleep 604")
+    await spare_waits(rig)
+    below = [await rig.eventually(lambda word=word: sleeper(rig, word), f"no sleep {word}") for word in ("603", "604")]
+    stats = [os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY) for pid in below]
+    await rig.coordinator.send(plan((0, 1)))
+    await rig.eventually(lambda: all(proc.read_stat(stat).stopped for stat in stats), "not stopped")
+    if killed == "agent":
+        os.kill(rig.agent, signal.SIGKILL)
+        await rig.agent_exit()
+        await rig.all_gone(below)
+    else:
+        os.kill(next(pid for pid in proc.children(rig.agent) if set(below) & {*proc.children(pid)}), signal.SIGKILL)
+        assert (await told(rig, 0, 1, "ended")).because == "the spare is needed"
+        assert [proc.read_stat(stat) for stat in stats] == [None, None]
+        assert await rig.end() == 0
+    for stat in stats:
+        os.close(stat)
+
+
+def test_a_process_that_may_not_be_killed_saves_nobody_else(monkeypatch):
+    kill = os.kill
+    with subprocess.Popen(SLEEP) as others, subprocess.Popen(SLEEP) as ours:
+
+        def as_told(pid: int, number: int) -> None:
+            if pid == others.pid:
+                raise PermissionError
+            kill(pid, number)
+
+        monkeypatch.setattr(os, "kill", as_told)
+        finish_off([others.pid, ours.pid])
+        assert ours.wait() == -signal.SIGKILL
+        assert others.poll() is None
+        monkeypatch.undo()
+        others.kill()
+
+
+def test_a_launcher_does_not_wait_for_a_process_that_it_may_not_kill():
+    kill = """if True:
+        import os, subprocess
+        from rackrun.launch.agents import LocalAgents
+        with subprocess.Popen(["sleep", "600"]) as others:
+            def refuse(*_):
+                raise PermissionError
+            os.kill, kill = refuse, os.kill
+            LocalAgents([]).kill()
+            os.kill = kill
+            assert others.poll() is None
+            others.kill()
+    """
+    subprocess.run([sys.executable, "-c", kill], check=True)
 
 
 async def test_a_filler_that_kills_its_cage_leaves_nobody_behind_and_is_started_again(rig):

@@ -1,9 +1,11 @@
-"""What the agent's queue to the coordinator keeps, and what it lets go."""
+"""What the agent's queue to the coordinator keeps, and what it lets go; and when its connection is none any more."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 
+from rackrun.agent.config import JOB_IS_OVER
 from rackrun.agent.uplink import Uplink, Urgency
 from rackrun.core.events import WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
@@ -34,3 +36,40 @@ async def test_a_flood_costs_the_oldest_logs_but_no_event_and_no_ledger_entry(ri
     every = list(range(0, total, 100))
     assert [m.at.step for m in messages if isinstance(m, UnitCommitted)] == every
     assert [m.incarnation for m in messages if isinstance(m, WorkerFinished)] == every
+
+
+async def test_a_connection_over_which_nothing_comes_for_too_long_is_made_anew(rig):
+    rig.coordinator.deaf = True
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1)
+    uplink = Uplink(rig.config("pass", lease_s=0.2), first, lambda command: None, 0.2)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(2)
+    connection.cancel()
+    await asyncio.wait((connection,))
+    assert rig.coordinator.queries[1]["resume"] == "1"
+
+
+async def test_an_agent_without_a_connection_ends_when_its_launcher_says_that_the_job_is_over(rig):
+    await rig.start("pass")
+    await rig.coordinator.stop()
+    await rig.line("try again", rig.err)
+    os.kill(rig.agent, JOB_IS_OVER)
+    assert await rig.agent_exit() == 0, "it was told; who finds out by himself ends with 3"
+
+
+async def test_an_agent_with_a_connection_is_told_by_the_coordinator_how_the_job_ended(rig):
+    await rig.start("pass")
+    os.kill(rig.agent, JOB_IS_OVER)
+    await rig.start_worker()
+    assert (await rig.coordinator.exit_of(1)).exit_code == 0
+    assert await rig.end() == 0
+
+
+async def test_a_connection_that_breaks_when_the_job_is_over_is_not_made_anew(rig):
+    await rig.start("print('here', flush=True); import time; time.sleep(600)")
+    os.kill(rig.agent, JOB_IS_OVER)
+    await rig.start_worker()
+    await rig.line("here")
+    await rig.coordinator.hang_up()
+    assert await rig.agent_exit() == 3
+    assert len(rig.coordinator.queries) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -133,6 +134,32 @@ def test_without_memory_it_goes_on_from_the_directory(manager: Callable[..., Che
     for _ in range(report.step):
         whole.step()
     assert training.bits() == whole.bits()
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = manager(memory=None, durable_every=1)
+    trained(first, 2)
+    first.wait_until_finished()
+    first.close()
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    for call in ("pread", "listdir"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, call, broken)
+            second = manager(memory=None)
+            second.prepare(Training().state)
+            with pytest.raises(NoUsableGeneration, match=r"no generation can be read.*broken"):
+                second.restore()
+            second.close()
+    third = manager(memory=None)
+    third.prepare(Training().state)
+    report = third.restore()
+    assert report is not None
+    assert report.step >= 1
 
 
 def test_a_fresh_directory_has_nothing_to_restore(manager: Callable[..., CheckpointManager]) -> None:

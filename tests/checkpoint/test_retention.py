@@ -289,6 +289,24 @@ def test_without_a_synced_directory_nothing_goes(tmp_path: Path) -> None:
     assert whole(tmp_path) == [3, 2, 1]
 
 
+def test_a_generation_whose_name_may_not_be_on_disk_takes_nobodys_place(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    calls = calls_of(lambda files: save(store_at(tmp_path, files), 2))
+    shutil.rmtree(tmp_path / JOB / "gen-000000000002")
+    syncs = [number for number, call in enumerate(calls, 1) if call == "fsync"]
+    store = store_at(tmp_path, Failing(syncs[-2], errno.EIO, tmp_path / JOB))
+    assert not save(store, 2)
+    assert whole(tmp_path) == [2, 1]
+
+    def collected() -> list[int]:
+        return collect(store, Retention(keep_last=1), epoch=1, now=time.time, orphan_ttl_s=TTL_S).dropped
+
+    assert collected() == []
+    assert save(store, 3)
+    assert store.verify(3).ok
+    assert collected() == [1, 2]
+
+
 def test_many_at_once_come_to_the_same_end(tmp_path: Path) -> None:
     saved(tmp_path, *range(30), verified=28)
     children = [in_child(lambda: gc(tmp_path)) for _ in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -46,6 +47,13 @@ def _misbehave(how: str) -> None:
             sys.exit(3)
         case "dies":
             os._exit(7)
+        case "dies, and a copy of it lives on":
+            if os.fork() == 0:
+                signal.pause()
+            os._exit(7)
+        case "hands its pipes on":
+            if inherited := [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and _inheritable(int(name))]:
+                raise ValueError(f"descriptors {inherited}")
         case "loops":
             while True:
                 pass
@@ -56,6 +64,12 @@ def _misbehave(how: str) -> None:
         case "floods":
             while True:
                 _to_every_pipe(b"x" * 65536)
+
+
+def _inheritable(number: int) -> bool:
+    with contextlib.suppress(OSError):  # of the folder's list itself
+        return os.get_inheritable(number)
+    return False
 
 
 def _to_every_pipe(data: bytes) -> None:

@@ -110,11 +110,13 @@ class Agent:
 
 @asynccontextmanager
 async def agent(
-    url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", **query: Any
+    url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", answers: bool = True, **query: Any
 ) -> AsyncIterator[Agent]:
+    """``answers``: pings, while it listens."""
+    query = {"protocol": str(PROTOCOL), "tray": tray, "host": host, **query}
     async with (
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
-        session.ws_connect(f"{url}/agent", params={"protocol": str(PROTOCOL), "tray": tray, **query}) as socket,
+        session.ws_connect(f"{url}/agent", params=query, autoping=answers) as socket,
     ):
         speaking = Agent(socket)
         if join:

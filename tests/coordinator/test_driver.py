@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.journal import Journal, JournalError
 from rackrun.core.commands import (
     BreakGeneration,
@@ -24,6 +25,7 @@ from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,
+    Onlooker,
     ScriptedCore,
     agent,
     coordinator,
@@ -128,17 +130,18 @@ async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
         assert core.heard[-1].tray == "tray-00"
 
 
-async def test_a_newer_connection_of_the_same_host_takes_the_trays_place(journal: Journal) -> None:
-    core = ScriptedCore(WorkerExited=(FenceWorker(slot=SlotId("tray-00/0"), incarnation=Incarnation(1), because="x"),))
-    async with coordinator(core, journal) as c, agent(c.url) as old, agent(c.url) as new:
-        await new.say(EXITED)
-        assert isinstance(await new.hear(), FenceWorker)
-        assert core.names() == ["TrayJoined", "TrayLost", "TrayJoined", "WorkerExited"]
-        await old.say(EXITED)  # of a connection that is void
-        await new.say(WorkerFinished(slot=SlotId("tray-00/1"), incarnation=Incarnation(2)), EXITED)
-        assert isinstance(await new.hear(), FenceWorker)
-        assert core.names()[-2:] == ["WorkerFinished", "WorkerExited"]
-        assert core.names().count("WorkerExited") == 2
+async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts_on_its_clock(journal: Journal) -> None:
+    now = [0.0]
+    core = ScriptedCore(
+        TimerFired=lambda event: (SetTimer(name="late", at_ms=1),) if event.name == "begin" else (DONE,)
+    )
+    driver = Driver(core, journal, run_id="job-1", observer=Onlooker(), clock=lambda: now[0])
+    driver.begin()
+    now[0] = 5.0  # it is 5 s later, all at once
+    asyncio.get_running_loop().call_later(0.05, driver.submit, EXITED)  # after the timer's time, in real time as well
+    await asyncio.wait_for(asyncio.shield(driver.finished), 5)
+    driver.close()
+    assert core.names() == ["TimerFired", "WorkerExited", "TimerFired"]
 
 
 async def test_the_end_reaches_every_agent_and_nothing_happens_afterwards(journal: Journal) -> None:

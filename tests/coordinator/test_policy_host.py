@@ -80,6 +80,15 @@ async def test_one_that_dies_is_started_again(asking: Asking) -> None:
     assert (await asking.ask("rank 3 lost")).decision is not None
 
 
+async def test_one_that_dies_is_missed_at_once_though_a_copy_of_it_holds_its_pipes(asking: Asking) -> None:
+    assert (await asking.ask("dies, and a copy of it lives on")).trouble == "has ended its process"
+    assert (await asking.ask("rank 3 lost")).decision is not None
+
+
+async def test_programs_that_it_starts_do_not_get_its_pipes(asking: Asking) -> None:
+    assert (await asking.ask("hands its pipes on")).trouble == ""
+
+
 async def test_one_that_ends_while_nobody_asks_is_started_again_by_the_next_question(asking: Asking) -> None:
     await asking.ask("it is loaded now")
     (first,) = asking.host.pids()
@@ -182,6 +191,8 @@ def ended(pid: int) -> Iterator[asyncio.Future[None]]:
         ("tests.coordinator.asked:chose", "AttributeError"),
         ("tests.coordinator.nowhere:choose", "ModuleNotFoundError"),
         ("tests.coordinator.asked:not_a_function", "is a int, not a function"),
+        ("tests.coordinator.asked:ch\0ose", "cannot be loaded: embedded null byte"),
+        (f"tests.coordinator.asked:{'o' * 200_000}", "cannot be loaded: .*Argument list too long"),
         (CHOOSE, ""),
     ],
 )
@@ -200,6 +211,10 @@ def test_a_function_is_loaded_before_anything_is_started(
     ("code", "because"),
     [
         ("import os; os._exit(0)", "ends the process in which it is loaded"),
+        (
+            "import os, signal\nif pid := os.fork(): open('pid', 'w').write(str(pid)); os._exit(0)\nsignal.pause()",
+            "ends the process in which it is loaded",
+        ),
         (
             "import subprocess; open('pid', 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)); 1 / 0",
             "ZeroDivisionError",

@@ -17,6 +17,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
 from rackrun.core.situation import Decision, Failure, Rung
+from rackrun.core.wire import StateCopied
 from tests.coordinator.fakes import member, plan, unit, worker
 
 FIRST = plan(1, member(0, "tray-00/0", 1), member(1, "tray-00/1", 2), member(2, "tray-00/2", 3))
@@ -183,6 +184,27 @@ def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:
     (recovery,) = story.told_of  # at once: a plain script does not tell when it computes again
     assert recovery.fault_ms == began
     assert recovery.line() == "rank 1 lost on tray-00/1 (SIGKILL) -> all 3 workers start again"
+
+
+def test_a_restart_from_a_checkpoint_does_only_the_steps_after_it_again(story: Story) -> None:
+    for step in range(8):
+        story.commits(0, 1, 2, step=step, generation=1)
+    again = plan(2, member(0, "tray-00/0", 4), member(1, "tray-00/1", 5), member(2, "tray-00/2", 6))
+    story.does(decided(Rung.RESTART, "restart: ...", start_s=1.0))
+    story.does(ResumeGeneration(plan=again, because="restart 1 of 3"))
+    story.copied(
+        StateCopied(
+            slot=SlotId("tray-00/0"),
+            incarnation=Incarnation(4),
+            generation=Generation(2),
+            rank=Rank(0),
+            at=Position(5),
+            kind="resume",
+        )
+    )
+    story.commits(0, 1, 2, step=6, generation=2)
+    (restart,) = story.told_of
+    assert restart.redone == (6, 7)
 
 
 def test_a_planned_swap_is_told_as_one_and_not_as_a_loss() -> None:

@@ -8,6 +8,7 @@ import json
 import aiohttp
 import pytest
 
+from rackrun.coordinator import server
 from rackrun.coordinator.journal import Journal
 from rackrun.core.commands import Answer, DismissTray
 from rackrun.core.events import (
@@ -24,7 +25,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.ids import Incarnation, SlotId, TrayId
 from rackrun.core.wire import PROTOCOL, Upward
-from tests.coordinator.fakes import DONE, TOKEN, ScriptedCore, agent, coordinator
+from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined
 
 GOOD = {"protocol": str(PROTOCOL), "tray": "tray-00"}
 
@@ -97,11 +98,50 @@ async def test_nothing_counts_before_the_tray_has_joined(journal: Journal) -> No
 
 async def test_the_same_tray_name_on_another_host_is_refused(journal: Journal) -> None:
     core = ScriptedCore()
-    async with coordinator(core, journal) as c, agent(c.url, host="here"), agent(c.url, host="there") as other:
-        message = await other.socket.receive(timeout=5)
-        assert message.type is aiohttp.WSMsgType.CLOSE
-        assert "in use by host here" in message.extra
+    async with coordinator(core, journal) as c, agent(c.url, host="here"), _session() as session:
+        await taken_in(c)
+        answer = await session.get(f"{c.url}/agent", params={**GOOD, "host": "there"})
+        assert answer.status == 409
+        assert "in use by host here" in await answer.text()
         assert core.names() == ["TrayJoined"]
+
+
+async def test_a_second_agent_of_a_tray_waits_until_the_first_is_gone(journal: Journal) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c, _session() as session:
+        async with agent(c.url, pid=7):
+            await taken_in(c)
+            answer = await session.get(f"{c.url}/agent", params={**GOOD, "host": "here", "pid": "8"})
+            assert answer.status == 503
+            assert "has an agent, process 7" in await answer.text()
+            assert core.names() == ["TrayJoined"]
+        await gone(c)
+        async with agent(c.url, pid=8):
+            await taken_in(c)
+            assert core.names() == ["TrayJoined", "TrayLost", "TrayJoined"]
+
+
+async def test_of_two_agents_that_come_at_the_same_moment_one_is_taken_in(journal: Journal) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c, agent(c.url, pid=7, join=False) as one, agent(c.url, pid=8):
+        await taken_in(c)
+        await one.say(joined())
+        message = await one.socket.receive(timeout=5)
+        assert message.type is aiohttp.WSMsgType.CLOSE
+        assert "has an agent, process 8" in message.extra
+        assert core.names() == ["TrayJoined"]
+
+
+async def taken_in(c: Coordinator) -> None:
+    async with asyncio.timeout(5):
+        while c.driver.link_of(TrayId("tray-00")) is None:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0)
+
+
+async def gone(c: Coordinator) -> None:
+    async with asyncio.timeout(5):
+        while c.driver.link_of(TrayId("tray-00")) is not None:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0)
 
 
 async def test_stop_is_an_event_and_the_end_can_be_waited_for(journal: Journal) -> None:
@@ -192,7 +232,7 @@ async def test_a_tray_that_is_told_to_leave_is_dismissed_and_not_fenced_when_it_
     core = ScriptedCore(DepartureAnnounced=(dismissal,), TrayLost=(DONE,))
     async with coordinator(core, journal) as c:
         fenced: list[TrayId] = []
-        c.driver.fence = fenced.append
+        c.driver.fence = lambda tray, _pid: fenced.append(tray)
         async with agent(c.url) as a:
             await a.say(DepartureAnnounced(tray=TrayId("tray-00"), because="SIGTERM", exit_code=143))
             assert await a.hear() == dismissal
@@ -212,9 +252,74 @@ async def test_an_agent_that_is_silent_is_said_to_be_so(journal: Journal) -> Non
     """It answers pings only while it listens, and this one does not."""
     core = ScriptedCore(TrayLost=(DONE,))
     async with coordinator(core, journal) as c:
-        c.server._heartbeat_s = 0.2
+        c.server._lease_s = 0.3
         async with agent(c.url):
             await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
     lost = core.heard[-1]
     assert isinstance(lost, TrayLost)
     assert "no word from its agent" in lost.because
+
+
+async def test_an_answer_that_is_late_costs_nothing_within_the_lease(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_PINGS", 600)
+    core = ScriptedCore(StopRequested=(DONE,))
+    async with coordinator(core, journal) as c:
+        c.server._lease_s = 60.0
+        async with agent(c.url, answers=False) as a:
+            for _ in range(3):
+                assert (await a.socket.receive(timeout=30)).type is aiohttp.WSMsgType.PING
+            await a.say(StopRequested(because="enough", exit_code=0))
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+    assert core.names() == ["TrayJoined", "StopRequested"]
+
+
+async def test_nobody_is_given_up_while_nobody_at_all_is_heard(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator is cut off, and the others go on without it."""
+    alone = asyncio.Event()
+    hears_nobody = server.Server._hears_nobody
+
+    def watched(self: server.Server, link: server._AgentLink) -> bool:
+        if found := hears_nobody(self, link):
+            alone.set()
+        return found
+
+    monkeypatch.setattr(server.Server, "_hears_nobody", watched)
+    core = ScriptedCore(StopRequested=(DONE,))
+    async with coordinator(core, journal) as c:
+        c.server._lease_s = 0.5
+        async with (
+            agent(c.url, "tray-01", host="b", answers=False) as one,
+            agent(c.url, "tray-02", host="c", answers=False),
+        ):
+            await asyncio.wait_for(alone.wait(), 30)
+            await one.say(StopRequested(because="enough", exit_code=0))
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+    assert core.names() == ["TrayJoined", "TrayJoined", "StopRequested"]
+
+
+async def test_not_even_then_for_ever(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ALONE_S", 0.5)
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c:
+        c.server._lease_s = 0.3
+        async with agent(c.url, "tray-01", host="b", answers=False), agent(c.url, "tray-02", host="c", answers=False):
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+    assert core.names()[-1] == "TrayLost"
+
+
+async def test_a_tray_that_is_silent_while_others_are_heard_is_lost(journal: Journal) -> None:
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c:
+        c.server._lease_s = 0.5
+        async with agent(c.url, "tray-01", host="b", answers=False), agent(c.url, "tray-02", host="c") as other:
+            listens = asyncio.create_task(other.socket.receive())
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+            listens.cancel()
+    assert core.names() == ["TrayJoined", "TrayJoined", "TrayLost"]
+    lost = core.heard[-1]
+    assert isinstance(lost, TrayLost)
+    assert lost.tray == "tray-01"

@@ -31,6 +31,7 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerSevered,
     WorkerStalled,
+    WorkerUnbuilt,
 )
 from rackrun.core.health import Evidence, Health, Scope, Verdict, response_to
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
@@ -138,11 +139,13 @@ class Told:
         signal: int | None = None,
         code: int | None = None,
         bug: str = "",
+        failure: Failure | None = None,
         step: int = 5,
         snapshots: Sequence[int] = (),
     ) -> Sequence[Command]:
-        failure = Failure(type="builtins.ValueError", message="no", traceback="", where=bug) if bug else None
-        if signal is None and code is None and not bug:
+        if bug:
+            failure = Failure(type="builtins.ValueError", message="no", traceback="", where=bug)
+        if signal is None and code is None and failure is None:
             signal = 9
         steps = tuple(Step(step) for step in snapshots)
         return self.tell(
@@ -177,6 +180,11 @@ class Told:
     def is_severed(self, slot: str, generation: int | None = None) -> Sequence[Command]:
         of = Generation(generation or self.view.generation)
         return self.tell(WorkerSevered(**self._who(slot), generation=of, because="connection reset"))
+
+    def is_unbuilt(self, slot: str, *, cut_off: bool = False) -> Sequence[Command]:
+        """Its groups, in the newest generation."""
+        generation = Generation(self.view.generation)
+        return self.tell(WorkerUnbuilt(**self._who(slot), generation=generation, cut_off=cut_off, because="no route"))
 
     def mirrors(self, slot: str, holder: str, *steps: int, generation: int | None = None) -> Sequence[Command]:
         who = self._who(slot)

@@ -16,7 +16,7 @@ from rackrun.core.commands import (
     StopJob,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import JournalFailed, StopRequested, TimerFired
+from rackrun.core.events import Failure, JournalFailed, StopRequested, TimerFired
 from rackrun.core.ids import BEGIN
 
 
@@ -147,6 +147,21 @@ def test_too_many_restarts_end_the_job_and_say_whose_failure_it_was(how: dict[st
     stop = stop_in(told.exits("a/1", **how))  # type: ignore[arg-type]
     assert (stop.exit_code, stop.rank, stop.failure is not None) == (code, 1, "bug" in how)
     assert stop.because.endswith("restarted 1 of 1 times already")
+
+
+def test_a_job_that_cannot_be_restored_however_often_says_why_and_what_to_do() -> None:
+    told = Told(config(max_restarts=0))
+    told.join("a", 2)
+    error = Failure(
+        type="rackrun.errors.StateLost",
+        message="no checkpoint can be read. Remedy: mend it.",
+        traceback="",
+        where="x:1",
+    )
+    stop = stop_in(told.exits("a/1", failure=error))
+    assert stop.exit_code == 3
+    assert "no checkpoint can be read" in stop.because
+    assert stop.remedy == "mend it."
 
 
 def test_what_is_killed_and_does_not_exit_ends_the_job(rack: Told) -> None:

@@ -11,6 +11,7 @@ from rackrun.core.commands import BreakGeneration, FenceWorker, Keeper, Plan, Re
 from rackrun.core.config import JobConfig
 from rackrun.core.events import SnapshotStriped, TrayJoined
 from rackrun.core.ids import Generation, Step, TrayId
+from rackrun.core.protection import keepers_of
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
 TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}
@@ -63,6 +64,12 @@ def test_a_plan_has_sets_over_trays_instead_of_mirrors() -> None:
     plan = Rack().plan
     assert plan.mirrors == {}
     assert plan.sets == (tuple(Keeper(rank, TrayId(t), f"{t}:2") for rank, t in enumerate("abcd")),)  # type: ignore[arg-type]
+
+
+def test_who_keeps_something_of_a_trays_snapshots_is_known() -> None:
+    assert keepers_of(Rack().plan) == {tray: tuple(other for other in "abcd" if other != tray) for tray in "abcd"}
+    assert keepers_of(Rack("ae", spares=0).plan) == {"a": ("e",), "e": ("a",)}
+    assert keepers_of(Rack(snapshot_copies="local").plan) == {}
 
 
 def test_sets_are_as_large_as_was_asked_for_and_their_members_on_different_trays() -> None:

@@ -44,6 +44,16 @@ def test_spares_are_held_back_in_every_nvlink_domain() -> None:
     assert [clique_of(slot) for slot in trained] == ["x", "x", "y", "y"]
 
 
+def test_a_status_page_shows_each_trays_rack_clique_and_who_keeps_its_snapshots() -> None:
+    told = two_cliques()
+    told.train()
+    trays = {tray.tray: tray for tray in told.view.trays}
+    assert len({trays[name].clique for name in "ab"}) == len({trays[name].clique for name in "cd"}) == 1
+    assert trays["a"].clique != trays["c"].clique
+    assert all(tray.rack for tray in trays.values())
+    assert [tray.keepers for tray in trays.values()] == [("b",), ("c",), ("d",), ("a",)]
+
+
 def test_where_a_group_needs_a_whole_clique_a_whole_clique_waits() -> None:
     told = two_cliques(mesh=(("dp", 1), ("tp", 4)), spares=4)
     assert len({clique_of(rank.slot) for rank in told.view.ranks}) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.recorded import write_run
+from tests.chaos.test_report import line_of, write_tally
 from tests.ctl.conftest import Said
 
 Rackctl = Callable[..., Said]
@@ -21,9 +23,8 @@ def test_the_doctor_says_what_can_be_and_why_not_the_rest(rackctl: Rackctl) -> N
     assert said.code == 0
     found = {one["fault"]: one for one in said.json}
     assert found["kill"]["can"]
-    assert not found["partition"]["can"]
-    assert found["partition"]["remedy"]
-    assert "no injector" in rackctl("chaos", "doctor").out
+    assert all(one["can"] or one["remedy"] for one in found.values())
+    assert "kill" in rackctl("chaos", "doctor").out
 
 
 def test_a_plan_that_cannot_be_read_is_bad_usage(rackctl: Rackctl, tmp_path: Path) -> None:
@@ -36,13 +37,67 @@ def test_a_plan_that_cannot_be_read_is_bad_usage(rackctl: Rackctl, tmp_path: Pat
 def test_a_fault_that_a_real_job_cannot_have_is_refused_before_the_start(rackctl: Rackctl, tmp_path: Path) -> None:
     out = tmp_path / "out"
     said = rackctl(
-        "chaos", "run", write(tmp_path, "partition"), "--out", out, "--", "--nproc-per-node", "2", "train.py"
+        "chaos", "run", write(tmp_path, "slow, share: 1.5"), "--out", out, "--", "--nproc-per-node", "2", "train.py"
     )
     assert said.code == 2
-    assert "partition has no injector" in said.err
+    assert "no slowness" in said.err
     assert not out.exists()
 
 
 def test_it_is_listed_with_the_other_commands(rackctl: Rackctl) -> None:
     assert "chaos" in rackctl("--help").out
     assert "doctor" in rackctl("chaos", "--help").out
+
+
+def test_a_report_is_made_again_and_told_in_a_line_in_markdown_or_for_machines(
+    rackctl: Rackctl, tmp_path: Path
+) -> None:
+    out = write_run(tmp_path / "out")
+    said = rackctl("chaos", "report", out)
+    assert said.code == 0
+    assert said.out.startswith("chaos true; ranks are killed, seed 3; 1 strike (kill)")
+    assert "report.html" in said.out
+    page = (out / "report.html").read_bytes()
+    assert rackctl("chaos", "report", out, "--line").out.count("\n") == 1
+    assert rackctl("chaos", "report", out, "--markdown").out == (out / "report.md").read_text()
+    assert rackctl("chaos", "report", out, "--json").json["strikes"][0]["first_step"] == 7
+    assert (out / "report.html").read_bytes() == page
+
+
+def test_of_a_tally_there_is_one_page(rackctl: Rackctl, tmp_path: Path) -> None:
+    tally = write_tally(tmp_path / "tally.jsonl", line_of(1))
+    assert rackctl("chaos", "report", tally, "--line").out == "chaos: 1 runs, 2 faults: 1 true\n"
+    assert (tmp_path / "tally.jsonl.html").exists()
+
+
+def test_what_is_no_run_has_no_report(rackctl: Rackctl, tmp_path: Path) -> None:
+    said = rackctl("chaos", "report", tmp_path)
+    assert said.code == 2
+    assert "no run with faults" in said.err
+
+
+def test_the_schema_is_a_json_schema_that_knows_every_fault(rackctl: Rackctl) -> None:
+    said = rackctl("chaos", "schema")
+    assert said.code == 0
+    assert said.json["$ref"]
+    for name in ("kill", "disk_full", "flip_flop", "neighbour_of"):
+        assert f'"{name}"' in said.out
+
+
+def test_an_unknown_fault_is_answered_with_those_that_there_are(rackctl: Rackctl, tmp_path: Path) -> None:
+    said = rackctl("chaos", "run", write(tmp_path, "pauze"), "--", "train.py")
+    assert said.code == 2
+    assert "did you mean pause? There are: kill, raise," in said.err
+
+
+def test_a_plan_that_nobody_has_run_cannot_be_reduced_without_its_command(rackctl: Rackctl, tmp_path: Path) -> None:
+    said = rackctl("chaos", "reduce", write(tmp_path, "kill"))
+    assert said.code == 2
+    assert "no summary.json beside" in said.err
+    assert "after --" in said.err
+
+
+def test_repeats_below_one_prove_nothing(rackctl: Rackctl, tmp_path: Path) -> None:
+    said = rackctl("chaos", "reduce", write(tmp_path, "kill"), "--repeats", "0", "--", "train.py")
+    assert said.code == 2
+    assert "0 repeats prove nothing" in said.err

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from rackrun.chaos.fake_nvml.fake import FakeRack
 from tests.faults.resized import WAIT_S, Story
 from tests.faults.scripts.strike import Fault, faults_to_json
 from tests.faults.trained import RANKS, STEPS, Trained, read
-from tests.topology.fake_nvml.fake import FakeRack
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "train.py"

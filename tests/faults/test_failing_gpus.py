@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from rackrun.chaos.fake_nvml.fake import FakeRack, build
 from rackrun.topology.rack_file import read_rack_file
 from tests.faults.scripts.strike import CLOCK, Fault
 from tests.faults.trained import RANKS, Trained
-from tests.topology.fake_nvml.fake import FakeRack, build
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ racks:
 """
 GPU_IS_LOST, RESET_REQUIRED = 15, 16
 
-FENCED: dict[str, tuple[dict[str, int | list[int]], str]] = {
+FENCED: dict[str, tuple[dict[str, int | dict[str, int]], str]] = {
     "Xid 79": ({"xid": 79, "error": GPU_IS_LOST}, "lost"),
     "a fatal 149": ({"recovery_action": 1, "xid": 149}, "reset"),
     "recovery action 1": ({"recovery_action": 1}, "reset"),
@@ -43,9 +43,9 @@ FENCED: dict[str, tuple[dict[str, int | list[int]], str]] = {
     "Xid 31": ({"xid": 31}, "app"),
 }
 """What the driver says, and how the GPU is then. In threes, and never two that speak against the fabric: those would be the switch's."""
-SWAPPED: dict[str, tuple[dict[str, int | list[int]], str]] = {
-    "a row that waits for a reset": ({"remapped": [2, 1]}, "degraded"),
-    "a link down": ({"link_state": [11, 0]}, "degraded"),
+SWAPPED: dict[str, tuple[dict[str, int | dict[str, int]], str]] = {
+    "a row that waits for a reset": ({"remapped": {"2": 1}}, "degraded"),
+    "a link down": ({"link_state": {"11": 0}}, "degraded"),
     "recovery action 4": ({"recovery_action": 4}, "degraded"),
     "recovery action 6": ({"recovery_action": 6}, "unknown"),
     "recovery action 7": ({"recovery_action": 7}, "unknown"),

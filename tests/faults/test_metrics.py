@@ -36,6 +36,7 @@ def scraped(out_dir: Path) -> Samples:
     }
 
 
+@pytest.mark.stories
 def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was_restored_from(
     start_rackrun: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ OURS = {
     "--lost_state",
     "--min-ranks",
     "--min_ranks",
+    "--lease",
     "--policy",
     "--policy-weights",
     "--policy_weights",

@@ -130,7 +130,7 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "filler lingers": (
         ("--filler", "sleep 1", "--filler-grace", "5", "train.py"),
         {},
-        ("--filler-grace 5", "0 to 0.5"),
+        ("--filler-grace 5", "0 to 0.4"),
     ),
     "filler grace alone": (("--filler-grace", "0.1", "train.py"), {}, ("without --filler",)),
     "unknown preload": (("--preload", "no_such_module_at_all", "train.py"), {}, ("--preload", "no such module")),

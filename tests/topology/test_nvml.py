@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rackrun.chaos.fake_nvml.fake import CALLS, build
 from rackrun.topology.discover import discover
 from rackrun.topology.model import CliqueId
 from rackrun.topology.nvml_layout import as_ranges, parse_fabric, parse_platform
@@ -19,7 +20,6 @@ from rackrun.topology.nvml_watch import NvmlWatch, read_once
 from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
 from rackrun.topology.sources import PartialTopology, merge
 from tests.topology.conftest import Fake
-from tests.topology.fake_nvml.fake import CALLS, build
 
 MakeFake = Callable[..., Fake]
 DEADLINE_S = 20.0

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rackrun.chaos.fake_nvml.fake import FakeTray
 from rackrun.core.health import Health, Response, Verdict
 from rackrun.topology.facts import preflight
 from rackrun.topology.health import GpuRepaired, TrayHealth
 from rackrun.topology.nvml_watch import NvmlWatch
 from rackrun.topology.readings import NvmlUnavailable, TrayReading
 from tests.topology.conftest import Fake
-from tests.topology.fake_nvml.fake import FakeTray
 
 WITHIN_S = 1.0
 GPU = 2

@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_writer import GenerationWriter
+from rackrun.checkpoint.files import Files
+from rackrun.checkpoint.manifest import MANIFEST
+from rackrun.checkpoint.probation import Probation
 from rackrun.core.ids import Position
 from rackrun.worker.durable import DurableOptions
 from rackrun.worker.run import Run
@@ -148,8 +151,8 @@ def test_a_rank_lost_after_the_resumption_is_replaced(
 def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
     make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is lost while it writes its part of step 19's. The next would be due after step 39."""
-    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "20")
+    """Rank 1 is lost while it writes its part of step 59's, beside training. The next would be due after step 119."""
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_EVERY", "60")
 
     def main(run: Run) -> None:
         write = GenerationWriter.write_shard
@@ -160,12 +163,12 @@ def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
             return write(self, *args, **kwargs)
 
         GenerationWriter.write_shard = lost  # type: ignore[method-assign]
-        trained(make, 36)(run)
+        trained(make, 110)(run)
 
     ended = train(main)
     assert ended.exit_code == 0, ended
     assert len(ended.plans) == 1, ended
-    assert 19 <= min(generations(folder)) < 35
+    assert 59 <= min(generations(folder)) < 109
 
 
 def test_storage_that_answers_with_errors_stops_nobody(folder: Path, train: Train) -> None:
@@ -214,6 +217,41 @@ def test_a_damaged_checkpoint_is_passed_over_by_all(folder: Path, train: Train, 
     told = capfd.readouterr().err
     assert "the checkpoint of step 4 is not used" in told
     assert f"resumed after step {older}" in told
+    assert "does not match" in Probation(folder / "run").quarantined()[4], "it must not count among the newest"
+
+
+def test_a_damaged_manifest_is_told_of_and_passed_over(folder: Path, train: Train, capfd: Any) -> None:
+    train(trained(ddp, 5))
+    older = generations(folder)[1]
+    manifest = DurableStore(folder, "run").path(4) / MANIFEST
+    manifest.write_bytes(bytes([manifest.read_bytes()[0] ^ 1]) + manifest.read_bytes()[1:])
+    assert said(train(trained(ddp, 6)), "done") == list(range(older + 1, 6))
+    assert "the checkpoint of step 4 is not used" in capfd.readouterr().err
+    assert 4 in Probation(folder / "run").quarantined()
+
+
+@pytest.mark.parametrize("ranks", [{0}, {0, 1, 2}], ids=["on one host", "on all"])
+def test_storage_that_cannot_be_read_does_not_let_the_job_begin_anew(
+    ranks: set[int], folder: Path, train: Train
+) -> None:
+    """It may be whole: nothing is held against it."""
+    train(trained(ddp, 5))
+    there = generations(folder)
+
+    def main(run: Run) -> None:
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, "broken")
+
+        if run.rank in ranks:
+            Files.pread = broken  # type: ignore[method-assign]
+        trained(ddp, 6)(run)
+
+    ended = train(main, max_restarts=0)
+    assert ended.exit_code != 0
+    assert "can be read" in str(ended)
+    assert generations(folder) == there
+    assert not Probation(folder / "run").barred()
+    assert said(train(trained(ddp, 6)), "done") == [5]
 
 
 def test_when_none_can_be_read_the_job_does_not_begin_anew_unasked(folder: Path, train: Train) -> None:
@@ -244,6 +282,20 @@ def test_storage_that_fails_stops_nobody(folder: Path, train: Train, capfd: Any)
     ended = train(main, spares=0)
     assert ended.exit_code == 0, ended
     assert "could not be written" in capfd.readouterr().err
+
+
+def test_a_disk_that_fails_again_and_again_is_complained_of_once(folder: Path, train: Train, capfd: Any) -> None:
+    def main(run: Run) -> None:
+        def broken(_files: Files, _fd: int) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        Files.fsync = broken  # type: ignore[method-assign]
+        trained(ddp, 9)(run)
+
+    assert train(main, spares=0).exit_code == 0
+    told = capfd.readouterr().err
+    assert told.count("could not be written") == 3  # by each rank
+    assert "not shared by all hosts" not in told, "it is known why"
 
 
 def test_replicas_share_the_writing(folder: Path, train: Train) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import signal
@@ -25,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rackrun.chaos.points import FUNCTIONS, surround
+
 if TYPE_CHECKING:
     import rackrun
 
@@ -35,30 +36,7 @@ CLOCK = "clock"
 """No place of the script: a thread strikes, ``delay_ms`` after the fault named by ``after`` did."""
 IN_COLLECTIVE, IN_GATE = "in a collective", "in the gate's collective"
 """While the main thread waits for its peers: have one of them ``wait`` for this fault's mark, or nobody may be waited for."""
-PLACES_INSIDE = (
-    # in a gate
-    "world.World.pass_gate",
-    "world.World.wait_plan",
-    # around a commit
-    "units.UnitRunner._committed",
-    "reports.Reports.committed",
-    "snapshot.Snapshots.take",
-    "world.World.wait_released",
-    # in a comparison of replicas
-    "corruption.CorruptionCheck._compare",
-    "corruption.CorruptionCheck._judge",
-    "reports.Reports.differ",
-    # in a recovery
-    "world.World.on_break",
-    "world.World.on_plan",
-    "rejoin.Rejoin._take_place",
-    "builder.build_communicator",
-    "world.World.join",
-    "restore._send",
-    "restore._receive",
-    "snapshot.Snapshots.load",
-    "rejoin.Rejoin._restore",
-)
+PLACES_INSIDE = [path.removeprefix("worker.") for path in FUNCTIONS.values() if path.startswith("worker.")]
 """Functions of rackrun.worker with two places each: ``before NAME``, ``after NAME``."""
 WAIT_S = 20.0
 
@@ -88,8 +66,8 @@ class Fault:
     """``what`` (``drain``, ...), and the fields of the request; ``TRAY`` stands for one's own."""
     tensor: str = ""
     """A part of its path."""
-    gpu: dict[str, int | list[int]] = dataclasses.field(default_factory=dict)
-    """Fields of the fake driver's GPU (a list: index, value), and ``xid``: one that it reports."""
+    gpu: dict[str, int | dict[str, int]] = dataclasses.field(default_factory=dict)
+    """As `FakeTray.put` has it, and ``xid``: one that it reports."""
 
 
 def faults_to_json(faults: list[Fault]) -> str:
@@ -110,7 +88,11 @@ class Striker:
         wanted = {fault.place for fault in self._faults}
         for name in PLACES_INSIDE:
             if wanted & {f"before {name}", f"after {name}"}:
-                self._patch(name)
+                surround(
+                    f"worker.{name}",
+                    functools.partial(self.here, f"before {name}"),
+                    functools.partial(self.here, f"after {name}"),
+                )
         if wanted & {"entering a collective", IN_COLLECTIVE, IN_GATE, "gate entered", "gate reduced"}:
             self._patch_collectives()
         if "snapshot half written" in wanted:
@@ -200,19 +182,14 @@ class Striker:
         tensor = next(tensor for name, tensor in self._units._state.tensors().items() if path in name)
         tensor.data.view(dtype=torch.int32).view(-1)[0] ^= 1 << 20
 
-    def _break_gpu(self, changes: dict[str, int | list[int]]) -> None:
-        from tests.topology.fake_nvml.fake import FakeRack
+    def _break_gpu(self, changes: dict[str, int | dict[str, int]]) -> None:
+        from rackrun.chaos.fake_nvml.fake import FakeRack
 
-        rack = FakeRack.open(Path(os.environ["FAKE_NVML_STATE"]))
-        tray, _, index = self._units._runtime.boot.slot.partition("/")  # type: ignore[union-attr]
-        gpu = rack.tray(tray).gpu[int(index)]
-        for name, value in changes.items():
-            if isinstance(value, list):
-                getattr(gpu, name)[value[0]] = value[1]
-            elif name != "xid":
-                setattr(gpu, name, value)
+        name, _, index = self._units._runtime.boot.slot.partition("/")  # type: ignore[union-attr]
+        tray = FakeRack.open(Path(os.environ["FAKE_NVML_STATE"])).tray(name)
+        tray.put(int(index), {name: value for name, value in changes.items() if name != "xid"})
         if "xid" in changes:
-            rack.tray(tray).xid(int(index), changes["xid"])  # type: ignore[arg-type]
+            tray.xid(int(index), changes["xid"])  # type: ignore[arg-type]
 
     def _ask(self, ask: dict[str, str | int]) -> None:
         tray = self._units._runtime.boot.slot.partition("/")[0]  # type: ignore[union-attr]
@@ -253,23 +230,6 @@ class Striker:
             time.sleep(0.001)
 
     # -- places inside rackrun
-    def _patch(self, name: str) -> None:
-        module, _, path = name.partition(".")
-        owner: Any = importlib.import_module(f"rackrun.worker.{module}")
-        *outer, last = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        original = getattr(owner, last)
-
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            self.here(f"before {name}")
-            result = original(*args, **kwargs)
-            self.here(f"after {name}")
-            return result
-
-        setattr(owner, last, patched)
-
     def _patch_collectives(self) -> None:
         from rackrun.worker import group, works, world
 

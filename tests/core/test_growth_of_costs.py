@@ -1,0 +1,99 @@
+"""An event costs the core as much in a large world as in a small one: what the interpreter does for it is counted, whatever the machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import pytest
+
+from rackrun.chaos.sim.crowd import Crowd
+from rackrun.chaos.sim.measure import STORIES, Story, crowd_of
+from rackrun.core.commands import Command
+from rackrun.core.control_plane import ControlPlane
+from rackrun.core.events import Event
+from rackrun.core.ids import Rank
+from rackrun.core.world import World
+
+SMALL, LARGE = 32, 192
+ALMOST_NOTHING = 1.1
+WITH_THOSE_WHO_START = 1.6
+"""Six times as many are lost too, and each that is ready is a decision about all of them."""
+STARTS = "many are lost, and wait for others to start"
+
+
+class Counted:
+    """Instructions of the interpreter in `ControlPlane.handle`, from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.instructions = 0
+        handle = ControlPlane.handle
+
+        def counted(core: ControlPlane, event: Event) -> Sequence[Command]:
+            before = sys.gettrace()
+            sys.settrace(self._trace)
+            try:
+                return handle(core, event)
+            finally:
+                sys.settrace(before)
+
+        monkeypatch.setattr(ControlPlane, "handle", counted)
+
+    def _trace(self, frame: FrameType, kind: str, _argument: object) -> object:
+        if kind == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif kind == "opcode":
+            self.instructions += 1
+        return self._trace
+
+
+def of_an_event(ranks: int, story: Story, monkeypatch: pytest.MonkeyPatch) -> float:
+    with monkeypatch.context() as patched:
+        crowd: Crowd = crowd_of(ranks, story)
+        story.before(crowd)
+        crowd.forget_costs()
+        counted = Counted(patched)
+        story.tell(crowd)
+    assert crowd.core.view().phase == story.ends
+    assert crowd.events >= ranks
+    return counted.instructions / crowd.events
+
+
+def of_a_beginning(ranks: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    with monkeypatch.context() as patched:
+        counted = Counted(patched)
+        crowd = crowd_of(ranks)
+    return counted.instructions / crowd.events
+
+
+@pytest.mark.parametrize("name", [name for name in STORIES if name != STARTS])
+def test_an_event_costs_no_more_where_there_are_more_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (of_an_event(ranks, STORIES[name], monkeypatch) for ranks in (SMALL, LARGE))
+    assert large <= ALMOST_NOTHING * small
+
+
+def test_nor_does_one_while_a_world_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_beginning(LARGE, monkeypatch) <= ALMOST_NOTHING * of_a_beginning(SMALL, monkeypatch)
+
+
+def test_where_many_start_each_event_costs_more_by_those_who_start_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (of_an_event(ranks, STORIES[STARTS], monkeypatch) for ranks in (SMALL, LARGE))
+    assert large <= WITH_THOSE_WHO_START * small
+
+
+def test_the_check_sees_who_looks_at_all_ranks_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    story, answered = STORIES["one is lost and replaced"], World.answered
+
+    def looks_at_all(world: World, rank: Rank) -> bool:
+        return answered(world, rank) and all(record.alive for record in world.members.values())
+
+    def looks_at_all_each_time(world: World, rank: Rank) -> bool:
+        return all(record.alive for record in world.members.values()) and answered(world, rank)
+
+    grown = []
+    for mutant in (looks_at_all, looks_at_all_each_time):
+        monkeypatch.setattr(World, "answered", mutant)
+        small, large = (of_an_event(ranks, story, monkeypatch) for ranks in (SMALL, LARGE))
+        grown.append(large > ALMOST_NOTHING * small)
+    assert grown == [False, True]
