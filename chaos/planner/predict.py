@@ -1,0 +1,114 @@
+"""A small job with a plan of kills, predicted: so that a real soak can be held against it.
+
+Ranks are killed as ``rackctl chaos`` kills them: a process at a time, on hardware that is fine. A spare takes over, and another starts in
+its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from rackrun.chaos.errors import PlannerError
+from rackrun.chaos.planner.costs import PlanCosts
+from rackrun.chaos.planner.failures import Strike
+from rackrun.chaos.planner.fleet import Fleet, Job
+from rackrun.chaos.planner.formulas import Formula
+from rackrun.chaos.planner.outcome import Outcome
+from rackrun.chaos.planner.simulation import Simulation
+from rackrun.chaos.planner.spread import Spread, spread_of
+from rackrun.chaos.planner.state import Intervals
+from rackrun.chaos.seeds import stream
+from rackrun.core.policy import parse_rules
+
+__all__ = ["Kills", "Prediction", "predict"]
+
+
+class Kills:
+    """One rank at a time, each rank as likely. As a `rackrun.chaos.planner.failures.Source`."""
+
+    def __init__(self, ranks: int, every_s: float, horizon_s: float, seed: int, *, even: bool) -> None:
+        self._ranks, self._every_s, self._horizon_s, self._seed, self._even = ranks, every_s, horizon_s, seed, even
+
+    def begin(self) -> list[tuple[float, Strike]]:
+        draw = stream(self._seed, "kills")
+        found: list[tuple[float, Strike]] = []
+        at_s = 0.0
+        while True:
+            at_s += self._every_s if self._even else draw.expovariate(1 / self._every_s)
+            if at_s >= self._horizon_s:
+                return found
+            found.append((at_s, Strike(0, "rank", draw.randrange(self._ranks), 0.0, turn=len(found))))
+
+    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:  # noqa: ARG002
+        return None
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    kept: Spread
+    """Of the throughput without faults."""
+    wall: Spread
+    """Productive time over wall time (ETTR), from the first step on."""
+    kills: float
+    """A run's, in the mean."""
+    rungs: dict[str, float]
+    formula: Formula
+    """Beside ``kept``."""
+    guessed: tuple[str, ...]
+
+
+def predict(
+    costs: PlanCosts,
+    *,
+    ranks: int,
+    spares: int,
+    every_s: float,
+    horizon_s: float,
+    seeds: Sequence[int] = range(10),
+    policy: str = "",
+    even: bool = False,
+) -> Prediction:
+    """Of ``ranks`` whole replicas (DDP) on one tray. ``every_s``: seconds from one kill to the next, in the mean; ``even``: always so many.
+    Raises PlannerError."""
+    if ranks < 1 or spares < 0 or not every_s > 0 or not 0 < horizon_s < math.inf or not seeds:
+        raise PlannerError(
+            f"{ranks} ranks, {spares} spares, a kill every {every_s} s for {horizon_s} s cannot be predicted.",
+            remedy="give a rank or more, spares from 0, times above 0, and a seed.",
+        )
+    fleet = Fleet(racks=1, trays=1, gpus=ranks + spares)
+    job = Job(spares_per_rack=spares, group=1, replica=1, micro_batches=0)
+
+    def run(seed: int) -> Outcome:
+        return Simulation(
+            fleet=fleet,
+            job=job,
+            costs=costs,
+            intervals=Intervals(snapshot=0, checkpoint=0),
+            source=Kills(ranks, every_s, horizon_s, seed, even=even),
+            horizon_s=horizon_s,
+            rules=parse_rules(policy),
+        ).run()
+
+    found = [run(seed) for seed in seeds]
+    calm = costs.step_s / (costs.step_s + costs.between_steps_s)
+    names = sorted({name for one in found for name in one.rungs})
+    return Prediction(
+        kept=spread_of([one.wall_goodput / calm for one in found]),
+        wall=spread_of([one.wall_goodput for one in found]),
+        kills=sum(one.strikes for one in found) / len(found),
+        rungs={name: sum(one.rungs.get(name, 0) for one in found) / len(found) for name in names},
+        formula=_formula(costs, every_s, names),
+        guessed=tuple(costs.guessed()),
+    )
+
+
+def _formula(costs: PlanCosts, every_s: float, rungs: Sequence[str]) -> Formula:
+    name = "renewal (ETTR)"
+    if others := [rung for rung in rungs if rung != "swap"]:
+        return Formula(name=name, value=None, why_not=f"it was not only swaps: {', '.join(others)}")
+    lost = costs.detect_s + costs.takeover_s + costs.first_step_s + (costs.step_s + costs.between_steps_s) / 2
+    if lost >= every_s:
+        return Formula(name=name, value=None, why_not="kills come faster than recoveries")
+    return Formula(name=name, value=1 - lost / every_s)
