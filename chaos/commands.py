@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import webbrowser
+from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
+from rackrun.chaos.campaign import run_campaign
 from rackrun.chaos.doctor import examine
-from rackrun.chaos.plan import read_plan
+from rackrun.chaos.plan import Plan, read_plan, write_plan
+from rackrun.chaos.plan import schema as schema_of_plans
+from rackrun.chaos.reduce import NotFailing, reduce_plan
+from rackrun.chaos.render import plain, render, render_soak, render_sums
+from rackrun.chaos.report.overview import tally_line, write_overview
+from rackrun.chaos.report.words import NAMES, markdown, one_line
+from rackrun.chaos.report.write import make_report
 from rackrun.chaos.run import Summary, run_plan
+from rackrun.chaos.soak import FAULTS, run_soak
+from rackrun.chaos.torchrun import run_outside
+from rackrun.errors import UsageError
+from rackrun.launch.place import read_json
 
 __all__ = ["chaos"]
 
@@ -26,14 +41,30 @@ chaos = typer.Typer(
 )
 
 UNKNOWN = 3
-_WORDS = {True: "true", False: "FALSE", None: "unknown"}
+
+
+class _OfAJob(TyperCommand):
+    """Says what to do where ``--`` was left out, which makes rackrun's options this command's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {*ctx.help_option_names, *(name for param in self.params for name in param.opts)}
+        strange = [word for word in args if word.startswith("--") and word.partition("=")[0] not in known]
+        if strange and "--" not in args:
+            raise UsageError(
+                f"{strange[0]} is no option of rackctl chaos {self.name}.",
+                remedy=f"put rackrun's options and the script behind --; see rackctl chaos {self.name} -h.",
+            )
+        return super().parse_args(ctx, args)
+
+
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 @chaos.command(
-    epilog="Example: rackctl chaos run examples/chaos/rank_killed.yaml -- --nproc-per-node 5 --spares 1 train.py"
+    cls=_OfAJob,
+    epilog="Example: rackctl chaos run examples/chaos/rank_killed.yaml -- --nproc-per-node 5 --spares 1 train.py",
 )
-def run(
+def run(  # noqa: PLR0913, PLR0917 - one for each option
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="YAML or JSON; see examples/chaos.")],
     command: Annotated[
         list[str],
@@ -56,9 +87,25 @@ def run(
     limit: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="It hangs when it takes longer. Default: from the reference.", show_default=False
+            min=1,
+            metavar="SECONDS",
+            help="It hangs when it takes longer. Default: from the reference.",
+            show_default=False,
         ),
     ] = None,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="rackrun, or torchrun: then COMMAND is torchrun's, and the script tells its steps."
+        ),
+    ] = "rackrun",
+    step_by_step: Annotated[
+        bool,
+        typer.Option(
+            "--step-by-step",
+            help="Strike exactly at steps, and say what the first difference is: ranks write down what they hold, and wait for the harness. Slower.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run the job without faults, and with those of PLAN, and compare: losses, samples and weights bit for bit, the ending, what is left.
@@ -66,7 +113,21 @@ def run(
     Exit codes: 0 it is as the plan expects; 1 it is not; 2 bad usage; 3 unknown: a strike was not done, or took no effect.
     """
     told = Console(stderr=True)
-    folder = out or Path("chaos-report") / f"{plan.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    folder = out or _new(plan.stem)
+
+    def tell(line: str) -> None:
+        told.print(f"chaos: {line}", highlight=False, markup=False)
+
+    if launcher not in ("rackrun", "torchrun"):
+        raise UsageError(f"--launcher {launcher} is not known.", remedy="give rackrun or torchrun.")
+    if launcher == "torchrun":
+        if reference is not None or step_by_step:
+            raise UsageError(
+                "--reference and --step-by-step need rackrun in the job.",
+                remedy="leave them out, or --launcher torchrun.",
+            )
+        _outside(read_plan(plan), command, folder, seed, limit, tell, as_json=as_json)
+        return
     summary = run_plan(
         read_plan(plan),
         command,
@@ -74,14 +135,208 @@ def run(
         seed=seed,
         reference=reference,
         limit_s=limit,
-        tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False),
+        step_by_step=step_by_step,
+        tell=tell,
     )
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
-        _render(Console(), summary)
+        render(Console(), summary)
     if summary.holds is not True:
         raise typer.Exit(UNKNOWN if summary.holds is None else 1)
+
+
+@chaos.command(
+    cls=_OfAJob,
+    epilog="Example: rackctl chaos campaign --seeds 0:500 --tally tally.jsonl --limit 30 -- examples/chaos/small.py {wrap} {reduction} 40 {out}",
+)
+def campaign(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {out}: the folder of the run.",
+        ),
+    ],
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="From A up to, but without, B.")],
+    tally: Annotated[Path, typer.Option(metavar="FILE", help="A line for each seed. What is in it is not run again.")],
+    limit: Annotated[
+        float | None, typer.Option(min=0, metavar="MINUTES", help="Begin no seed after that.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="So many runs side by side.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Many runs: each seed draws a job and a plan over all faults that this machine can inject, which the job can survive or not.
+
+    Runs that are not as they must be keep their folders in FILE.runs. Exit codes: 0 all are as they must; 1 one is not; 2 bad usage; 3 one is unknown.
+    """
+    told = Console(stderr=True)
+    sums = run_campaign(
+        _seeds(seeds),
+        command,
+        tally=tally,
+        limit_s=None if limit is None else limit * 60,
+        jobs=jobs,
+        tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False, soft_wrap=True),
+    )
+    if sums.seeds:
+        page = tally.with_name(f"{tally.name}.html")
+        write_overview(tally, page)
+        told.print(f"chaos: all of them are in {page}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(msgspec.json.encode(plain(sums)).decode())
+    else:
+        render_sums(Console(), sums)
+    if sums.wrong:
+        raise typer.Exit(1 if any(line.holds is False for line in sums.wrong) else UNKNOWN)
+
+
+@chaos.command(
+    cls=_OfAJob,
+    epilog="Example: rackctl chaos soak --minutes 30 --faults-per-minute 2 -- --nproc-per-node 6 --spares 2 examples/chaos/small.py ddp fast 1000000",
+)
+def soak(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="rackrun's options, a script that trains for longer than the soak, its arguments.",
+        ),
+    ],
+    minutes: Annotated[float, typer.Option(min=0.1)] = 30.0,
+    per_minute: Annotated[float, typer.Option("--faults-per-minute", min=0.01)] = 2.0,
+    faults: Annotated[str, typer.Option(help=f"Some of {', '.join(FAULTS)}.")] = "kill",
+    seed: Annotated[int, typer.Option()] = 0,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="SHARE", help="Fail below this share, for example 0.98.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: a new one in ./chaos-report.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Faults at so many a minute: what share of the throughput without them is kept, and where the rest went.
+
+    Exit codes: 0 it ran to its end, lost nothing and kept enough; 1 it did not; 2 bad usage; 3 unknown: there was too little time without faults.
+    """
+    told = Console(stderr=True)
+    found = run_soak(
+        command,
+        out=out or _new("soak"),
+        minutes=minutes,
+        per_minute=per_minute,
+        faults=[name.strip() for name in faults.split(",")],
+        seed=seed,
+        tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False),
+    )
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        render_soak(Console(), found)
+    if found.trouble or (at_least is not None and found.kept is not None and found.kept < at_least):
+        raise typer.Exit(1)
+    if found.kept is None:
+        raise typer.Exit(UNKNOWN)
+
+
+@chaos.command(epilog="Example: rackctl chaos report chaos-report/rank_killed-20260131-120000 --open")
+def report(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The --out of a run, or the tally of a campaign.")],
+    show: Annotated[bool, typer.Option("--open", help="In a browser.")] = False,
+    line: Annotated[bool, typer.Option("--line", help="One line, for a log.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="For a build's summary page.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make the reports of a run again, from what it has left: report.html, report.md, trace.json (for https://ui.perfetto.dev).
+    Of a tally: one page of all its runs, beside it.
+
+    The exit code is 0 whatever its verdict; 2: OUT holds no run with faults.
+    """
+    if out.is_file():
+        page = out.with_name(f"{out.name}.html")
+        lines = write_overview(out, page)
+        print(msgspec.json.encode(lines).decode() if as_json else tally_line(lines))
+    else:
+        page, summary = out / "report.html", make_report(out)
+        if as_json:
+            print(msgspec.json.encode(summary).decode())
+        elif as_markdown:
+            print(markdown(summary), end="")
+        else:
+            print(one_line(summary))
+    page = page.resolve()
+    if not (line or as_json or as_markdown):
+        print(page)
+    if show and not webbrowser.open(page.as_uri()):
+        raise UsageError("there is no browser here.", remedy=f"copy {page} to where there is one: it is one file.")
+
+
+@chaos.command(cls=_OfAJob, epilog="Example: rackctl chaos reduce chaos-report/hang/resolved.json --repeats 5")
+def reduce(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="resolved.json of a run that failed.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- COMMAND...]",
+            help="As it was run. Default: that of summary.json beside PLAN.",
+            show_default=False,
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="So often is a smaller plan tried, before it is said to be right.")] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Default: reduced/ beside PLAN. What was tried there already is not tried again.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="As of run.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The smallest plan that still fails: in the simulator first, where the job has a counterpart there, then with real runs.
+
+    Exit codes: 0 it was reduced; 2 bad usage; 3 it does not fail in so many runs.
+    """
+    told = Console(stderr=True)
+    found = read_plan(plan)
+    try:
+        reduced = reduce_plan(
+            found,
+            command or _command_beside(plan),
+            out=out or plan.resolve().parent / "reduced",
+            repeats=repeats,
+            reference=plan.resolve().parent / "reference",
+            limit_s=limit,
+            tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False),
+        )
+    except NotFailing as error:
+        told.print(f"rackctl: {error}", highlight=False, markup=False)
+        raise typer.Exit(UNKNOWN) from error
+    if as_json:
+        print(msgspec.json.encode(reduced).decode())
+        return
+    print(write_plan(reduced.plan), end="")
+    print(f"\n{reduced.diagnosis}" if reduced.diagnosis else f"\nwrong: {', '.join(reduced.wrong)}")
+    print(f"{reduced.runs} runs; again: {reduced.out}/repro.sh")
+
+
+def _command_beside(plan: Path) -> list[str]:
+    found = read_json(plan.resolve().parent / "summary.json", Summary)
+    if found is None:
+        raise UsageError(f"there is no summary.json beside {plan}.", remedy="give the command that was run, after --.")
+    return list(found.command)
+
+
+@chaos.command(epilog="Example: rackctl chaos schema > plan.schema.json")
+def schema() -> None:
+    """The JSON Schema of plans, for editors and other programs."""
+    print(msgspec.json.format(msgspec.json.encode(schema_of_plans()), indent=1).decode())
 
 
 @chaos.command(epilog="Example: rackctl chaos doctor --json")
@@ -101,18 +356,47 @@ def doctor(as_json: Json = False) -> None:
     Console().print(table)
 
 
-def _render(console: Console, summary: Summary) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for verdict in summary.verdicts:
-        table.add_row(verdict.oracle, _WORDS[verdict.holds], verdict.because)
-    console.print(table, markup=False)
-    for strike in summary.strikes:
-        whom = ", ".join(strike.whom)
-        console.print(
-            f"struck   after step {strike.step}: {strike.fault} of {whom}: {strike.detail}",
-            highlight=False,
-            markup=False,
-        )
-    for line in summary.recoveries:
-        console.print(f"recovery {line}", highlight=False, markup=False)
-    console.print(f"verdict  {_WORDS[summary.holds]}; {summary.out}", highlight=False, markup=False)
+def _outside(
+    plan: Plan,
+    command: list[str],
+    folder: Path,
+    seed: int | None,
+    limit_s: float | None,
+    tell: Callable[[str], None],
+    *,
+    as_json: bool,
+) -> None:
+    plan = plan if seed is None else msgspec.structs.replace(plan, seed=seed)
+    found = run_outside(plan, command, out=folder, limit_s=limit_s, tell=tell)
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        console = Console()
+        good = ", ".join("never" if one is None else f"{one:.2f} s" for one in found.good_step_s) or "-"
+        for line in (
+            f"ended    exit code {found.exit_code}, {found.steps} steps",
+            f"losses   {'the same' if found.same_losses else 'OTHERS'}, bit for bit",
+            f"samples  {found.samples_twice} used twice",
+            f"again    {found.steps_again} finished steps were computed once more",
+            f"recovery {good} until all ranks had finished a new step",
+            *(f"missed   {text}" for text in found.missed),
+            *(f"left     {text}" for text in found.left),
+            f"verdict  {NAMES[found.holds]}; {found.out}",
+        ):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found.holds is not True:
+        raise typer.Exit(UNKNOWN if found.holds is None else 1)
+
+
+def _new(name: str) -> Path:
+    """A folder that is not there yet."""
+    first = Path("chaos-report") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    more = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return first if not first.exists() else next(folder for folder in more if not folder.exists())
+
+
+def _seeds(text: str) -> range:
+    first, _, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise UsageError(f"--seeds {text} is no range.", remedy="give FIRST:END, as 0:500.")
+    return range(int(first), int(end))

@@ -24,13 +24,26 @@ _HOW = {
     "raise": "in the step function",
     "hold_gil": "in the step function, for its seconds",
     "delay_collective": "before its next collective",
-    "crash_at": f"at one of {len(POINTS)} points of a worker",
-    "flip_bit": "in parameters or gradients",
+    "crash_at": f"at one of {len(POINTS)} points of workers, agents and the coordinator",
+    "return": "an agent is started for a tray that has none",
+    "duplicate": "another agent for a tray; another launcher on the same folder",
+    "xid": "a driver of ours, compiled here, for a job with --rack",
+    "gpu_fails": "the same",
+    "partition": "each tray on a host of its own (network namespaces); frames dropped on the switch between them",
+    "link": "the same, with a proxy before the coordinator; lost packets on the switch",
+    "flip_bit": "in parameters or gradients; in a snapshot or a checkpoint, from outside",
+    "exhaust_memory": "in a memory control group of its own",
+    "disk_full": "on a tmpfs that is mounted for the run",
+    "disk_fails": "in the file calls of the workers that write and read checkpoints",
+    "step_clock": "a library in front of libc's, in agents and the coordinator",
+    "poison_batch": "in whichever worker computes the sample",
 }
 _EXAMPLES: dict[str, dict[str, object]] = {
     "crash_at": {"point": POINTS[0]},
     "xid": {"code": 79},
+    "gpu_fails": {"says": "lost"},
     "step_clock": {"by_s": 1.0},
+    "link": {"latency_s": 0.1},
 }
 
 
@@ -65,6 +78,9 @@ def check_plan(plan: Plan) -> None:
     """Raises `Unsupported` for a fault that a real job on this machine cannot have, `PlanError` for a point that there is not."""
     if machine := _machine():
         raise Unsupported(f"{machine[0]}.", remedy=f"{machine[1]}.")
+    for point in plan.watch:
+        if point not in POINTS:
+            raise PlanError(f"there is no point {point!r}.", remedy=f"give one of {', '.join(POINTS)}.")
     for part in parts_of(plan.plan):
         if not isinstance(part, Inject | FlipFlop | Swizzle):
             continue

@@ -4,6 +4,7 @@
 
     UsageError
     +-- PlanError        a plan that cannot be read, or means nothing: exit code 2
+    +-- PlannerError     what `rackctl plan` is asked cannot be: exit code 2
     +-- Unsupported      this machine, or this job, cannot have that fault: exit code 2, with a remedy; never skipped in silence
 """
 
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 from rackrun.errors import UsageError
 
-__all__ = ["NoTarget", "PlanError", "Unsupported"]
+__all__ = ["NoTarget", "PlanError", "PlannerError", "Unsupported"]
 
 
 class PlanError(UsageError):
     """A plan that cannot be read, or means nothing."""
+
+
+class PlannerError(UsageError):
+    """A fleet, a rate, a cost or a trace that cannot be planned with."""
 
 
 class Unsupported(UsageError):

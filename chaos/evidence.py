@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import struct
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rackrun.chaos.conductor import Record
 from rackrun.chaos.job import Ended
 from rackrun.chaos.plan import Plan
+from rackrun.chaos.replay import Replayed, replay
+from rackrun.chaos.witness import Held, read_witness
 from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.reading import resume_of
+from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.report import Goodput, read_report
 from rackrun.core.commands import Plan as WorldPlan
 from rackrun.core.ids import Position
+from rackrun.errors import UsageError
 from rackrun.launch.place import Result, read_json
 
-__all__ = ["Evidence", "Gate", "Trace", "Verdict", "read_trace"]
+__all__ = ["Evidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
@@ -44,9 +49,18 @@ class Trace:
     """Steps that were computed again, with another result."""
     held: dict[str, str] = field(default_factory=dict)
     """Rank -> digest of all that it held at its end."""
-    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    witness: list[Held] = field(default_factory=list)
+    """What ranks held before every step, by step and rank, where the run was looked at step by step."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    plans: list[WorldPlan] = field(default_factory=list)
+    """In the order in which they were on disk."""
     result: Result | None = None
     """As the launcher wrote it."""
+    began_wall_s: float | None = None
+    """When its coordinator began: all ``*_ms`` are counted from there."""
+    goodput: Goodput | None = None
+    replayed: Replayed = field(default_factory=lambda: Replayed(unknown="there is no journal"))
+    """Its events, told to the core once more."""
 
     @property
     def steps(self) -> int:
@@ -67,6 +81,12 @@ class Evidence:
     undone: str
     """Why the plan was not carried out to its end; "": it was."""
     killed_coordinator: bool = False
+    places: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Strike -> the slots that it struck."""
+    began_wall_s: float | None = None
+    """When the run with faults was started: `Record.at_s` is counted from there."""
+    late_s: float = 0.0
+    """At the most, of the harness, which wants to look at the job every 20 ms: how busy the machine was."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,16 +100,27 @@ def gate_of(data: bytes) -> Gate:
     return Gate(*struct.unpack("<3d", data))
 
 
-def read_trace(run: Path, inside: Path) -> Trace:
-    """``run``: its ``--out-dir``. What is not there is empty."""
+def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
+    """``run``: its ``--out-dir``. What is not there is empty. ``whole``: also what only a run with faults is judged by."""
     trace = Trace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
+    trace.witness = read_witness(inside)
     path = run / "journal.sqlite"
     if path.exists():
         with closing(sqlite3.connect(path)) as journal:
             _read_journal(journal, trace)
+        if whole:
+            trace.replayed = replay(path)
+            with contextlib.suppress(UsageError):
+                trace.goodput = read_report(path).goodput
     return trace
+
+
+def began_wall_s(journal: sqlite3.Connection) -> float | None:
+    """Unix time at which the coordinator's clock was at 0: every event was written down a moment after it came. None: there was none."""
+    found = journal.execute("SELECT min(wall - at_ms / 1e3) FROM events WHERE kind = 'event'").fetchone()[0]
+    return None if found is None else float(found)
 
 
 def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
@@ -97,20 +128,22 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
         if known != new:
             trace.contradictions.append(f"{what}: {known!r}, and later {new!r}")
 
-    plans: dict[int, WorldPlan] = {
-        (plan := resume_of(body).plan).generation: plan
-        for (body,) in journal.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
-    }
-    if not plans:
+    trace.began_wall_s = began_wall_s(journal)
+    query = "SELECT body FROM generations WHERE stage = 'resume' ORDER BY id"
+    trace.plans = [resume_of(body).plan for (body,) in journal.execute(query)]
+    if not trace.plans:
         return
-    eras = Eras(plans)
+    eras = Eras({plan.generation: plan for plan in trace.plans})
     for step, phase, gate, generation in journal.execute(
         "SELECT step, phase, gate, generation FROM units ORDER BY generation"
     ):
         if not gate or not eras.counts(Position(step, phase), generation):
             continue  # without a gate: a rank's last words, about a unit before the last one
         agreed = bytes(gate[:24])
-        again(f"step {step}, phase {phase}", gate_of(trace.gates.setdefault((step, phase), agreed)), gate_of(agreed))
+        if (
+            former := trace.gates.setdefault((step, phase), agreed)
+        ) != agreed:  # by its bits: NaN does not equal itself
+            again(f"step {step}, phase {phase}", gate_of(former), gate_of(agreed))
     for step, rank, packed, generation in journal.execute(
         "SELECT step, rank, ids, generation FROM ledger WHERE phase = 0 AND ids IS NOT NULL ORDER BY generation"
     ):
@@ -119,4 +152,4 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
             known = trace.samples.setdefault(step, {}).setdefault(rank, ids)
             again(f"samples of rank {rank} in step {step}", known, ids)
     bodies = journal.execute("SELECT body FROM recoveries ORDER BY generation")
-    trace.recoveries = [msgspec.json.decode(body) for (body,) in bodies]
+    trace.recoveries = [msgspec.json.decode(body, type=Recovery) for (body,) in bodies]

@@ -21,6 +21,7 @@ __all__ = [
     "Family",
     "Fault",
     "FlipBit",
+    "GpuFails",
     "HoldGil",
     "Kill",
     "Link",
@@ -177,6 +178,18 @@ class Xid(_Fault, frozen=True, kw_only=True, tag="xid"):
     for_s: float | None = None
 
 
+class GpuFails(_Fault, frozen=True, kw_only=True, tag="gpu_fails"):
+    """The GPU's driver says this of it when it is asked. ``lost``, ``reset``, ``reboot``, ``drain_p2p``: as the words are; ``row``: a row of its
+    memory waits for a reset; ``sram``: too many errors there; ``ecc``: one error that was corrected, which means nothing; ``link``: an NVLink is
+    down; ``fabric``: its registration is gone."""
+
+    family = Family.HARDWARE
+    strikes = (Subjects.RANK, Subjects.SPARE)
+    lasts = True
+    says: Literal["lost", "reset", "reboot", "drain_p2p", "row", "sram", "ecc", "link", "fabric"]
+    for_s: float | None = None
+
+
 class Preempt(_Fault, frozen=True, kw_only=True, tag="preempt"):
     """SIGTERM to the tray's agent; after ``notice_s`` it is killed, if it is still there."""
 
@@ -200,8 +213,8 @@ class Partition(_Fault, frozen=True, kw_only=True, tag="partition"):
 
 
 class Link(_Fault, frozen=True, kw_only=True, tag="link"):
-    """Between an agent and the coordinator. ``lost``: share of packets, or of connections where only those can be lost. ``half_open``: one
-    side has closed, and the other does not learn of it."""
+    """Between an agent and the coordinator. ``lost``: share of packets. ``reset``: connections are, those that come too. ``half_open``: the
+    coordinator's side has closed, and the agent does not learn of it. ``replies_lost``: the agent is heard, and what it is told is lost."""
 
     family = Family.NETWORK
     strikes = (Subjects.AGENT,)
@@ -212,11 +225,14 @@ class Link(_Fault, frozen=True, kw_only=True, tag="link"):
     bytes_per_s: float | None = None
     reset: bool = False
     half_open: bool = False
+    replies_lost: bool = False
     for_s: float | None = None
 
 
 # -- storage and corruption
 class DiskFull(_Fault, frozen=True, kw_only=True, tag="disk_full"):
+    """There is no room for more than what is there."""
+
     family = Family.STORAGE
     strikes = (Subjects.STORAGE,)
     lasts = True
@@ -224,7 +240,8 @@ class DiskFull(_Fault, frozen=True, kw_only=True, tag="disk_full"):
 
 
 class DiskFails(_Fault, frozen=True, kw_only=True, tag="disk_fails"):
-    """``call`` ends in ``error``; with "slow" it takes ``slow_s`` longer, with "torn" half of what is written gets there."""
+    """``call`` ends in ``error``; with "slow" it takes ``slow_s`` longer, or until it is taken back; with "torn" half of what is written
+    gets there, and nobody is told."""
 
     family = Family.STORAGE
     strikes = (Subjects.STORAGE,)
@@ -282,6 +299,7 @@ Fault = (
     | DelayCollective
     | Slow
     | Xid
+    | GpuFails
     | Preempt
     | Partition
     | Link

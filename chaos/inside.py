@@ -1,8 +1,10 @@
-"""Faults from inside a worker. Imported there by ``rackrun --preload rackrun.chaos.inside``; without ``RACKRUN_CHAOS_INSIDE`` it does nothing.
+"""Faults from inside a process of a job. Imported there by ``rackrun --preload rackrun.chaos.inside``; without ``RACKRUN_CHAOS_INSIDE`` it does nothing.
 
 ``RACKRUN_CHAOS_INSIDE`` is a folder. Injectors put ``orders/PID/NUMBER`` there; the process takes one at the place that it is for, writes
 ``done/NUMBER-PID`` first, and carries it out. ``points/NAME`` grows by a byte whenever anybody comes to that point, of those in
-``RACKRUN_CHAOS_POINTS``. At its end each rank writes a digest of all that it holds to ``held/RANK``.
+``RACKRUN_CHAOS_POINTS``. What strikes whoever comes to it lies in ``storage/`` and ``poison/``. At its end each rank writes a digest of
+all that it holds to ``held/RANK``; the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
+each rank writes what it holds before every step, and waits there for the harness (`rackrun.chaos.witness`).
 """
 
 from __future__ import annotations
@@ -21,20 +23,34 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rackrun.chaos.faults import CrashAt, DelayCollective, FlipBit, HoldGil, Raise
-from rackrun.chaos.points import FUNCTIONS
+from rackrun.chaos.faults import (
+    CrashAt,
+    DelayCollective,
+    DiskFails,
+    ExhaustMemory,
+    FlipBit,
+    HoldGil,
+    PoisonBatch,
+    Raise,
+)
+from rackrun.chaos.points import FUNCTIONS, surround
+from rackrun.chaos.stopwatch import watch_restores
+from rackrun.chaos.witness import STEP_BY_STEP, Witness
 
 if TYPE_CHECKING:
     import torch
 
+    from rackrun.agent.config import AgentConfig
     from rackrun.worker.units import UnitRunner
 
-__all__ = ["FOLDER", "POINTS", "Order", "Struck"]
+__all__ = ["CRASHED", "FOLDER", "POINTS", "Order", "Struck"]
 
 FOLDER, POINTS = "RACKRUN_CHAOS_INSIDE", "RACKRUN_CHAOS_POINTS"
-Inside = Raise | HoldGil | DelayCollective | CrashAt | FlipBit
-EXIT_CODE = 77
-"""Of a process that has crashed at a point."""
+Inside = Raise | HoldGil | DelayCollective | CrashAt | FlipBit | ExhaustMemory | PoisonBatch | DiskFails
+CRASHED = 77
+"""Exit code of a process that has crashed at a point."""
+MEMORY_BYTES = 64 << 20
+"""What a process may allocate, in a group of its own, before the kernel ends it."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -49,6 +65,8 @@ class Struck(msgspec.Struct, frozen=True):
     """What an order has come to."""
 
     detail: str
+    at_s: float
+    """The host's monotonic clock."""
 
 
 class _Hooks:
@@ -75,13 +93,15 @@ class _Hooks:
         """Before it is done: some do not come back from it."""
         path = self._folder / "done" / f"{order.number}-{os.getpid()}"
         partial = path.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(Struck(detail)))
+        partial.write_bytes(msgspec.json.encode(Struck(detail, time.monotonic())))
         partial.rename(path.with_suffix(".json"))
 
     # -- places
     def in_step(self, units: UnitRunner) -> None:
         """At the beginning of an attempt."""
-        if order := self.take(lambda fault: isinstance(fault, Raise | HoldGil) or _flips(fault, "parameters")):
+        if order := self.take(
+            lambda fault: isinstance(fault, Raise | HoldGil | ExhaustMemory) or _flips(fault, "parameters")
+        ):
             at = units.step_in_hand.at.step if units.step_in_hand is not None else -1
             match order.fault:
                 case Raise(error=error):
@@ -91,6 +111,12 @@ class _Hooks:
                 case HoldGil(for_s=for_s):
                     self.tell(order, f"holds the GIL for {for_s} s in step {at}")
                     ctypes.PyDLL(None).usleep(int(for_s * 1e6))
+                case ExhaustMemory():
+                    self.tell(order, f"allocates in step {at}")
+                    taken = [
+                        b"\1" * (1 << 20) for _ in range(4 * MEMORY_BYTES >> 20)
+                    ]  # not for ever: the group may be gone
+                    del taken
                 case _:
                     tensors = [p for module in units._state.modules.values() for p in module.parameters()]
                     self.flip(tensors, order, f"of the parameters in step {at}")
@@ -120,7 +146,7 @@ class _Hooks:
         self._visits[point] = nth = self._visits.get(point, 0) + 1
         if order := self.take(lambda fault: isinstance(fault, CrashAt) and fault.point == point and fault.nth <= nth):
             self.tell(order, f"crashed at {point}, there for the {nth}. time")
-            os._exit(EXIT_CODE)
+            os._exit(CRASHED)
 
     def at_end(self, units: UnitRunner) -> None:
         state, rank = units._state, units._world.rank
@@ -155,11 +181,15 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _install(folder: Path, points: list[str]) -> None:
+    from rackrun.chaos.inside_data import install_data
+    from rackrun.chaos.inside_files import install_files
     from rackrun.worker import group, units
 
-    for name in ("orders", "done", "points", "held"):
+    for name in ("orders", "done", "points", "held", "agents", "witness"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     hooks, runner = _Hooks(folder), units.UnitRunner
+    install_data(hooks, folder)
+    install_files(hooks, folder)
     run, before, finish, collective = runner.run, runner._before_optimizer, runner.finish, group.ElasticGroup._run
 
     def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
@@ -184,26 +214,54 @@ def _install(folder: Path, points: list[str]) -> None:
 
     runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign]
     group.ElasticGroup._run = hooked_collective  # type: ignore[method-assign]
+    _hook_launcher(folder)
+    watch_restores(folder)
     for name in dict.fromkeys(point.partition(".")[0] for point in points):
-        _hook_function(hooks, name)
+        surround(
+            FUNCTIONS[name],
+            functools.partial(hooks.at_point, f"{name}.before"),
+            functools.partial(hooks.at_point, f"{name}.after"),
+        )
+    if os.environ.get(STEP_BY_STEP) == "1":
+        _hook_witness(Witness(folder))
 
 
-def _hook_function(hooks: _Hooks, name: str) -> None:
-    module, _, path = FUNCTIONS[name].partition(".")
-    owner: Any = importlib.import_module(f"rackrun.worker.{module}")
-    *outer, last = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    original = getattr(owner, last)
+def _hook_witness(witness: Witness) -> None:
+    from rackrun.worker import units
 
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        hooks.at_point(f"{name}.before")
-        result = original(*args, **kwargs)
-        hooks.at_point(f"{name}.after")
-        return result
+    runner = units.UnitRunner
+    do, finish = runner.run, runner.finish
 
-    setattr(owner, last, hooked)
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+        def seen(step: Any) -> Any:
+            if not at.phase:
+                witness.write(self, at.step, body, step.attempt)
+            return body(step)
+
+        if not at.phase:
+            witness.wait(at.step)
+        return do(self, at, seen)
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        witness.write(self, self._last_step + 1)
+
+    runner.run, runner.finish = hooked_run, hooked_finish  # type: ignore[method-assign]
+
+
+def _hook_launcher(folder: Path) -> None:
+    from rackrun.launch.agents import LocalAgents
+
+    init = LocalAgents.__init__
+
+    def hooked_init(self: LocalAgents, configs: Sequence[AgentConfig]) -> None:
+        init(self, configs)
+        for config in configs:
+            path = folder / "agents" / config.tray
+            path.touch(0o600)  # it holds the job's token
+            path.write_bytes(msgspec.json.encode(config))
+
+    LocalAgents.__init__ = hooked_init  # type: ignore[method-assign]
 
 
 _folder = os.environ.get(FOLDER, "")

@@ -19,9 +19,11 @@ A trigger is as reproducible as what it counts: a point in the code first, then 
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, assert_never, get_args
 
 import msgspec
 import yaml
@@ -58,6 +60,7 @@ __all__ = [
     "Seq",
     "Swizzle",
     "Trigger",
+    "faults_of",
     "parts_of",
     "read_plan",
     "schema",
@@ -189,6 +192,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``survives``: it must end as the run without faults, bit for bit. ``stops``: it must stop, with a reason and a remedy."""
     budget: Budget = Budget()
     name: str = ""
+    watch: tuple[str, ...] = ()
+    """Points that are counted, besides those that it names."""
     format: int = FORMAT
 
 
@@ -207,13 +212,36 @@ def parts_of(part: Part) -> Iterator[Part]:
             assert_never(part)
 
 
+def faults_of(plan: Plan) -> Iterator[Fault]:
+    """Whatever it may strike with."""
+    for part in parts_of(plan.plan):
+        if isinstance(part, Inject | FlipFlop | Swizzle):
+            yield part.fault
+
+
+_INVALID = re.compile(r"Invalid value '(.+)' - at `.*\.(\w+)`")
+
+
+def _remedy_of(error: str) -> str:
+    """What may stand there instead."""
+    found = _INVALID.search(error)
+    tags = {"do": Part, "fault": Fault, "who": Target, "at": Trigger}
+    if found is None or found[2] not in (*tags, "of", "kind"):
+        return "see docs/chaos.md for what a plan may say."
+    kinds = get_args(tags.get(found[2], ()))
+    known = [str(kind.__struct_config__.tag) for kind in kinds] if kinds else list(map(str, Subjects))
+    near = difflib.get_close_matches(found[1], known, 1)
+    return f"did you mean {near[0]}? There are: {', '.join(known)}." if near else f"give one of {', '.join(known)}."
+
+
 # -- reading and writing
 def read_plan(path: Path) -> Plan:
     """YAML or JSON. Raises `PlanError`, with the place of what is wrong."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read: {error}.", remedy="give a plan; see examples/chaos.") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PlanError(f"{path} cannot be read: {why}.", remedy="give a plan; see examples/chaos.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -228,7 +256,7 @@ def plan_from(raw: object, where: str = "the plan") -> Plan:
     try:
         plan = msgspec.convert(raw, Plan)
     except msgspec.ValidationError as error:
-        raise PlanError(f"{where}: {error}.", remedy="see docs/chaos.md for what a plan may say.") from error
+        raise PlanError(f"{where}: {error}.", remedy=_remedy_of(str(error))) from error
     check(plan, where)
     return plan
 
@@ -275,6 +303,8 @@ def check(plan: Plan, where: str = "the plan") -> None:
                 refuse(f"{field} is {value}", "give something above 0")
         if isinstance(part, Inject):
             _check_trigger(part.when, refuse)
+        if isinstance(part, Inject | FlipFlop):
+            _check_budget(part, plan.budget, refuse)
     limits = [(name, getattr(plan.budget, name)) for name in ("slots", "trays")]
     for name, limit in limits:
         if limit is not None and limit < 0:
@@ -291,6 +321,23 @@ def _check_trigger(when: Trigger, refuse: Any) -> None:
             refuse(f"the {nth}th time of a point", "count from 1")
         case _:
             pass
+
+
+def _check_budget(part: Inject | FlipFlop, budget: Budget, refuse: Any) -> None:
+    """What would exceed it waits, and this would for ever."""
+    kind, fault = kind_of(part.target), part.fault
+    if kind in (Subjects.COORDINATOR, Subjects.STORAGE, Subjects.RACK) or not (fault.loses or fault.lasts):
+        return
+    target = part.target
+    count = len(target.names) if isinstance(target, Exactly) else target.count if isinstance(target, Several) else 1
+    limits = [("slots", budget.slots)]
+    limits += [("trays", budget.trays)] if kind in (Subjects.TRAY, Subjects.AGENT) else []
+    for name, limit in limits:
+        if limit is not None and limit >= 0 and count > limit:
+            refuse(
+                f"{name_of(fault)} of {count} {kind}(s) never fits into a budget of {limit} {name}",
+                "raise it, or strike fewer",
+            )
 
 
 def kind_of(target: Target) -> Subjects:

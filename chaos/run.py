@@ -8,180 +8,201 @@
          history.jsonl    what happened, on the clock of the run with faults
          resolved.json    what was struck, by name: a plan that repeats it
          summary.json     `Summary`
+         again/           a second run without faults, where there was a difference to be explained
          repro.sh         does it again
+         report.html, trace.json, report.md      for people (`rackrun.chaos.report`)
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.conductor import Conductor, Order, See, Strike, TakeBack
+from rackrun.chaos.budget import check_budget
+from rackrun.chaos.cmdline import ENTER, arguments, check_command, check_script, preloading
+from rackrun.chaos.conductor import Conductor, Order, Record, See, Strike, TakeBack
+from rackrun.chaos.diagnosis import judge_script
 from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.evidence import Evidence, Trace, Verdict, read_trace
-from rackrun.chaos.faults import CrashAt, Subjects, name_of
+from rackrun.chaos.evidence import Evidence, Trace, read_trace
+from rackrun.chaos.faults import CrashAt, DiskFull, StepClock, Subjects, name_of
+from rackrun.chaos.history import History
+from rackrun.chaos.hosts import Spread
 from rackrun.chaos.injectors import Injected, Missed, Outcome, inject
-from rackrun.chaos.job import Ended, Job, Sight
+from rackrun.chaos.injectors.gpus import driver_for
+from rackrun.chaos.job import Ended, Job, Sight, checkpoints_in
+from rackrun.chaos.layout import layout_of
 from rackrun.chaos.oracles import judge, overall
-from rackrun.chaos.plan import AtPoint, Every, Inject, Plan, parts_of, write_plan
+from rackrun.chaos.placing import check_hosts, hosts_needed, links_needed, trays_of
+from rackrun.chaos.plan import AtPoint, Every, FlipFlop, Inject, Plan, Swizzle, faults_of, kind_of, parts_of, write_plan
 from rackrun.chaos.points import POINTS
+from rackrun.chaos.reference import Reference, Twin, make_folder, read_reference, run_reference
+from rackrun.chaos.report.write import report_on
+from rackrun.chaos.repro import write_repro
 from rackrun.chaos.seeds import stream
+from rackrun.chaos.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.targets import Place
 from rackrun.errors import UsageError
 
-__all__ = ["StrikeTold", "Summary", "run_plan", "run_reference"]
+__all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
 
-FORMAT = 1
-HOOKS = "rackrun.chaos.inside"
 POLL_S = 0.02
-REFERENCE_LIMIT_S = 3600.0
 
 
-class StrikeTold(msgspec.Struct, frozen=True, kw_only=True):
-    fault: str
-    whom: tuple[str, ...]
-    step: int
-    """The newest that was committed."""
-    at_s: float
-    took: bool | None
-    detail: str
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    format: int = FORMAT
-    plan: str
-    seed: int
-    expect: str
-    holds: bool | None
-    """All oracles; None: unknown."""
-    verdicts: tuple[Verdict, ...]
-    strikes: tuple[StrikeTold, ...]
-    recoveries: tuple[str, ...]
-    steps: int
-    seconds: float
-    reference_seconds: float
-    command: tuple[str, ...]
-    out: str
-
-
-class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """``reference.json``"""
-
-    command: tuple[str, ...]
-    seconds: float
-
-
-def run_plan(
+def run_plan(  # noqa: PLR0913 - all but two have a default
     plan: Plan,
     command: Sequence[str],
     *,
     out: Path,
     seed: int | None = None,
-    reference: Path | None = None,
+    reference: Path | Twin | None = None,
     limit_s: float | None = None,
     env: Mapping[str, str] | None = None,
+    step_by_step: bool = False,
+    repeat: Callable[[], Trace] | None = None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Summary:
     """``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run. ``reference``: the folder of
-    such a run without faults, else there is one first. ``limit_s``: how long the run with faults may take; default: a minute, and ten times the
-    reference. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
+    such a run without faults, else there is one first. ``limit_s``: how long a run may take; default, of the one with faults: a minute, and ten times
+    the reference. ``step_by_step``: what ranks hold is written down before every step, so that the first difference is named, and no step begins before
+    that of the plan which belongs behind the one before it has. ``repeat`` gives a second run without faults, where there is a difference to be
+    explained; default: it is done then. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
     if seed is not None:
         plan = msgspec.structs.replace(plan, seed=seed)
-    check_plan(plan)
-    _check_command(command)
-    _make(out)
+    check_run(plan, command)
+    check_script(command)
+    twin = reference if isinstance(reference, Twin) else Twin(reference or out / "reference", command)
+    if reference is not None:
+        read_reference(twin.folder, twin.command, step_by_step=step_by_step)
+    make_folder(out)
     (out / "plan.yaml").write_text(write_plan(plan))
     if reference is None:
         tell("the run without faults")
-        reference = out / "reference"
-        run_reference(command, reference, env=env)
-    known = _read_reference(reference, command)
+        run_reference(command, twin.folder, env=env, step_by_step=step_by_step, limit_s=limit_s)
+    known = read_reference(twin.folder, twin.command, step_by_step=step_by_step)
     limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
     tell(f"the run with faults, seed {plan.seed}")
-    performance = _Performance(plan, command, out, env, tell)
+    performance = Performance(plan, command, out, env, tell, step_by_step=step_by_step)
     ended = performance.play(limit_s)
     conductor = performance.conductor
     evidence = Evidence(
         plan,
-        read_trace(reference / "run", reference / "inside"),
+        read_trace(twin.folder / "run", twin.folder / "inside", whole=False),
         read_trace(performance.folder / "run", performance.folder / "inside"),
         ended,
         limit_s,
         tuple(conductor.records),
         tuple(conductor.nobody),
         _undone(conductor, ended),
-        any(s.kind is Subjects.COORDINATOR for r in conductor.records if r.took for s in r.strike.subjects),
+        any(
+            s.kind is Subjects.COORDINATOR and r.strike.fault.loses
+            for r in conductor.records
+            if r.took
+            for s in r.strike.subjects
+        ),
+        performance.places,
+        performance.began_wall_s,
+        performance.late_s,
     )
-    summary = _summary(evidence, known, command, out)
-    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n")
+    summary = _summary(evidence, known, command, out, twin.folder)
+    if any(
+        verdict.oracle in ("losses", "samples", "weights") and verdict.holds is False for verdict in summary.verdicts
+    ):
+        tell("they differ: the run without faults once more")
+        again = repeat or (
+            lambda: run_reference(twin.command, out / "again", env=env, step_by_step=step_by_step, limit_s=limit_s)
+        )
+        found = judge_script(evidence.reference, evidence.trace, again())
+        summary = msgspec.structs.replace(summary, diagnosis=str(found or ""))
+    write_summary(out, summary)
     (out / "resolved.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(conductor.resolved()), indent=1) + b"\n"
     )
-    _write_repro(out, command)
-    return summary
+    options = ["--step-by-step"] if step_by_step else []
+    write_repro(out / "repro.sh", "resolved.json", command, options=options, env=env or {})
+    return report_on(out, summary, tell)
 
 
-def run_reference(command: Sequence[str], folder: Path, *, env: Mapping[str, str] | None = None) -> Trace:
-    """The run without faults. Raises `UsageError` when it fails, or commits nothing."""
-    _make(folder)
-    with Job(folder, _arguments(command, folder), env=env) as job:
-        ended = job.finish(REFERENCE_LIMIT_S)
-    trace = read_trace(folder / "run", folder / "inside")
-    look = f"look at {folder / 'stderr.txt'}."
-    if ended.exit_code != 0:
-        how = f"ended with exit code {ended.exit_code}" if ended.exit_code is not None else "did not end"
-        raise UsageError(f"the run without faults {how}.", remedy=look)
-    if not trace.steps:
-        raise UsageError(
-            "the run without faults committed no step, so there is nothing to compare.",
-            remedy=f"use @rackrun.elastic and run.steps() in the script; {look}",
-        )
-    told = Reference(command=tuple(command), seconds=ended.seconds)
-    (folder / "reference.json").write_bytes(msgspec.json.encode(told))
-    return trace
-
-
-class _Performance:
+class Performance:
     """The run with faults: what is seen goes to the conductor, what it orders to the injectors, what came of it back."""
 
     def __init__(
-        self, plan: Plan, command: Sequence[str], out: Path, env: Mapping[str, str] | None, tell: Callable[[str], None]
+        self,
+        plan: Plan,
+        command: Sequence[str],
+        out: Path,
+        env: Mapping[str, str] | None,
+        tell: Callable[[str], None],
+        *,
+        step_by_step: bool = False,
     ) -> None:
-        self.conductor = Conductor(plan)
+        self.conductor, self._step_by_step = Conductor(plan), step_by_step
         self.folder = out / "faulted"
-        _make(self.folder)
+        make_folder(self.folder)
         self._plan, self._command, self._env, self._tell = plan, command, env, tell
-        self._history = out / "history.jsonl"
+        self._out = out
+        self._placed: set[str] = set()
         self._under_way: dict[int, Injected] = {}
         """Strikes of which it is not known yet whether they took effect."""
         self._lasting: dict[int, Injected] = {}
         """Those to be taken back."""
+        self._close: Callable[[], None] = lambda: None
+        """After the job: of what was made for it."""
         self._sight: Sight | None = None
+        self.places: dict[int, tuple[str, ...]] = {}
+        self.began_wall_s = 0.0
+        self.late_s = 0.0
+        self.begun_s: dict[int, float] = {}
+        """Strike -> when it was done; finding whom it strikes takes a moment."""
 
     def play(self, limit_s: float) -> Ended:
         with (
-            self._history.open("w", encoding="utf-8") as self._file,
-            Job(self.folder, _arguments(self._command, self.folder), points=_points(self._plan), env=self._env) as job,
+            (self._out / "history.jsonl").open("w", encoding="utf-8") as file,
+            self._start() as job,
         ):
-            self._job = job
-            self._write("started", pid=job.process.pid)
+            self._job, self._history, self.began_wall_s = job, History(file), time.time() - job.now_s
+            self._write("started", 0.0, pid=job.process.pid, monotonic_s=job.started_s, wall_s=self.began_wall_s)
             while not job.over and job.now_s < limit_s:
                 self._look()
                 self._hear()
+                self._let_go_on()
+                asked_s = time.monotonic()
                 time.sleep(POLL_S)
+                self.late_s = max(self.late_s, time.monotonic() - asked_s - POLL_S)
+            self._hear()
+            self._take_all_back()  # helpers of ours: they are not what the job leaves
             ended = job.finish(limit_s - job.now_s)
             self._hear()
             self._let_time_pass()
-            for injected in self._lasting.values():
-                injected.take_back()  # of the dead: helpers of ours
+            self._take_all_back()
+            self._history.give_up(job.now_s)
             self._write("ended", exit_code=ended.exit_code, left=list(ended.left))
+        self._close()
         return ended
+
+    def _start(self) -> Job:
+        rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
+        if rack is not None:
+            self._close = rack.close
+        words, spread = arguments(self._command, self.folder), None
+        if hosts_needed(self._plan):
+            trays, words = trays_of(preloading(words, ENTER))
+            spread = Spread(trays, links_needed(self._plan))
+        faults = list(faults_of(self._plan))
+        return Job(
+            self.folder,
+            words,
+            points=_points(self._plan),
+            env={**(self._env or {}), **env},
+            driver=rack,
+            own_disk=any(isinstance(fault, DiskFull) for fault in faults),
+            own_clocks=any(isinstance(fault, StepClock) for fault in faults),
+            spread=spread,
+            step_by_step=self._step_by_step,
+        )
 
     def _look(self) -> None:
         sight = self._job.sight()
@@ -189,9 +210,28 @@ class _Performance:
             if self._sight is None or sight.step > self._sight.step:
                 self._write("committed", step=sight.step)
             self._sight = sight
+            for place in sight.scene.places:
+                self._place(place)
         if self._sight is not None:  # a coordinator that stands still hides the job, and the plan goes on
             see = See(self._job.now_s, self._sight.step, self._sight.scene, self._job.points())
             self._obey(self.conductor.see(see))
+
+    def _let_go_on(self) -> None:
+        """The step after the one that was seen; a job that nothing more is to happen to, or whose coordinator stands still, does not wait."""
+        if self.conductor.done or any(self._hides(record) for record in self.conductor.records):
+            self._job.let_go_on()
+        elif self._sight is not None:
+            self._job.let_go_on(self._sight.step + 1)
+
+    def _hides(self, record: Record) -> bool:
+        """What is struck cannot be seen."""
+        of_coordinator = any(subject.kind is Subjects.COORDINATOR for subject in record.strike.subjects)
+        return of_coordinator and record.took is not False and record.back_s is None
+
+    def _place(self, place: Place) -> None:
+        if place.slot not in self._placed:
+            self._placed.add(place.slot)
+            self._write("placed", slot=place.slot, tray=place.tray, clique=place.clique, rack=place.rack)
 
     def _hear(self) -> None:
         """Of what was struck."""
@@ -214,15 +254,24 @@ class _Performance:
             match order:
                 case Strike():
                     self._strike(order)
-                case TakeBack(number):
+                case TakeBack(number) if number in self._lasting:
                     self._lasting.pop(number).take_back()
                     self._write("taken back", strike=number)
+                case TakeBack():
+                    pass  # with the job
+
+    def _take_all_back(self) -> None:
+        while self._lasting:
+            self._lasting.popitem()[1].take_back()
 
     def _strike(self, strike: Strike) -> None:
         assert self._sight is not None, "orders follow from what is seen"
         whom = [str(subject) for subject in strike.subjects]
-        self._write("strike", strike=strike.number, fault=msgspec.to_builtins(strike.fault), whom=whom)
+        slots = [(p.slot, p.incarnation) for subject in strike.subjects for p in self._sight.scene.of(subject)]
+        self._write("strike", strike=strike.number, fault=msgspec.to_builtins(strike.fault), whom=whom, slots=slots)
         self._tell(f"after step {self._sight.step}: {name_of(strike.fault)} of {', '.join(whom)}")
+        scene = self._sight.scene
+        self.places[strike.number] = tuple(place.slot for one in strike.subjects for place in scene.of(one))
         draw = stream(self._plan.seed, "strike", strike.number)
         try:
             injected = inject(strike, self._sight.scene, self._job, lambda: draw.getrandbits(32))
@@ -230,86 +279,55 @@ class _Performance:
             self._confirm(strike.number, Outcome(False, str(error)))
         else:
             self._under_way[strike.number] = injected
+            self.begun_s[strike.number] = self._job.now_s
             if strike.fault.lasts:
                 self._lasting[strike.number] = injected
             self._write("begun", strike=strike.number)
             self._hear()
 
     def _confirm(self, number: int, outcome: Outcome) -> None:
-        self._write("confirmed", strike=number, took=outcome.took, detail=outcome.detail)
+        struck_s = None if outcome.struck_s is None else outcome.struck_s - self._job.started_s
+        self._write("confirmed", strike=number, took=outcome.took, detail=outcome.detail, struck_s=struck_s)
         if not outcome.took:
             self._tell(f"it did not take effect: {outcome.detail}")
         self._obey(self.conductor.confirm(number, took=outcome.took, detail=outcome.detail))
 
-    def _write(self, what: str, **more: object) -> None:
-        self._file.write(json.dumps({"at_s": round(self._job.now_s, 4), "what": what, **more}) + "\n")
-        self._file.flush()
+    def _write(self, what: str, at_s: float | None = None, **more: object) -> None:
+        self._history.tell(what, self._job.now_s if at_s is None else at_s, **more)
 
 
 # -- before
-def _check_command(command: Sequence[str]) -> None:
-    options = list(takewhile(lambda word: not word.endswith(".py"), command))
-    if not command:
-        raise UsageError("there is no script to run.", remedy="give rackrun's options and the script after --.")
-    for index, word in enumerate(options):
-        name, _, value = word.partition("=")
-        if name.replace("_", "-") == "--out-dir":
-            raise UsageError("--out-dir is chosen by the harness.", remedy="leave it out; see --out.")
-        if name.replace("_", "-") == "--checkpoint-dir" and "{out}" not in (
-            value or " ".join(options[index + 1 :][:1])
+def check_run(plan: Plan, command: Sequence[str]) -> None:
+    """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
+    check_plan(plan)
+    check_budget(plan, layout_of(command))
+    check_hosts(plan, command)
+    check_command(command)
+    _check_storage(plan, command)
+    driver_for(plan, command, None)
+
+
+def _check_storage(plan: Plan, command: Sequence[str]) -> None:
+    for part in parts_of(plan.plan):
+        if (
+            isinstance(part, Inject | FlipFlop | Swizzle)
+            and kind_of(part.target) is Subjects.STORAGE
+            and checkpoints_in(command) is None
         ):
             raise UsageError(
-                "the run with faults would go on from the checkpoints of the one without.",
-                remedy="say --checkpoint-dir {out}/checkpoints: each run gets a folder of its own.",
+                f"{name_of(part.fault)} strikes checkpoints, and the job writes none.",
+                remedy="say --checkpoint-dir {out}/checkpoints, and how often: --checkpoint-every STEPS.",
             )
-
-
-def _arguments(command: Sequence[str], folder: Path) -> list[str]:
-    """With our hooks in the workers."""
-    words = [word.replace("{out}", str(folder.resolve())) for word in command]
-    for index, word in enumerate(words):
-        if word == "--preload" and index + 1 < len(words):
-            words[index + 1] += f",{HOOKS}"
-            return words
-        if word.startswith("--preload="):
-            words[index] += f",{HOOKS}"
-            return words
-    return ["--preload", HOOKS, *words]
 
 
 def _points(plan: Plan) -> list[str]:
     """That it names."""
-    named = []
+    named = list(plan.watch)
     for part in parts_of(plan.plan):
         if isinstance(part, Inject):
             named += [part.when.point] if isinstance(part.when, AtPoint) else []
             named += [part.fault.point] if isinstance(part.fault, CrashAt) else []
     return [point for point in POINTS if point in named]
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(path.name in ("summary.json", "reference", "faulted", "run") for path in folder.iterdir()):
-            raise UsageError(f"{folder} holds an earlier run.", remedy="name another --out, or remove that one.")
-        (folder / ".probe").touch()
-        (folder / ".probe").unlink()
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error.strerror}.", remedy="choose another --out.") from error
-
-
-def _read_reference(folder: Path, command: Sequence[str]) -> Reference:
-    try:
-        found = msgspec.json.decode((folder / "reference.json").read_bytes(), type=Reference)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(
-            f"{folder} is no run without faults: {error}.", remedy="name the folder reference/ of an earlier run."
-        ) from error
-    if found.command != tuple(command):
-        raise UsageError(
-            f"{folder} is a run of another command: {shlex.join(found.command)}.", remedy="compare like with like."
-        )
-    return found
 
 
 # -- after
@@ -325,9 +343,12 @@ def _endless(plan: Plan) -> bool:
     return any(isinstance(part, Every) and part.times is None for part in parts_of(plan.plan))
 
 
-def _summary(evidence: Evidence, reference: Reference, command: Sequence[str], out: Path) -> Summary:
+def _summary(
+    evidence: Evidence, reference: Reference, command: Sequence[str], out: Path, reference_folder: Path
+) -> Summary:
     verdicts = judge(evidence)
-    result = evidence.trace.result
+    result, ended = evidence.trace.result, evidence.ended
+    began = datetime.now(UTC) - timedelta(seconds=ended.seconds)
     return Summary(
         plan=evidence.plan.name,
         seed=evidence.plan.seed,
@@ -336,30 +357,29 @@ def _summary(evidence: Evidence, reference: Reference, command: Sequence[str], o
         verdicts=tuple(verdicts),
         strikes=tuple(
             StrikeTold(
+                number=record.strike.number,
+                family=record.strike.fault.family,
                 fault=name_of(record.strike.fault),
                 whom=tuple(map(str, record.strike.subjects)),
                 step=record.step,
                 at_s=round(record.at_s, 3),
                 took=record.took,
                 detail=record.detail,
+                back_s=None if record.back_s is None else round(record.back_s, 3),
             )
             for record in evidence.records
         ),
         recoveries=result.recoveries if result is not None else (),
         steps=evidence.trace.steps,
-        seconds=round(evidence.ended.seconds, 3),
+        reference_steps=evidence.reference.steps,
+        seconds=round(ended.seconds, 3),
         reference_seconds=round(reference.seconds, 3),
+        exit_code=ended.exit_code,
+        because=result.because if result is not None else "",
+        remedy=result.remedy if result is not None else "",
+        host=host_facts(),
+        began=f"{began:%Y-%m-%dT%H:%M:%SZ}",
         command=tuple(command),
+        reference=str(reference_folder),
         out=str(out),
     )
-
-
-def _write_repro(out: Path, command: Sequence[str]) -> None:
-    path = out / "repro.sh"
-    path.write_text(
-        "#!/bin/sh\n"
-        "# What was struck, again, by name and step. With plan.yaml instead of resolved.json: drawn again, from the same seed.\n"
-        f"cd {shlex.quote(os.getcwd())} || exit\n"
-        f'rackctl chaos run {shlex.quote(str(out.resolve() / "resolved.json"))} "$@" -- {shlex.join(command)}\n'
-    )
-    path.chmod(0o755)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,32 @@ from typing import assert_never
 
 import msgspec
 
+from rackrun.chaos.clocks import move
+from rackrun.chaos.own_disk import set_size
 from rackrun.chaos.processes import Process, kill_marked, wait_gone
 
-__all__ = ["Continue", "EndJob", "EndProcess", "RemoveFile", "RemoveGroup", "Undo", "UndoLog", "Watcher", "heal_all"]
+__all__ = [
+    "NAMED",
+    "Continue",
+    "EndJob",
+    "EndProcess",
+    "RemoveFile",
+    "RemoveGroup",
+    "RemoveHosts",
+    "RemoveRules",
+    "RemoveTree",
+    "RestoreGpu",
+    "SetClock",
+    "SetSize",
+    "Undo",
+    "UndoLog",
+    "Unmount",
+    "Watcher",
+    "heal_all",
+]
+
+NAMED = Path("/run/netns")
+"""Network namespaces that have names."""
 
 
 class _Undo(msgspec.Struct, frozen=True, tag_field="undo"):
@@ -39,13 +63,46 @@ class EndProcess(_Undo, frozen=True, tag="end_process"):
 
 
 class RemoveGroup(_Undo, frozen=True, tag="remove_group"):
-    """A control group; who is in it goes to the one above."""
+    """A control group; who is in it goes to ``home``, or to the one above."""
 
     path: str
+    home: str = ""
 
 
 class RemoveFile(_Undo, frozen=True, tag="remove_file"):
     path: str
+
+
+class RemoveTree(_Undo, frozen=True, tag="remove_tree"):
+    path: str
+
+
+class Unmount(_Undo, frozen=True, tag="unmount"):
+    """And the folder goes."""
+
+    path: str
+
+
+class RestoreGpu(_Undo, frozen=True, tag="restore_gpu"):
+    """A fake driver says again what it said before."""
+
+    state: str
+    tray: str
+    gpu: int
+    said: dict[str, int | dict[str, int]]
+
+
+class SetSize(_Undo, frozen=True, tag="set_size"):
+    """Of the file system that is mounted at ``path``."""
+
+    path: str
+    bytes: int
+
+
+class SetClock(_Undo, frozen=True, tag="set_clock"):
+    """The wall clocks that answer to these pages are right again."""
+
+    pages: tuple[str, ...]
 
 
 class EndJob(_Undo, frozen=True, tag="end_job"):
@@ -54,7 +111,34 @@ class EndJob(_Undo, frozen=True, tag="end_job"):
     mark: str
 
 
-Undo = Continue | EndProcess | RemoveGroup | RemoveFile | EndJob
+class RemoveRules(_Undo, frozen=True, tag="remove_rules"):
+    """A table of nf_tables, in a network namespace that has a name."""
+
+    space: str
+    family: str
+    table: str
+
+
+class RemoveHosts(_Undo, frozen=True, tag="remove_hosts"):
+    """All network namespaces whose names begin so; links and rules go with them."""
+
+    tag: str
+
+
+Undo = (
+    Continue
+    | EndProcess
+    | RemoveGroup
+    | RemoveFile
+    | RemoveTree
+    | Unmount
+    | RestoreGpu
+    | SetSize
+    | SetClock
+    | EndJob
+    | RemoveRules
+    | RemoveHosts
+)
 _decode = msgspec.json.Decoder(Undo).decode
 _PATIENCE_S = 10.0
 
@@ -121,7 +205,7 @@ class Watcher:
         self._process.communicate()
 
 
-def _take_back(undo: Undo) -> None:
+def _take_back(undo: Undo) -> None:  # noqa: PLR0912 - one for each kind
     match undo:
         case Continue(processes):
             for process in processes:
@@ -131,25 +215,60 @@ def _take_back(undo: Undo) -> None:
             wait_gone([process], _PATIENCE_S)  # what it does last would come after what is taken back next
         case RemoveFile(path):
             Path(path).unlink(missing_ok=True)
+        case SetSize(path, count):
+            with contextlib.suppress(OSError):  # it is gone
+                set_size(Path(path), count)
+        case SetClock(pages):
+            for page in pages:
+                with contextlib.suppress(FileNotFoundError):
+                    move(Path(page), 0.0)
         case EndJob(mark):
             kill_marked(mark)
-        case RemoveGroup(path):
-            _remove_group(Path(path))
+        case RemoveTree(path):
+            shutil.rmtree(path, ignore_errors=True)
+        case Unmount(path):
+            subprocess.run(["umount", "--lazy", path], stderr=subprocess.DEVNULL, check=False)  # noqa: S607 - by whatever mounted it
+            with contextlib.suppress(OSError):
+                Path(path).rmdir()
+        case RestoreGpu():
+            _restore_gpu(undo)
+        case RemoveGroup(path, home):
+            _remove_group(Path(path), Path(home or Path(path).parent))
+        case RemoveRules(space, family, table):
+            if (NAMED / space).exists():
+                _run("ip", "netns", "exec", space, "nft", "delete", "table", family, table)
+        case RemoveHosts(tag):
+            for named in sorted(NAMED.glob(f"{tag}-*")):
+                _run("ip", "netns", "del", named.name)
         case _:
             assert_never(undo)
 
 
-def _remove_group(path: Path) -> None:
+def _restore_gpu(undo: RestoreGpu) -> None:
+    from rackrun.chaos.fake_nvml.fake import FakeRack
+
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(FakeRack.open(Path(undo.state))) as rack:
+        rack.tray(undo.tray).put(undo.gpu, undo.said)
+
+
+def _remove_group(path: Path, home: Path) -> None:
     """The group goes once the kernel has torn down whoever died in it."""
     deadline = time.monotonic() + _PATIENCE_S
     while path.exists() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             for pid in (path / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):
-                    (path.parent / "cgroup.procs").write_text(pid)
+                    (home / "cgroup.procs").write_text(pid)
             path.rmdir()
             return
         time.sleep(0.02)
+
+
+def _run(*words: str) -> None:
+    """What is not there needs not be removed: that it fails means nothing. What is left is looked for at the end."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    with contextlib.suppress(FileNotFoundError):
+        subprocess.run(words, check=False, capture_output=True, env={**os.environ, "PATH": path})
 
 
 def _main() -> int:

@@ -9,52 +9,88 @@ from rackrun.chaos.conductor import Strike
 from rackrun.chaos.faults import (
     CrashAt,
     DelayCollective,
+    DiskFails,
+    DiskFull,
+    Duplicate,
+    ExhaustMemory,
     Fault,
     FlipBit,
+    GpuFails,
     HoldGil,
     Kill,
+    Link,
+    Partition,
     Pause,
+    PoisonBatch,
     Preempt,
     Raise,
+    Return,
     Slow,
+    StepClock,
     Subjects,
+    Xid,
     name_of,
 )
+from rackrun.chaos.injectors.extra import Doubled, Returned
+from rackrun.chaos.injectors.gpus import Reported, driver_refusal
+from rackrun.chaos.injectors.network import network_refusal, strike_network
 from rackrun.chaos.injectors.orders import Ordered
 from rackrun.chaos.injectors.seam import All, Injected, Missed, Outcome, whom
 from rackrun.chaos.injectors.signals import Killed, Paused, Preempted
 from rackrun.chaos.injectors.slow import ByQuota, ByTurns, quota_here
+from rackrun.chaos.injectors.state import state_refusal, strike_state
 from rackrun.chaos.job import Job
-from rackrun.chaos.points import POINTS
+from rackrun.chaos.points import POINTS, points_of
 from rackrun.chaos.targets import Scene
 
 __all__ = ["Injected", "Missed", "Outcome", "inject", "refusal"]
 
 
-def refusal(fault: Fault, kind: Subjects) -> tuple[str, str] | None:
+def refusal(fault: Fault, kind: Subjects) -> tuple[str, str] | None:  # noqa: PLR0911 - one for each reason
     """Why a real job cannot have ``fault`` at a ``kind``, and what to do about it; None: it can."""
     match fault:
-        case Kill() | Pause() | Preempt():
-            return None
-        case Slow(share=share):
-            return None if 0 < share < 1 else (f"a share of {share} is no slowness", "give one between 0 and 1")
+        case Xid() | GpuFails():
+            return driver_refusal()
+        case Partition() | Link():
+            return network_refusal(fault)
+        case Slow(share=share) if not 0 < share < 1:
+            return f"a share of {share} is no slowness", "give one between 0 and 1"
         case CrashAt(point=point) if point not in POINTS:
             return f"there is no point {point!r}", f"give one of {', '.join(POINTS)}"
-        case CrashAt() if kind not in (Subjects.RANK, Subjects.SPARE):
-            return f"points are in workers, not in a {kind}", "name a rank or a spare, or use kill"
+        case CrashAt(point=point) if point not in points_of(kind):
+            return f"a {kind} does not come to {point}", f"give one of {', '.join(points_of(kind))}"
         case HoldGil() if kind is not Subjects.RANK:
             return "the GIL is held in a step, and a spare does none", "name a rank"
-        case FlipBit(of=of) if of not in ("parameters", "gradients"):
-            return f"bits of a {of} cannot be flipped yet", "flip one of parameters or gradients"
-        case Raise() | HoldGil() | DelayCollective() | CrashAt() | FlipBit():
+        case DiskFails() | DiskFull() | ExhaustMemory() | FlipBit() | StepClock():
+            return state_refusal(fault, kind)
+        case Kill() | Pause() | Slow() | Preempt() | Return() | Duplicate():
+            return None
+        case Raise() | HoldGil() | DelayCollective() | CrashAt() | PoisonBatch():
             return None
         case _:
             return f"{name_of(fault)} has no injector for real jobs", "rackctl chaos doctor shows those that have one"
 
 
-def inject(strike: Strike, scene: Scene, job: Job, seed: Callable[[], int]) -> Injected:
+def inject(strike: Strike, scene: Scene, job: Job, seed: Callable[[], int]) -> Injected:  # noqa: PLR0911 - one for each kind
     """Begin it. Raises `Missed` when there is nobody to strike, ``OSError`` when the machine refuses."""
     fault = strike.fault
+    match fault:
+        case Return():
+            return All([Returned(job, one.name) for one in strike.subjects])
+        case Duplicate():
+            return All([Doubled(job, one) for one in strike.subjects])
+        case DiskFails() | DiskFull() | ExhaustMemory() | FlipBit() | StepClock():
+            return strike_state(strike, fault, scene, job, seed)
+        case Xid() | GpuFails():
+            assert job.driver is not None, "a plan with such a fault brings one"
+            slots = [place.slot for one in strike.subjects for place in scene.of(one)]
+            if not slots:
+                raise Missed(f"{', '.join(map(str, strike.subjects))} is nowhere")
+            return Reported(job.driver, slots, fault, job.undo)
+        case Partition() | Link():
+            return strike_network(strike, fault, scene, job, seed)
+        case _:
+            pass
     processes = whom(job, scene, strike.subjects)
     match fault:
         case Kill(signal=name):
@@ -66,7 +102,7 @@ def inject(strike: Strike, scene: Scene, job: Job, seed: Callable[[], int]) -> I
         case Slow(share=share):
             above = quota_here(processes[0].pid)
             return ByTurns(processes, share, job.undo) if above is None else ByQuota(processes, share, job.undo, above)
-        case Raise() | HoldGil() | DelayCollective() | CrashAt() | FlipBit():
+        case Raise() | HoldGil() | DelayCollective() | CrashAt() | PoisonBatch():
             return Ordered(processes, strike.number, fault, seed(), job.inside, job.undo)
         case _:
             raise AssertionError(f"{fault} is refused at the start")

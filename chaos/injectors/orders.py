@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.faults import CrashAt, DelayCollective, FlipBit, HoldGil, Raise
+from rackrun.chaos.faults import CrashAt
 from rackrun.chaos.injectors.seam import CONFIRM_S, Outcome
-from rackrun.chaos.inside import Order, Struck
+from rackrun.chaos.inside import Inside, Order, Struck
 from rackrun.chaos.processes import Process
 from rackrun.chaos.undo import RemoveFile, UndoLog
 
@@ -25,7 +25,7 @@ class Ordered:
         self,
         processes: Sequence[Process],
         number: int,
-        fault: Raise | HoldGil | DelayCollective | CrashAt | FlipBit,
+        fault: Inside,
         seed: int,
         inside: Path,
         undo: UndoLog,
@@ -46,8 +46,8 @@ class Ordered:
     def outcome(self) -> Outcome | None:
         if all(path.exists() for path in self._done):
             self._withdraw()
-            told = [msgspec.json.decode(path.read_bytes(), type=Struck).detail for path in self._done]
-            return Outcome(True, "; ".join(told))
+            told = [msgspec.json.decode(path.read_bytes(), type=Struck) for path in self._done]
+            return Outcome(True, "; ".join(one.detail for one in told), min(one.at_s for one in told))
         gone = [p.pid for p, path in zip(self._processes, self._done, strict=True) if not p.state and not path.exists()]
         waited_s = time.monotonic() - self._began_s
         if gone:

@@ -19,6 +19,8 @@ CONFIRM_S = 60.0
 class Outcome(NamedTuple):
     took: bool
     detail: str
+    struck_s: float | None = None
+    """When it struck, by the host's monotonic clock, where the injector knows: to find whom to strike takes its time too."""
 
 
 class Injected(Protocol):
@@ -42,7 +44,10 @@ class All:
         known = [outcome for outcome in found if outcome is not None]
         if len(known) < len(found):
             return None
-        return Outcome(all(one.took for one in known), "; ".join(one.detail for one in known))
+        struck = [one.struck_s for one in known if one.struck_s is not None]
+        return Outcome(
+            all(one.took for one in known), "; ".join(one.detail for one in known), min(struck, default=None)
+        )
 
     def take_back(self) -> None:
         for part in self._parts:

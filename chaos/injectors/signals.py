@@ -27,7 +27,8 @@ class Killed:
             return Outcome(False, "gone already")
         left = [process.pid for process in self._processes if process.state]
         if not left:
-            return Outcome(True, f"{self._name}: {_numbers(self._processes)} gone after {waited_s:.3f} s")
+            gone = f"{self._name}: {_numbers(self._processes)} gone after {waited_s:.3f} s"
+            return Outcome(True, gone, self._began_s)
         return Outcome(False, f"{self._name}: {left} live on") if waited_s > CONFIRM_S else None
 
     def take_back(self) -> None:
@@ -48,7 +49,7 @@ class Paused:
             return Outcome(False, "gone already")
         # Who is gone by now got the signal for all that, which nobody can refuse, and was killed in the state.
         if all(process.state in ("T", "t", "") for process in self._struck):
-            return Outcome(True, f"stopped: {_numbers(self._struck)}")
+            return Outcome(True, f"stopped: {_numbers(self._struck)}", self._began_s)
         late = time.monotonic() - self._began_s > CONFIRM_S
         return Outcome(False, f"not all of {_numbers(self._struck)} are stopped") if late else None
 
@@ -71,7 +72,7 @@ class Preempted:
             return Outcome(False, "gone already")
         if not self._agent.state:
             how = "killed when the notice was over" if self._killed else "left by itself"
-            return Outcome(True, f"agent {self._agent.pid} {how}, after {waited_s:.3f} s")
+            return Outcome(True, f"agent {self._agent.pid} {how}, after {waited_s:.3f} s", self._began_s)
         if waited_s > self._notice_s and not self._killed:
             self._killed = True
             for process in self._processes:

@@ -6,10 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from rackrun.chaos.injectors.groups import home_of, new_name, room_for
 from rackrun.chaos.injectors.seam import Outcome
 from rackrun.chaos.processes import Process
 from rackrun.chaos.undo import Continue, EndProcess, RemoveGroup, UndoLog
@@ -25,8 +25,8 @@ class ByQuota:
 
     def __init__(self, processes: Sequence[Process], share: float, undo: UndoLog, above: Path) -> None:
         self._processes, self._undo = processes, undo
-        self._path = above / f"rackrun-chaos-{uuid.uuid4().hex[:8]}"
-        self._record = undo.record(RemoveGroup(str(self._path)))
+        self._path = above / new_name()
+        self._record = undo.record(RemoveGroup(str(self._path), str(home_of(processes[0].pid, above))))
         self._path.mkdir()
         quota = str(round(share * PERIOD_US))
         if (self._path / _OLD[0]).exists():
@@ -86,36 +86,4 @@ class ByTurns:
 
 def quota_here(pid: int) -> Path | None:
     """The group in which one for ``pid`` can be made. None: a quota cannot be set here."""
-    for above in _above(pid):
-        path = above / f"rackrun-chaos-{uuid.uuid4().hex[:8]}"
-        try:
-            path.mkdir()
-        except OSError:
-            continue
-        able = all((path / name).exists() for name in _OLD) or (path / _NEW).exists()
-        path.rmdir()
-        if able:
-            return above
-    return None
-
-
-def _above(pid: int) -> list[Path]:
-    """Where it is, in each hierarchy that may have a quota."""
-    own = {}
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-        _, controllers, inside = line.split(":", 2)
-        own[controllers] = inside
-    found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        root, where = before.split()[3:5]
-        kind, _, options = after.split(" ", 2)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            inside = next((path for names, path in own.items() if "cpu" in names.split(",")), "")
-        elif kind == "cgroup2":
-            inside = own.get("", "")
-        else:
-            continue
-        if inside.startswith(root):
-            found.append(Path(where) / os.path.relpath(inside, root))
-    return found
+    return room_for(pid, "cpu", _OLD, (_NEW,))

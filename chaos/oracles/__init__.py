@@ -7,7 +7,20 @@ from collections.abc import Callable
 import msgspec
 
 from rackrun.chaos.evidence import Evidence, Verdict
-from rackrun.chaos.oracles import ending, leftovers, losses, samples, strikes, time, weights
+from rackrun.chaos.oracles import (
+    accounts,
+    committed,
+    ending,
+    leftovers,
+    losses,
+    recovery_times,
+    replayed,
+    restraint,
+    samples,
+    strikes,
+    time,
+    weights,
+)
 
 __all__ = ["ORACLES", "judge", "overall"]
 
@@ -18,6 +31,11 @@ ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
     "ending": ending.judge,
     "time": time.judge,
     "leftovers": leftovers.judge,
+    "committed": committed.judge,
+    "restraint": restraint.judge,
+    "recovery_times": recovery_times.judge,
+    "accounts": accounts.judge,
+    "replayed": replayed.judge,
     "strikes": strikes.judge,
 }
 

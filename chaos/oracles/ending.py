@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence import Evidence, Verdict
+from rackrun.chaos.inside import CRASHED
 
 __all__ = ["judge"]
 
@@ -12,11 +13,15 @@ def judge(evidence: Evidence) -> Verdict:
     if code is None:
         return Verdict(holds=False, because="it did not end")
     said = f"exit code {code}" + (f": {result.because}" if result is not None and result.because else "")
+    if result is not None and "contradicts itself" in result.because:
+        return Verdict(holds=False, because=said)
     if evidence.plan.expect == "survives":
         return Verdict(holds=code == 0, because=said)
     if code == 0:
-        return Verdict(holds=False, because=f"{said}; it was to stop")
-    if code < 0 and evidence.killed_coordinator:
+        missed = bool(evidence.nobody) or any(not record.took for record in evidence.records)
+        said += "; it was to stop" + ", had all been struck that was to be" * missed
+        return Verdict(holds=None if missed else False, because=said)
+    if (code < 0 or code == CRASHED) and evidence.killed_coordinator:
         return Verdict(holds=True, because=f"{said}; the plan killed whoever could have said more")
     if result is None or not result.because or not result.remedy:
         return Verdict(holds=False, because=f"{said}; it does not say why, and what to do")

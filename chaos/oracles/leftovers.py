@@ -1,4 +1,4 @@
-"""No process of the job outlives it; with them go its ports, its memory and its locks."""
+"""Nothing of the job outlives it: no process, and with these no port, lock or anonymous memory; no file, folder or control group either."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.ended.exit_code is None:
         return Verdict(holds=None, because="it was killed, with all that it had started")
     left = evidence.ended.left
-    return Verdict(holds=not left, because="; ".join(left) or "no process")
+    return Verdict(holds=not left, because="; ".join(left) or "nothing")

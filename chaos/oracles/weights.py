@@ -13,12 +13,13 @@ def judge(evidence: Evidence) -> Verdict:
     mine, theirs = evidence.trace.held, evidence.reference.held
     if not theirs:
         return Verdict(holds=None, because="no rank of the run without faults came to its end")
-    if mine.keys() != theirs.keys():
+    same = set(theirs.values())
+    if mine.keys() != theirs.keys() and not (mine and len(same) == 1):  # where all hold the same, any of them tells
         missing = ", ".join(sorted(theirs.keys() - mine.keys(), key=int)) or "none"
         return Verdict(
             holds=None, because=f"{len(mine)} ranks at the end, {len(theirs)} without faults; missing: {missing}"
         )
-    other = sorted((rank for rank in mine if mine[rank] != theirs[rank]), key=int)
+    other = sorted((rank for rank in mine if mine[rank] != theirs.get(rank, min(same))), key=int)
     if other:
         return Verdict(holds=False, because=f"rank {', '.join(other)} held something else")
     return Verdict(holds=True, because=f"{len(mine)} ranks, bit for bit")

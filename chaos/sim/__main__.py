@@ -46,8 +46,7 @@ def _tally(line: _Line) -> Tally:
 
 
 def _fuzz(args: argparse.Namespace) -> int:
-    start, _, stop = args.seeds.partition(":")
-    seeds = range(int(start), int(stop)) if stop else range(int(start))
+    seeds = args.seeds
     known = _read(args.tally)
     total, todo = Tally(), []
     for at in range(seeds.start, seeds.stop, CHUNK):
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rackrun.chaos.sim", description=__doc__)
     commands = parser.add_subparsers(required=True)
     fuzz = commands.add_parser("fuzz", help="play many seeds")
-    fuzz.add_argument("--seeds", default="0:1000", help="FIRST:BEHIND_THE_LAST")
+    fuzz.add_argument("--seeds", type=_seeds, default="0:1000", metavar="A:B", help="from A up to, but without, B")
     fuzz.add_argument("--jobs", type=int, default=1, help="processes")
     fuzz.add_argument("--tally", type=Path, help="keep what is done in this file, and go on from there")
     fuzz.set_defaults(run=_fuzz)
@@ -130,7 +129,17 @@ def main(argv: list[str] | None = None) -> int:
     costs.add_argument("--ranks", type=int, nargs="+", default=[64, 4000])
     costs.set_defaults(run=_measure)
     args = parser.parse_args(argv)
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except (OSError, msgspec.MsgspecError) as error:
+        parser.error(f"{error}. Remedy: choose another --tally.")
+
+
+def _seeds(text: str) -> range:
+    first, colon, end = text.partition(":")
+    if not (first.isdigit() and (end.isdigit() if colon else True)):
+        raise argparse.ArgumentTypeError(f"{text} is no range; give A:B, as 0:500")
+    return range(int(first), int(end)) if colon else range(int(first))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from rackrun.core.events import (
     PolicyAnswered,
     SlowRank,
     SlowRanksChanged,
+    SnapshotMirrored,
     TimerFired,
     TrayJoined,
     TrayLost,
@@ -205,6 +206,8 @@ class Coordinator:
         if isinstance(event, DeviceChecked):
             self.unfit.pop(slot_id(event.tray, event.index), None)
             self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
+        if isinstance(event, SnapshotMirrored):
+            self.sim.memory.heard(event)
         commands = self.core.handle(event)
         self._hash.update(self._encode(event))
         self._hash.update(self._encode(commands))
@@ -265,7 +268,7 @@ class Coordinator:
             case Decided():
                 pass
             case RequestRack() | ReleaseRack():
-                raise AssertionError("simulated jobs have no provider")
+                sim.provider.provide(command)
             case StopJob():
                 must(command.because, "a stop without a reason")
                 self.stopped = command

@@ -19,6 +19,8 @@ class SimCosts:
     """From the order to the report."""
     regroup_s: float = 0.05
     """Once all members have come to the exchange."""
+    handshake_s: float = 20.0
+    """Members that have not come together by then say so."""
     takeover_s: float = 0.4
     """State from a peer or a snapshot."""
     reenter_s: float = 3.0

@@ -39,7 +39,8 @@ class Era:
         """Those that take part, or once did, by rank."""
         self.broken = False
         self._arrived: dict[int, Process] = {}
-        self._met = False
+        self.met = False
+        """All have come, and reach each other."""
         self._gates: dict[int, _Gate] = {}
 
     # -- the exchange
@@ -55,12 +56,19 @@ class Era:
 
     def look(self) -> None:
         """Something may have healed."""
-        if not self._met and len(self._arrived) == self.world and not self.broken and not self._cut(store=True):
-            self._met = True
+        if not self.met and len(self._arrived) == self.world and not self.broken and not self._cut(store=True):
+            self.met = True
             for process in self._arrived.values():
                 process.met()
         for gate in self._gates.values():
             self._try(gate)
+
+    def is_cut_off(self, tray: TrayId) -> bool:
+        """From the exchange."""
+        host = TrayId(self.plan.store.partition(":")[0])
+        if host not in self.sim.agents or not self.sim.agents[host].alive:
+            return True
+        return tray != host and (self.sim.cuts[tray].peers > 0 or self.sim.cuts[host].peers > 0)
 
     def _cut(self, *, store: bool = False) -> bool:
         trays = dict.fromkeys(member.agent.tray for member in self.members.values())

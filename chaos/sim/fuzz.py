@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -13,6 +13,7 @@ import msgspec
 from rackrun.chaos.plan import Heal, Par, Part
 from rackrun.chaos.sim.simulation import Job, Outcome, Simulation
 from rackrun.chaos.sim.swarm import draw_job
+from rackrun.chaos.smaller import fewest
 from rackrun.core.control_plane import ControlPlane
 
 __all__ = ["Tally", "play", "reduce", "sweep"]
@@ -84,31 +85,11 @@ def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 4
 
     resolved = outcome.resolved.plan
     parts: list[Part] = list(resolved.parts) if isinstance(resolved, Par) else []
-    best = fails(parts)
-    if best is None:
+    again = fails(parts)
+    if again is None:
         return None
-    parts, best = _fewest(parts, best, fails, tries)
+    parts, best = fewest(parts, again, fails, tries)
     return _with(job, parts), best
-
-
-def _fewest(
-    parts: list[Part], best: Outcome, fails: Callable[[list[Part]], Outcome | None], tries: int
-) -> tuple[list[Part], Outcome]:
-    """Leave out halves, then quarters, ... then single faults, as long as that fails still."""
-    size = max(len(parts) // 2, 1)
-    while parts and tries > 0:
-        for at in range(0, len(parts), size):
-            rest = parts[:at] + parts[at + size :]
-            tries -= 1
-            if (found := fails(rest)) is not None:
-                parts, best = rest, found
-                size = min(size, max(len(parts), 1))
-                break
-        else:
-            if size == 1:
-                break
-            size //= 2
-    return parts, best
 
 
 def _with(job: Job, parts: list[Part]) -> Job:

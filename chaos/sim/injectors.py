@@ -61,6 +61,8 @@ def _why_not(fault: Fault, kind: Subjects) -> str:
             return f"the model has no point {point!r}, but: {', '.join(POINTS)}"
         case FlipBit(of=of) if of != "snapshot":
             return f"it has no bits of {of}"
+        case Link(replies_lost=True):
+            return "its links have no bytes to lose"
         case PoisonBatch(how=how) if how != "raises":
             return "it has no losses"
         case (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rackrun.chaos.sim.truth import History, Violation, must
 from rackrun.core.commands import Plan, Reshard, Restore
+from rackrun.core.events import SnapshotMirrored
 from rackrun.core.ids import SlotId, Step, TrayId, snapshot_id
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Memory:
         self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, History]]] = {}
         """(tray, generation, keeper, snapshot) -> by rank whose stripes are in it: of which file, of which state."""
         self.rotten: set[tuple[TrayId, Owner, int]] = set()
+        self._told: dict[tuple[TrayId, Owner], tuple[Step, ...]] = {}
+        """What the coordinator has last heard of copies. The holder may have newer ones, which push out older, and whose news is lost."""
 
     def seal(self, tray: TrayId, owner: Owner, name: int, history: History) -> None:
         self.kept.setdefault((tray, owner), {})[name] = history
@@ -60,6 +63,9 @@ class Memory:
 
     def forget_owner(self, tray: TrayId, owner: Owner) -> None:
         self.kept.pop((tray, owner), None)
+
+    def heard(self, event: SnapshotMirrored) -> None:
+        self._told[event.holder, (event.slot, int(event.incarnation))] = event.steps
 
     # -- restoring
     def for_member(self, process: Process, plan: Plan) -> History | None:
@@ -121,6 +127,8 @@ class Memory:
             return None
         if (tray, owner) not in self.kept and self._sim.agents[tray].began_ns > self._sim.planned_ns:
             return None  # it came back empty since
+        if name not in self.of(tray, owner) and name in self._told.get((tray, owner), ()):
+            raise Damaged(name, where)
         must(name in self.of(tray, owner), f"a snapshot that nobody keeps: {name} at {where}")
         if (tray, owner, name) in self.rotten:
             raise Damaged(name, where)

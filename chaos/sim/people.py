@@ -1,10 +1,18 @@
-"""People who drain, return and swap, at any moment and also for what there is not."""
+"""People who drain, return, swap, shrink, grow and change the policy, at any moment and also for what there is not."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rackrun.core.events import DrainRequested, Event, ReturnRequested, SwapRequested
+from rackrun.core.events import (
+    DrainRequested,
+    Event,
+    GrowRequested,
+    PolicyRequested,
+    ReturnRequested,
+    ShrinkRequested,
+    SwapRequested,
+)
 from rackrun.core.ids import Rank, TrayId, slot_id, tray_of
 
 if TYPE_CHECKING:
@@ -12,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["People"]
 
-ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap")
+ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap", "shrink", "grow", "policy")
 
 
 class People:
@@ -42,6 +50,18 @@ class People:
                 return ReturnRequested(
                     request=f"return {number}", target=draw.choice([target, tray_of(slot) or target])
                 )
+            case "shrink":
+                size = sim.coordinator.core.view().world_size
+                rank, size_then = Rank(draw.randrange(size + 1)), draw.randrange(size + 1)
+                ranks = (rank,) if draw.random() < 0.5 else ()
+                return ShrinkRequested(
+                    request=f"shrink {number}", ranks=ranks, to=0 if ranks else size_then, steps=steps
+                )
+            case "grow":
+                return GrowRequested(request=f"grow {number}", to=draw.choice([0, 0, 1, 3]))
+            case "policy":
+                policy = draw.choice(["swap,shrink,wait", "swap,acquire,restart", "no-swap", "nonsense", None])
+                return PolicyRequested(request=f"policy {number}", policy=policy)
             case _:
                 view = sim.coordinator.core.view()
                 spares = [spare.slot for spare in view.spares]

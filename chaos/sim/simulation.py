@@ -26,6 +26,7 @@ from rackrun.chaos.sim.marks import Buggify, Marks
 from rackrun.chaos.sim.memory import Memory, Owner
 from rackrun.chaos.sim.network import Cuts
 from rackrun.chaos.sim.people import People
+from rackrun.chaos.sim.provider import Provider
 from rackrun.chaos.sim.truth import Truth, Violation, must
 from rackrun.chaos.sim.workers import Process
 from rackrun.chaos.targets import Place, Scene
@@ -104,6 +105,7 @@ class Simulation:
         self.planned_ns = 0
         self.coordinator_asleep = False
         self.coordinator = Coordinator(self, job.config, core)
+        self.provider = Provider(self)
         self.injectors = Injectors(self, job.plan)
         self.conductor: Conductor | None = Conductor(job.plan)
         self._carried_out = self.conductor
@@ -155,7 +157,7 @@ class Simulation:
         draw = self.draw["healing"]
         self.injectors.end(lambda: draw.random() < 0.75 or self.job.must_survive)
         for tray, agent in self.agents.items():
-            if not agent.alive and draw.random() < 0.6:
+            if not agent.alive and tray in self._trays() and draw.random() < 0.6:
                 self.engine.after(60 * draw.random(), self.switch_on, tray)
         self._live_until_s = self.engine.now_s + LIVE_S_MAX
 
@@ -191,14 +193,23 @@ class Simulation:
         self.processes[process.owner] = process
         self.stir()
 
+    def _trays(self) -> list[TrayId]:
+        return [*(TrayId(f"tray-{number}") for number in range(self.job.trays)), *self.provider.trays()]
+
     def all_slots(self) -> list[SlotId]:
-        return [slot_id(TrayId(f"tray-{t}"), index) for t in range(self.job.trays) for index in range(self.job.slots)]
+        return [slot_id(tray, index) for tray in self._trays() for index in range(self.job.slots)]
+
+    @staticmethod
+    def _clique(tray: TrayId) -> str:
+        """Two trays make one; a rack that is brought has its own."""
+        rack, _, number = tray.rpartition("-")
+        return f"clique-{int(number) // 2}" if rack == "tray" else f"clique of {rack}"
 
     def describe(self, tray: TrayId, slots: int) -> bytes:
         """Its topology, as its agent tells of it."""
         if not self.job.racks:
             return b""
-        clique = f"clique-{int(tray.rpartition('-')[2]) // 2}"
+        clique = self._clique(tray)
         gpus = tuple(FoundGpu(index=index, uuid=f"GPU-{tray}-{index}") for index in range(slots))
         found = FoundTray(host=tray, rack=f"rack of {clique}", gpus=gpus, clique=CliqueId(clique, 1))
         return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
@@ -301,11 +312,10 @@ class Simulation:
             process = agent.in_slot(slot) if agent is not None and agent.alive else None
             if process is None:
                 continue
-            number = int(tray_of(slot).rpartition("-")[2])
             rank = ranks.get(process.owner)
             if rank is None and process.rank is not None:
                 continue  # of a world that is no more
-            place = Place(slot, tray_of(slot), f"clique-{number // 2}", "rack", rank, process.incarnation)
+            place = Place(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
             places.append(place)
         mirrors = newest.mirrors if newest else {}
         return Scene(tuple(places), {str(tray): holder.partition("/")[2] for tray, holder in mirrors.items()})

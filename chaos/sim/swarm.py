@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from rackrun.chaos.faults import (
     CrashAt,
@@ -105,6 +107,10 @@ def _faults(draw: random.Random) -> Part:
             parts.append(Every(mean_s=draw.choice([3.0, 10.0, 30.0]), part=strike, times=draw.randint(1, 5)))
     if draw.random() < 0.1:  # among those that start together
         parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=AtStep(step=draw.randint(0, 12))))
+    if draw.random() < 0.1:  # a tray that its peers do not reach, while all are to come together anew
+        when = AtStep(step=draw.randint(0, 12))
+        parts.append(Inject(fault=Partition(shape="from_peers", for_s=60.0), target=One(TRAY), when=when))
+        parts.append(Inject(fault=Kill(), target=One(RANK), when=when))
     faults: Part = Par(parts=tuple(parts))
     if draw.random() < 0.85:  # the others strike while all start
         faults = Seq(parts=(Quiet(steps=draw.randint(1, 6)), faults))
@@ -143,6 +149,7 @@ def draw_job(seed: int) -> Job:
     tied = racks and slots > 1 and pairs > 0 and draw.random() < 0.4
     shards = draw.choice(["replicas", "replicas", "pairs", "unique"])
     copies = draw.choice(_COPIES)
+    rented = _provider(stream(seed, "swarm", "provider"))
     config = JobConfig(
         trays_min=trays,
         trays_max=trays,
@@ -161,6 +168,8 @@ def draw_job(seed: int) -> Job:
         policy_function="policy:choose" if draw.random() < 0.1 else "",
         repair_patience_ms=draw.choice([0, 0, 20_000]),
     )
+    if rented:
+        config = msgspec.structs.replace(config, **rented, spares=min(config.spares, 1))
     return Job(
         seed=seed,
         config=config,
@@ -177,6 +186,18 @@ def draw_job(seed: int) -> Job:
         racks=racks,
         drift=draw.choice([0.0, 0.001, 0.2]),
     )
+
+
+def _provider(draw: random.Random) -> dict[str, Any]:
+    if draw.random() < 0.5:
+        return {}
+    return {
+        "provider": "somewhere",
+        "provider_expected_s": draw.choice([None, 0.1, 30.0, 1e5]),
+        "acquire_timeout_ms": draw.choice([10_000, 120_000, 3_600_000]),
+        "rack_join_ms": draw.choice([1_000, 120_000]),
+        "rules": parse_rules(draw.choice(["", "swap,acquire,restart", "acquire-train,shrink", "acquire-wait,shrink"])),
+    }
 
 
 def _a_job_that_survives(seed: int, draw: random.Random) -> Job:

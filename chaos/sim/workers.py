@@ -1,4 +1,4 @@
-"""One worker: it starts, computes units and enters their gates, seals snapshots, parks, restores, and is watched by its agent."""
+"""One worker: it starts, computes units and enters their gates, parks and restores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rackrun.chaos.sim.memory import Damaged, named
+from rackrun.chaos.sim.sealing import Sealing
 from rackrun.chaos.sim.truth import History, must
+from rackrun.chaos.sim.watch import Watch
 from rackrun.core.commands import (
     BreakGeneration,
     DealShards,
@@ -23,8 +25,6 @@ from rackrun.core.events import (
     Event,
     Failure,
     SnapshotDamaged,
-    SnapshotMirrored,
-    SnapshotStriped,
     WorkerElastic,
     WorkerExited,
     WorkerFinished,
@@ -33,9 +33,9 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerResumed,
     WorkerSevered,
-    WorkerStalled,
+    WorkerUnbuilt,
 )
-from rackrun.core.ids import Generation, Position, Step, TrayId, snapshot_id
+from rackrun.core.ids import Generation, Position, Step, snapshot_id
 
 if TYPE_CHECKING:
     from rackrun.chaos.sim.agents import Agent
@@ -58,7 +58,6 @@ POINTS = (
 )
 """Where `rackrun.chaos.faults.CrashAt` can strike in the model."""
 POLL_S = 0.1
-PATIENCE_MAX = 8
 
 
 class Process:
@@ -87,12 +86,11 @@ class Process:
         self._told_to_pause = self._told_to_drain = -1
         self._floor = -1
         """The last unit that any plan told it is committed."""
-        self._turn = self._seals = 0
-        self._sealing = -1
+        self._turn = 0
         """What was to come in an older turn does not."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
-        self._patience, self._came_in = 1, -1
+        self.sealing, self._watch = Sealing(self), Watch(self)
 
     def __repr__(self) -> str:
         return f"{self.slot}:{self.incarnation} (rank {self.rank}, {self.state}, {self.history})"
@@ -166,10 +164,13 @@ class Process:
             late_s = 60 * draw.random()
             self.sim.marks.sometimes("a slow start was waited for")
         self.later(costs.of(costs.start_s, draw) + late_s, self._ready)
-        self.agent.later(costs.stall_s, self._watch)
+        self._watch.begin()
 
     def _ready(self) -> None:
         if self.sim.crashes("worker: ready", self):
+            return
+        if self.agent.tray in self.sim.provider.broken:
+            self.end(signal=6)
             return
         job = self.sim.job
         self.say(WorkerElastic)
@@ -247,7 +248,7 @@ class Process:
             return
         self.sim.passed(self)
         if self.passed % self.sim.job.snapshot_every == self.sim.job.snapshot_every - 1:
-            self._seal_soon()
+            self.sealing.soon()
         if gate.draining:
             self._finish()
         elif gate.pausing:
@@ -280,89 +281,9 @@ class Process:
         if self.sim.crashes("worker: pausing", self):
             return
         if self.sim.some_are_alone(self.sim.eras[self.generation].world):
-            self.seal()
+            self.sealing.now()
         self.between_units = True
         self.say(WorkerPaused, generation=Generation(self.generation))
-
-    # -- snapshots
-    def _seal_soon(self) -> None:
-        """One at a time. There is room for two, so what is older than the newest is overwritten from now on."""
-        if self._sealing == self._seals:
-            return
-        self._seals += 1
-        self._sealing = self._seals
-        arena = self.sim.memory.of(self.agent.tray, self.owner)
-        for name in sorted(arena)[:-1]:
-            del arena[name]
-        costs, draw = self.sim.costs, self.sim.draw["snapshots"]
-        late_s = 5 * draw.random() if self.sim.buggify("worker: a slow seal") else 0.0
-        what = (self._seals, self.history, self.layout, self.generation)
-        self.sim.engine.after(costs.of(costs.seal_s, draw) + late_s, self.do, self._sealed, *what)
-
-    def _sealed(self, seals: int, history: History, layout: int, generation: int) -> None:
-        if seals == self._seals and not self.sim.crashes("worker: sealing", self):
-            self._keep(history, layout, generation)
-
-    def seal(self, *, besides: int = -1) -> None:
-        """Now, of what it is."""
-        self._seals += 1
-        self._keep(self.state_now, self.layout, self.generation, besides)
-
-    def _keep(self, history: History, layout: int, generation: int, besides: int = -1) -> None:
-        """There is room for two: this one, and ``besides`` or the newest other."""
-        name = int(snapshot_id(Generation(layout), Step(history.unit)))
-        tray, memory = self.agent.tray, self.sim.memory
-        memory.seal(tray, self.owner, name, history)
-        self.damaged.discard(name)
-        arena = memory.of(tray, self.owner)
-        others = sorted(one for one in arena if one != name)
-        kept = besides if besides in arena else (others[-1] if others else name)
-        for one in others:
-            if one != kept:
-                del arena[one]
-        self._seals += 1
-        costs = self.sim.costs
-        seconds = costs.of(costs.copy_s, self.sim.draw["snapshots"])
-        self.agent.later(seconds, self._copy, name, history, generation, tuple(arena), memory.files[self.owner, name])
-
-    def _copy(self, name: int, history: History, generation: int, besides: tuple[int, ...], file: int) -> None:
-        """Its agent gives other trays what was sealed: also of a worker that is gone by now."""
-        plan, memory = self.agent.plan, self.sim.memory
-        if plan is None or plan.generation != generation or name not in memory.of(self.agent.tray, self.owner):
-            return
-        if (
-            not self.alive
-            or self.sim.cuts[self.agent.tray].peers
-            or (self.agent.tray, self.owner, name) in memory.rotten
-        ):
-            return
-        if (holder := plan.mirrors.get(self.agent.tray)) is not None:
-            self._mirror(TrayId(holder.partition("/")[2]), name, history, generation, besides)
-        elif self.rank is not None:
-            self._stripe(plan, name, history, file)
-
-    def _mirror(self, holder: TrayId, name: int, history: History, generation: int, besides: tuple[int, ...]) -> None:
-        agent, memory = self.sim.agents.get(holder), self.sim.memory
-        if agent is None or not agent.alive or agent.paused or self.sim.cuts[holder].peers:
-            return
-        before = memory.of(holder, self.owner)
-        kept = {one: state for one, state in before.items() if one in besides} | {name: history}
-        memory.kept[holder, self.owner] = kept
-        where = f"{holder}:2/{self.slot}/{self.incarnation}"
-        steps = tuple(Step(one) for one in sorted(kept))
-        self.say(SnapshotMirrored, generation=Generation(generation), holder=holder, where=where, steps=steps)
-
-    def _stripe(self, plan: Plan, name: int, history: History, file: int) -> None:
-        sets = [of for of in plan.sets if self.rank in [keeper.rank for keeper in of]]
-        others = [keeper for of in sets for keeper in of if keeper.rank != self.rank]
-        agents = [self.sim.agents.get(keeper.tray) for keeper in others]
-        away = (agent is None or not agent.alive or agent.paused or self.sim.cuts[agent.tray].peers for agent in agents)
-        if not others or any(away):
-            return
-        for keeper in others:
-            key = (keeper.tray, int(plan.generation), int(keeper.rank), name)
-            self.sim.memory.rows.setdefault(key, {})[self.its_rank] = (file, history)
-        self.say(SnapshotStriped, generation=plan.generation, step=Step(name))
 
     # -- recovery
     def feels_broken(self) -> None:
@@ -439,9 +360,20 @@ class Process:
         self.finished = self.finished and self.stateful and plan.rollback is None
         self.torn = self.stateful and (self.torn or plan.rollback is not None)
         if me.fresh or plan.reshard is not None or plan.rollback is not None:
-            self._seals += 1
+            self.sealing.break_off()
         if not self.sim.crashes("worker: planned", self):
             self.sim.eras[self.generation].arrive(self, self.its_rank)
+            if plan.generation > 1 and plan.reshard is None:  # else they are patient
+                costs = self.sim.costs
+                self.later(costs.of(costs.handshake_s, self.sim.draw["recoveries"]), self._unbuilt, self.generation)
+
+    def _unbuilt(self, generation: int) -> None:
+        """Not all have come together in time."""
+        era = self.sim.eras[generation]
+        if self.state == "resuming" and self.generation == generation and not era.met:
+            cut_off = era.is_cut_off(self.agent.tray)
+            self.sim.marks.sometimes("groups could not be built")
+            self.say(WorkerUnbuilt, generation=Generation(generation), cut_off=cut_off, because="somebody did not come")
 
     def _hand_over(self, plan: Plan, of: Reshard) -> None:
         """Who has its old state still, and is asked for it, seals it, and leaves main."""
@@ -453,7 +385,7 @@ class Process:
         must(self.passed <= at <= has, f"a plan that {self} cannot follow")
         if self.passed < at:
             self.history, self.entered_in = self.state_after(), None
-        self.seal()
+        self.sealing.now()
 
     def met(self) -> None:
         """All have come, and groups are built."""
@@ -502,41 +434,13 @@ class Process:
         self.history, self.layout = found, int(plan.layout)
         self.entered_in, self.torn, self.state = None, False, "running"
         if plan.reshard is not None:
-            self.seal(besides=int(snapshot_id(plan.reshard.layout, Step(plan.committed.step))))
+            self.sealing.now(besides=int(snapshot_id(plan.reshard.layout, Step(plan.committed.step))))
         elif plan.rollback is not None:
             arena = self.sim.memory.of(self.agent.tray, self.owner)
             for step in [step for step in arena if step > named(plan, int(plan.rollback))]:
                 del arena[step]
-        self._came_in = self.passed
-        if not any(member.fresh for member in plan.members):
-            self._patience = min(2 * self._patience, PATIENCE_MAX)  # what looked like a hang was slowness
+        self._watch.resumed(nobody_was_lost=not any(member.fresh for member in plan.members))
         self.sim.truth.state(self.generation, self.history)
         self.say(WorkerResumed, generation=plan.generation)
         if not self.finished:
             self._compute()
-
-    # -- its agent's watch
-    def _watch(self) -> None:
-        """Again and again: is there progress? It does not look while the agent itself is held up."""
-        if not self.alive:
-            return
-        costs, now_ns = self.sim.costs, self.sim.engine.now_ns
-        self.agent.later(costs.stall_s / 2, self._watch)
-        if self.paused and now_ns - self.silent_ns > costs.silence_s * 1e9:
-            self._stalled(now_ns - self.silent_ns, silent=True)
-        elif self.state != "running" or self.finished or self.between_units or self.paused:
-            return
-        elif self.passed < 0:
-            if self.entered_in is not None and now_ns - self.progress_ns > costs.connect_s * 1e9:
-                self.end(code=1, bug="torch", kind="torch.distributed.DistNetworkError")
-        else:
-            floor_s = costs.stall_s if self.passed - self._came_in >= 2 else max(costs.unsure_s, costs.stall_s)
-            deadline_s = self._patience * floor_s + costs.step_s * self.slow
-            if now_ns - self.progress_ns > deadline_s * 1e9:
-                for_ns, self.progress_ns = now_ns - self.progress_ns, now_ns
-                self._stalled(for_ns, silent=False)
-
-    def _stalled(self, for_ns: int, *, silent: bool) -> None:
-        collective = 2 * self.passed + (self.entered_in is not None)
-        for_ms = for_ns // 1_000_000
-        self.say(WorkerStalled, step=Step(self.passed + 1), collective=collective, silent=silent, for_ms=for_ms)

@@ -7,20 +7,36 @@ import struct
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rackrun.chaos.conductor import Record, Strike
 from rackrun.chaos.evidence import Evidence, Trace
-from rackrun.chaos.faults import Kill, Subjects
+from rackrun.chaos.faults import Kill, Pause, Slow, Subjects
 from rackrun.chaos.job import Ended
 from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.plan import Inject, Plan
+from rackrun.chaos.replay import Replayed
 from rackrun.chaos.targets import One, Subject
+from rackrun.coordinator.recoveries import LostRank, Recovery
+from rackrun.coordinator.report import Goodput
+from rackrun.core.commands import Plan as WorldPlan
+from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 from rackrun.launch.place import Result
 
 PLAN = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
 STOPS = Plan(plan=PLAN.plan, expect="stops")
 STRIKE = Strike(0, Kill(), (Subject(Subjects.RANK, "1"),))
+GOODPUT = Goodput(
+    wall_s=4.0,
+    productive_s=2.0,
+    startup_s=1.0,
+    recovery_s=0.5,
+    redone_s=0.25,
+    other_s=0.25,
+    ettr=0.5,
+    ettr_since_first_step=0.67,
+)
 
 
 def result(code: int, because: str = "", remedy: str = "") -> Result:
@@ -30,12 +46,29 @@ def result(code: int, because: str = "", remedy: str = "") -> Result:
 def trace(**changes: Any) -> Trace:
     gates = {(step, 0): struct.pack("<3d", 1.0 / (step + 3), 4.0, 77.0 + step) for step in range(2)}
     samples = {step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)}
-    return replace(Trace(gates, samples, held={"0": "a", "1": "b"}, result=result(0)), **changes)
+    fine = Trace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
+    fine.began_wall_s, fine.goodput, fine.replayed = 1000.5, GOODPUT, Replayed(events=9, commands=7)
+    return replace(fine, **changes)
+
+
+def world(generation: int, committed: int, rollback: int | None = None) -> WorldPlan:
+    at = Position(committed) if committed >= 0 else BEGIN
+    back = None if rollback is None else Step(rollback)
+    return WorldPlan(generation=Generation(generation), world_size=2, members=(), store="", committed=at, rollback=back)
+
+
+def recovery(slot: str = "tray-00/1", **changes: Any) -> Recovery:
+    """Of a rank that was killed 4 s after the start, which is 3.5 s after the coordinator's."""
+    lost = LostRank(rank=Rank(1), slot=SlotId(slot), how="SIGKILL")
+    times = {"fault_ms": 3510.0, "break_ms": 3511.0, "plan_ms": 3520.0, "resumed_ms": 3600.0, "committed_ms": 3700.0}
+    told: dict[str, Any] = {"generation": 2, "kind": "swap", "because": "", "rungs": ("swap",), "lost": (lost,)}
+    return Recovery(**{**told, **times, **changes})
 
 
 def evidence(plan: Plan = PLAN, **changes: Any) -> Evidence:
-    fine = Evidence(plan, trace(), trace(), Ended(0, 5.0, ()), 60.0, (Record(STRIKE, 3, 0.0, 4.0, took=True),), (), "")
-    return replace(fine, **changes)
+    records = (Record(STRIKE, 3, 0.0, 4.0, took=True),)
+    fine = Evidence(plan, trace(), trace(), Ended(0, 5.0, ()), 60.0, records, (), "", began_wall_s=1000.0)
+    return replace(fine, places={0: ("tray-00/1",)}, **changes)
 
 
 def said(of: Evidence) -> dict[str, bool | None]:
@@ -88,10 +121,23 @@ def test_other_weights_are_seen_and_missing_ones_are_unknown() -> None:
     assert said(evidence(trace=trace(held={"0": "a"}))) == {"weights": None}
 
 
+def test_where_all_hold_the_same_a_smaller_world_can_be_told_from_any_other() -> None:
+    both = trace(held={"0": "a", "1": "a"})
+    assert not said(evidence(reference=both, trace=trace(held={"0": "a"})))
+    assert not said(evidence(reference=both, trace=trace(held={"0": "a", "1": "a", "2": "a"})))
+    assert said(evidence(reference=both, trace=trace(held={"0": "b"}))) == {"weights": False}
+    assert said(evidence(reference=both, trace=trace(held={}))) == {"weights": None}
+
+
 def test_another_ending_is_seen() -> None:
     failed = trace(result=result(3, "no copy is left", "add spares"))
     assert said(evidence(trace=failed, ended=Ended(3, 5.0, ()))) == {"ending": False}
     assert said(evidence(STOPS)) == {"ending": False}
+
+
+def test_a_job_that_was_not_struck_need_not_stop() -> None:
+    missed = (Record(STRIKE, 3, 0.0, 4.0, took=False, detail="gone already"),)
+    assert said(evidence(STOPS, records=missed)) == {"ending": None, "strikes": None}
 
 
 def test_who_stops_says_why_and_what_to_do() -> None:
@@ -127,6 +173,92 @@ def test_a_strike_that_was_not_done_makes_the_run_unknown(changes: dict[str, Any
     found = evidence(**changes)
     assert said(found) == {"strikes": None}
     assert overall(judge(found)) is None
+
+
+# -- what is committed
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [world(1, -1), world(3, 5), world(4, 4)],
+        [world(1, -1), world(3, 5), world(3, 6)],
+        [world(1, -1), world(3, 5, rollback=6)],
+    ],
+)
+def test_a_plan_that_takes_back_what_was_committed_is_seen(plans: list[WorldPlan]) -> None:
+    assert said(evidence(trace=trace(plans=plans))) == {"committed": False}
+
+
+def test_who_goes_back_says_so() -> None:
+    plans = [world(1, -1), world(3, 5), world(4, 5, rollback=3), world(5, 3), world(6, -1), world(7, 0)]
+    assert not said(evidence(trace=trace(plans=plans)))
+
+
+def test_a_step_that_was_passed_over_is_seen() -> None:
+    gates = {(step, 0): struct.pack("<3d", 1.0, 4.0, 7.0) for step in (0, 1, 3)}
+    both = trace(gates=gates)
+    assert said(evidence(trace=both, reference=both)) == {"committed": False}
+
+
+# -- how soon
+@pytest.mark.parametrize(
+    "late",
+    [
+        {"fault_ms": 14_600.0, "break_ms": 14_600.0, "plan_ms": 14_700.0, "committed_ms": 14_800.0},
+        {"plan_ms": 24_000.0, "committed_ms": 24_100.0},
+        {"committed_ms": 64_000.0},
+    ],
+)
+def test_a_recovery_that_waits_for_a_timeout_is_seen_unless_the_machine_stood_still(late: dict[str, float]) -> None:
+    slow = evidence(trace=trace(recoveries=[recovery(**late)]))
+    assert said(slow) == {"recovery_times": False}
+    assert said(replace(slow, late_s=1.0)) == {"recovery_times": None}
+    waited = recovery(**late, rungs=("wait", "swap"), overtaken=True)
+    assert said(evidence(trace=trace(recoveries=[waited]))).get("recovery_times") is (
+        False if "fault_ms" in late else None
+    )
+
+
+def test_time_that_is_counted_twice_is_seen() -> None:
+    twice = msgspec.structs.replace(GOODPUT, recovery_s=1.0)
+    assert said(evidence(trace=trace(goodput=twice))) == {"accounts": False}
+    longer = msgspec.structs.replace(GOODPUT, wall_s=6.0, other_s=2.25)
+    assert said(evidence(trace=trace(goodput=longer))) == {"accounts": False}
+    assert said(evidence(trace=trace(goodput=None))) == {"accounts": None}
+
+
+# -- who was given up
+def test_a_rank_that_nothing_struck_is_not_given_up() -> None:
+    assert not said(evidence(trace=trace(recoveries=[recovery()])))
+    other = evidence(trace=trace(recoveries=[recovery("tray-00/0")]))
+    assert said(other) == {"restraint": False}
+    assert said(replace(other, late_s=1.0)) == {"restraint": None}
+
+
+@pytest.mark.parametrize(("lasted_s", "holds"), [(0.5, False), (3.0, True)])
+def test_a_pause_shorter_than_a_lease_is_no_reason_to_give_anybody_up(lasted_s: float, holds: bool) -> None:
+    strike = Strike(0, Pause(for_s=lasted_s), (Subject(Subjects.RANK, "1"),))
+    paused = (Record(strike, 3, 0.0, 4.0, took=True, back_s=4.0 + lasted_s),)
+    found = evidence(trace=trace(recoveries=[recovery()]), records=paused)
+    assert said(found) == ({} if holds else {"restraint": False})
+
+
+def test_slowness_is_no_reason_to_give_anybody_up() -> None:
+    slow = Strike(0, Slow(), (Subject(Subjects.RANK, "1"),))
+    found = evidence(trace=trace(recoveries=[recovery()]), records=(Record(slow, 3, 0.0, 4.0, took=True),))
+    assert said(found) == {"restraint": False}
+
+
+# -- what was decided
+def test_another_command_than_the_core_gives_is_seen() -> None:
+    assert said(evidence(trace=trace(replayed=Replayed(difference="after WorkerExited: nothing")))) == {
+        "replayed": False
+    }
+    assert said(evidence(trace=trace(replayed=Replayed(unknown="7 rows are lost")))) == {"replayed": None}
+
+
+def test_a_core_that_contradicts_itself_stops_for_no_honest_reason() -> None:
+    broken = trace(result=result(3, "rackrun contradicts itself on WorkerExited", "please report this"))
+    assert said(evidence(STOPS, trace=broken, ended=Ended(3, 5.0, ()))) == {"ending": False}
 
 
 def test_wrong_outweighs_unknown() -> None:

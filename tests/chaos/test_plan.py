@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from rackrun.chaos import faults
 from rackrun.chaos.errors import PlanError
 from rackrun.chaos.faults import FlipBit, HoldGil, Kill, Pause, Subjects, Xid
+from rackrun.chaos.oracles import ORACLES
 from rackrun.chaos.plan import (
     AtPoint,
     AtStep,
@@ -23,16 +26,18 @@ from rackrun.chaos.plan import (
     Inject,
     Now,
     Par,
+    Part,
     Plan,
     Quiet,
     Seq,
     Swizzle,
+    Trigger,
     plan_from,
     read_plan,
     schema,
     write_plan,
 )
-from rackrun.chaos.targets import BuddyOf, Exactly, Last, Minority, One, Several
+from rackrun.chaos.targets import BuddyOf, Exactly, Last, Minority, One, Several, Target
 
 RANK, TRAY = Subjects.RANK, Subjects.TRAY
 TRIGGERS = st.one_of(
@@ -151,3 +156,12 @@ def test_every_fault_has_a_family_and_something_to_strike_and_is_in_the_schema()
         assert fault.family in faults.Family
         assert fault.strikes
         assert f"'{faults.name_of(fault)}'" in text
+
+
+# -- the documentation
+def test_all_that_a_plan_may_say_is_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "chaos.md").read_text()
+    kinds = [*get_args(Part), *get_args(Trigger), *get_args(Target), *faults.all_faults()]
+    names = [str(kind.__struct_config__.tag) for kind in kinds]
+    names += [*Subjects, *ORACLES, *(field.name for field in msgspec.structs.fields(Plan) if field.name != "format")]
+    assert [name for name in names if f"`{name}`" not in page] == []

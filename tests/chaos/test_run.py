@@ -27,11 +27,15 @@ from rackrun.chaos.faults import (
     Slow,
     Subjects,
 )
+from rackrun.chaos.hosts import hosts_here
+from rackrun.chaos.placing import hosts_needed
 from rackrun.chaos.plan import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
 from rackrun.chaos.processes import marked
-from rackrun.chaos.run import Summary, run_plan, run_reference
+from rackrun.chaos.reference import Twin, run_reference
+from rackrun.chaos.run import Summary, run_plan
 from rackrun.chaos.targets import Exactly, Last, NeighbourOf, One, Target
 from rackrun.errors import UsageError
+from tests.chaos.test_report_trace import check_trace
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +45,10 @@ STEPS, HOLD = 12, 6
 WAIT_S = 100.0
 RANK = One(Subjects.RANK)
 OPTIONS = ("--nproc-per-node", "3", "--spares", "1")
+CHECKPOINTS = ("--checkpoint-dir", "{out}/checkpoints", "--checkpoint-every", "2")
 
 
-def tiny(*options: str, hold: int = HOLD, strikes: int = 1) -> list[str]:
+def tiny(*options: str, hold: int | str = HOLD, strikes: int | str = 1) -> list[str]:
     return [*(options or OPTIONS), str(SCRIPT), str(STEPS), str(hold), "{out}", str(strikes)]
 
 
@@ -84,13 +89,14 @@ def test_a_job_that_loses_a_rank_is_the_job_without_faults(strike: Callable[...,
     assert len(summary.recoveries) == 1
     assert summary.steps == STEPS
     history = [json.loads(line) for line in (tmp_path / "out" / "history.jsonl").read_text().splitlines()]
-    assert [one["what"] for one in history if one["what"] != "committed"] == [
-        "started",
-        "strike",
-        "begun",
-        "confirmed",
-        "ended",
-    ]
+    harness = [one["what"] for one in history if one["by"] == "harness" and one["what"] not in ("committed", "placed")]
+    assert harness == ["started", "strike", "begun", "confirmed", "ended"]
+    job = [one["what"] for one in history if one["by"] == "job"]
+    assert [job[0], *job[-3:]] == ["noticed", "planned", "resumed", "recovered"]
+    assert summary.strikes[0].first_step == HOLD
+    assert summary.strikes[0].recover_s is not None
+    check_trace(tmp_path / "out" / "trace.json")
+    assert (tmp_path / "out" / "report.html").exists()
     resolved = read_plan(tmp_path / "out" / "resolved.json").plan
     assert isinstance(resolved, Par)
     assert [part.target for part in resolved.parts if isinstance(part, Inject)] == [
@@ -99,10 +105,13 @@ def test_a_job_that_loses_a_rank_is_the_job_without_faults(strike: Callable[...,
     assert "resolved.json" in (tmp_path / "out" / "repro.sh").read_text()
 
 
-def test_canary_a_job_that_was_to_stop_and_survives_is_wrong(strike: Callable[..., Summary]) -> None:
-    summary = strike(at_hold(Kill()), expect="stops")
+@pytest.mark.stories
+def test_the_canary_must_fail_and_does(reference: Path, tmp_path: Path) -> None:
+    plan = read_plan(EXAMPLES / "canary.yaml")
+    summary = run_plan(plan, tiny(hold=7), out=tmp_path / "out", reference=Twin(reference, tiny()))
     assert summary.holds is False
-    assert verdicts(summary) == {"ending": False}
+    assert verdicts(summary)["weights"] is False
+    assert {verdict.oracle: verdict.holds for verdict in summary.verdicts}["strikes"] is True
 
 
 @pytest.mark.stories
@@ -221,6 +230,8 @@ def test_a_harness_that_is_killed_leaves_nothing_of_its_job(tmp_path: Path, refe
     ("command", "said"),
     [
         ([], "no script"),
+        (["--nproc-per-node", "3"], "no script"),
+        (["--nproc-per-node", "3", "--spares", "1", "nowhere.py"], "there is no script nowhere.py"),
         (["--out-dir", "x", "train.py"], "--out-dir"),
         (["--checkpoint-dir", "x", "train.py"], "{out}/checkpoints"),
         (["--checkpoint-dir=x", "train.py"], "{out}/checkpoints"),
@@ -237,6 +248,15 @@ def test_a_reference_of_another_command_is_refused(tmp_path: Path, reference: Pa
         run_plan(Plan(plan=at_hold(Kill())), tiny("--spares", "2"), out=tmp_path / "out", reference=reference)
 
 
+def test_a_plan_whose_end_is_certain_and_another_is_refused(tmp_path: Path) -> None:
+    """Nothing is started: `rackrun.chaos.budget` says what is certain."""
+    with pytest.raises(UsageError, match="expects that the job stops"):
+        run_plan(Plan(plan=at_hold(Kill()), expect="stops"), tiny(), out=tmp_path / "out")
+    with pytest.raises(UsageError, match="expects that the job survives"):
+        run_plan(Plan(plan=at_hold(Kill(), One(Subjects.COORDINATOR))), tiny(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_folder_of_an_earlier_run_is_not_used_again(reference: Path) -> None:
     with pytest.raises(UsageError, match="earlier run"):
         run_plan(Plan(plan=at_hold(Kill())), tiny(), out=reference)
@@ -249,20 +269,41 @@ SHIPPED = {
     "tray_lost": ("--trays", "3", "--nproc-per-node", "2", "--spares", "2"),
     "hang": ("--nproc-per-node", "3", "--spares", "1"),
     "kill_in_recovery": ("--nproc-per-node", "4", "--spares", "2"),
+    "gpu_fails": ("--rack", str(EXAMPLES.parent / "racks" / "five-trays.yaml"), "--spares", "1"),
+    "tray_returns": ("--trays", "4", "--spares", "1", "--max-restarts", "0"),
+    "tray_preempted": ("--trays", "5", "--spares", "2"),
+    "two_of_each": ("--trays", "4", "--spares", "1"),
+    "disk_full": (*OPTIONS, *CHECKPOINTS),
+    "disk_stands_still": (*OPTIONS, *CHECKPOINTS),
+    "clocks_jump": OPTIONS,
+    "tray_cut_off": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1", "--lease", "5"),
+    "cut_from_peers": ("--trays", "3", "--nproc-per-node", "1", "--spares", "1"),
+    "half_open": ("--trays", "3", "--nproc-per-node", "2", "--spares", "3", "--lease", "5"),
 }
+WAITS = {
+    "gpu_fails": {"TINY_STRIKES": "2!", "TINY_UNTIL": "FenceWorker"},
+    "tray_preempted": {"TINY_UNTIL": "PauseWorkers"},
+}
+"""A driver is asked now and then, and who gets notice leaves at the end of a step."""
 
 
 def test_every_shipped_plan_is_known_here_and_names_itself() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == SHIPPED.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == SHIPPED.keys() | {"canary"}
     assert all(read_plan(EXAMPLES / f"{name}.yaml").name for name in SHIPPED)
 
 
 @pytest.mark.stories
+@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_plan_is_survived(name: str, tmp_path: Path) -> None:
     plan = read_plan(EXAMPLES / f"{name}.yaml")
+    if hosts_needed(plan) and (why := hosts_here()):
+        pytest.skip(", ".join(why))
     strikes = sum(isinstance(part, Inject) for part in parts_of(plan.plan))
-    summary = run_plan(plan, tiny(*SHIPPED[name], hold=7, strikes=strikes), out=tmp_path / "out")
+    holds, counts = ("5,7", f"1,{strikes}") if name == "tray_preempted" else ("7", str(strikes))
+    command = tiny(*SHIPPED[name], hold=holds, strikes=counts)
+    summary = run_plan(plan, command, out=tmp_path / "out", env=WAITS.get(name))
     print(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode(), file=sys.stderr)
     print((tmp_path / "out" / "faulted" / "stderr.txt").read_text(), file=sys.stderr)
     assert summary.holds is True

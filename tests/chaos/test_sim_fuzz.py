@@ -35,7 +35,15 @@ def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
 
 
 def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
-    assert not [mark for mark in MARKS if not tally.marks[mark]]
+    """The rarest by one seed in some hundred: where the first ones miss them, more are played."""
+    missing = {mark for mark in MARKS if not tally.marks[mark]}
+    for seed in range(SEEDS, 6 * SEEDS):
+        if not missing:
+            break
+        outcome = play(seed)
+        assert not outcome.violation, seed
+        missing -= outcome.marks.keys()
+    assert not missing
 
 
 def test_jobs_end_well_and_stop_for_reasons_in_about_equal_parts(tally: Tally) -> None:

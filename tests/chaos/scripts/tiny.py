@@ -1,19 +1,28 @@
-"""tiny.py STEPS HOLD OUT STRIKES: a training of STEPS steps. In a run with faults everybody stands before step HOLD until STRIKES have begun."""
+"""tiny.py STEPS HOLD OUT STRIKES [ddp|fsdp]: a training of STEPS steps. In a run with faults everybody stands before step HOLD until STRIKES have
+begun, or (``1!``) are confirmed; there may be several of both (``6,9``, ``1,3``), and TINY_STRIKES is instead of STRIKES. TINY_UNTIL: and until
+the coordinator has given a command of this name. TINY_PACE: seconds that each step takes at the least from the first of them on."""
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
 import rackrun
 
-STEPS, HOLD, OUT, STRIKES = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+STEPS, OUT, MODE = int(sys.argv[1]), Path(sys.argv[3]), "".join(sys.argv[5:])
+STRIKES, UNTIL = os.environ.get("TINY_STRIKES", sys.argv[4]), os.environ.get("TINY_UNTIL")
+HOLDS = dict(zip(map(int, sys.argv[2].split(",")), STRIKES.split(","), strict=True))
+PACE_S = float(os.environ.get("TINY_PACE", "0"))
 WIDTH = 8
 
 
@@ -28,15 +37,26 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index] + 0.1 * torch.randn(WIDTH), self.x[index].sin()
 
 
-def hold() -> None:
-    history = OUT.parent / "history.jsonl"
-    while OUT.name == "faulted" and history.read_text().count('"begun"') < STRIKES:
+def hold(strikes: str) -> None:
+    history, what, count = (
+        OUT.parent / "history.jsonl",
+        '"confirmed"' if "!" in strikes else '"begun"',
+        int(strikes.rstrip("!")),
+    )
+    while OUT.name == "faulted" and (history.read_text().count(what) < count or (UNTIL and not commanded(UNTIL))):
         time.sleep(0.01)
 
 
-@rackrun.elastic(global_batch_size=8, micro_batch_size=2, seed=3)
+def commanded(name: str) -> bool:
+    with closing(sqlite3.connect(OUT / "run" / "journal.sqlite", timeout=5.0)) as journal:
+        query = "SELECT count(*) FROM events WHERE kind = 'command' AND name = ?"
+        return bool(journal.execute(query, (name,)).fetchone()[0])
+
+
+@rackrun.elastic(global_batch_size=8, micro_batch_size=2, seed=3, snapshot_every=1 if MODE == "fsdp" else None)
 def main(run: rackrun.Run) -> None:
-    model = DDP(nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, WIDTH)))
+    layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, WIDTH))
+    model: nn.Module = fully_shard(layers) if MODE == "fsdp" else DDP(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Points())
@@ -50,8 +70,10 @@ def main(run: rackrun.Run) -> None:
         return step.loss
 
     for step in run.steps(STEPS):
-        if step == HOLD:
-            hold()
+        if step in HOLDS:
+            hold(HOLDS[int(step)])
+        if OUT.name == "faulted" and step >= min(HOLDS):
+            time.sleep(PACE_S)
         run.log(loss=train_step(step))
 
 

@@ -1,0 +1,91 @@
+"""The simulator's counterpart of a real job and its plan, as far as there is one: what fails there is found in seconds, and is the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from rackrun.chaos.cmdline import option
+from rackrun.chaos.errors import PlanError, Unsupported
+from rackrun.chaos.layout import layout_of
+from rackrun.chaos.plan import Inject, Par, Plan
+from rackrun.chaos.sim.simulation import Job, Simulation
+from rackrun.chaos.smaller import shrink
+from rackrun.chaos.targets import Exactly
+from rackrun.core.config import JobConfig
+
+__all__ = ["counterpart", "reduced_in_simulator"]
+
+SEEDS = 20
+
+
+def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
+    """Of ``command``, what says how large the job is. Raises `Unsupported` for what has no model, `PlanError` for a plan without names."""
+    layout = layout_of(command)
+    if layout is None:
+        raise Unsupported("the command does not say how large the job is.", remedy="reduce it with real runs alone.")
+    parts = plan.plan.parts if isinstance(plan.plan, Par) else (plan.plan,)
+    for part in parts:
+        if not isinstance(part, Inject) or not isinstance(part.target, Exactly):
+            raise PlanError("the simulator repeats strikes by name and step.", remedy="give resolved.json of a run.")
+    job = Job(
+        seed=0,
+        config=JobConfig(
+            trays_min=layout.trays,
+            trays_max=layout.trays,
+            spares=layout.spares,
+            min_ranks=int(option(command, "--min-ranks") or 1),
+        ),
+        trays=layout.trays,
+        slots=layout.slots,
+        units=max(steps, 1),
+        plan=_renamed(plan, back=False),
+        faults_s=600.0,
+        must_survive=plan.expect == "survives",
+    )
+    Simulation(job)  # refuses what it has no model of
+    return job
+
+
+def reduced_in_simulator(plan: Plan, command: Sequence[str], steps: int) -> tuple[Plan | None, str]:
+    """The smallest plan that fails there in the same job, and what is wrong there; None, and why, where nothing fails or nothing can be said."""
+    try:
+        job = counterpart(plan, command, steps)
+    except (Unsupported, PlanError) as error:
+        return None, f"the simulator has no counterpart: {error.what}"
+
+    def fails(tried: Plan) -> str | None:
+        for seed in range(SEEDS):
+            if violation := Simulation(replace(job, seed=seed, plan=tried)).run().violation:
+                return violation
+        return None
+
+    violation = fails(job.plan)
+    if violation is None:
+        return None, f"{SEEDS} runs in the simulator survive it: it is not in what the coordinator decides"
+    smallest, last = shrink(job.plan, violation, fails)
+    return _renamed(smallest, back=True), last
+
+
+def _renamed(plan: Plan, *, back: bool) -> Plan:
+    """Trays are ``tray-00`` in reality, and ``tray-0`` in the simulator."""
+
+    def name_of(name: str) -> str:
+        tray, slash, slot = name.partition("/")
+        kind, dash, number = tray.rpartition("-")
+        if kind != "tray":
+            return name
+        return f"{kind}{dash}{int(number):0{2 if back else 1}d}{slash}{slot}"
+
+    def of(part: object) -> object:
+        if isinstance(part, Inject) and isinstance(part.target, Exactly):
+            return msgspec.structs.replace(
+                part, target=Exactly(part.target.kind, tuple(map(name_of, part.target.names)))
+            )
+        return part
+
+    whole = plan.plan
+    renamed = Par(parts=tuple(of(part) for part in whole.parts)) if isinstance(whole, Par) else of(whole)  # type: ignore[misc]
+    return msgspec.structs.replace(plan, plan=renamed)

@@ -1,0 +1,43 @@
+"""All reports of a run with faults, in its folder: completed history and summary, ``trace.json``, ``report.html``, ``report.md``."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from rackrun.chaos.history import write_history
+from rackrun.chaos.report.material import read_material
+from rackrun.chaos.report.page import write_page
+from rackrun.chaos.report.trace import write_trace
+from rackrun.chaos.report.words import markdown
+from rackrun.chaos.summary import Summary, write_summary
+from rackrun.errors import RackrunError
+
+__all__ = ["make_report", "report_on"]
+
+
+def report_on(out: Path, summary: Summary, tell: Callable[[str], None]) -> Summary:
+    """At the end of a run: its verdict stands, whatever becomes of its report. Returns the completed summary."""
+    write_summary(out, summary)
+    try:
+        made = make_report(out)
+    except (RackrunError, OSError, sqlite3.Error) as error:
+        tell(f"there is no report: {error}")
+        return summary
+    except Exception as error:  # noqa: BLE001 - ours, and no reason to lose what the run has shown
+        tell(f"there is no report: {type(error).__name__}: {error}. Remedy: please report this, with {out}.")
+        return summary
+    tell(f"the report is {out / 'report.html'}")
+    return made
+
+
+def make_report(out: Path) -> Summary:
+    """From what ``out`` holds. Raises `UsageError` when that is no run with faults; the same files come out however often it is called."""
+    material = read_material(out)
+    write_history(out / "history.jsonl", material.history)
+    write_summary(out, material.summary)
+    (out / "report.md").write_text(markdown(material.summary), encoding="utf-8")
+    write_trace(material, out / "trace.json")
+    write_page(material, out / "report.html")
+    return material.summary

@@ -1,0 +1,283 @@
+"""What the pytest fixture ``chaos`` is: a script is run with the faults of a plan, and fails its test where it is not the same training.
+
+The run without faults is shared: by all runs of a session that have the same script (its text), command and environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn, TypedDict, Unpack
+
+import msgspec
+import pytest
+
+from rackrun.chaos.build import make_plan
+from rackrun.chaos.cmdline import check_command
+from rackrun.chaos.diagnosis import judge_script
+from rackrun.chaos.errors import PlanError
+from rackrun.chaos.evidence import Trace
+from rackrun.chaos.faults import Subjects
+from rackrun.chaos.mild import draw_plan
+from rackrun.chaos.plan import AtStep, FlipFlop, Inject, Part, Plan, Swizzle, parts_of, read_plan
+from rackrun.chaos.reference import run_reference
+from rackrun.chaos.run import Summary, check_run, run_plan
+from rackrun.chaos.seeds import stream
+from rackrun.chaos.targets import BuddyOf, Exactly, NeighbourOf, One, Several, Target
+from rackrun.chaos.words import explain
+from rackrun.errors import RackrunError, UsageError
+
+__all__ = ["Chaos", "Job", "References"]
+
+_SIZES = ("--trays", "--rack", "--nproc", "--spares")
+FIRST_LIMIT_S = 600.0
+"""How long a run without faults may take, where nothing is said."""
+
+
+class _Without(NamedTuple):
+    """A run without faults."""
+
+    folder: Path
+    trace: Trace
+
+
+class Job(TypedDict, total=False):
+    """See `Chaos`."""
+
+    ranks: int
+    spares: int
+    trays: int | None
+    args: Sequence[object]
+    options: Sequence[str]
+    env: Mapping[str, str] | None
+    limit_s: float | None
+
+
+@dataclass
+class References:
+    """Of a session."""
+
+    folder: Path
+    _known: dict[tuple[str, int], _Without | UsageError] = field(default_factory=dict)
+
+    def get(
+        self, script: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, *, turn: int = 0
+    ) -> _Without:
+        """The ``turn``-th run of it; what has failed once is not tried again. Raises `UsageError`."""
+        key = _key(script, command, env), turn
+        if key not in self._known:
+            folder = self.folder / f"{key[0]}-{turn}"
+            try:
+                trace = run_reference(command, folder, env=env, step_by_step=True, limit_s=limit_s or FIRST_LIMIT_S)
+                self._known[key] = _Without(folder, trace)
+            except UsageError as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, UsageError):
+            raise known
+        return known
+
+
+@dataclass
+class Chaos:
+    """``chaos``: ``survives``, ``stops`` and ``repeats`` fail the test, and say why; ``run`` only tells.
+
+    All take the script (relative to the test's folder, or to where pytest was started) and
+
+    - ``plan``: a plan, a part of one, a YAML or JSON file, or nothing: one is drawn from ``--chaos-seed``;
+    - ``ranks``, ``spares``, ``trays``: the job, on this machine; ``args``: of the script; ``options``: more of rackrun's; ``env``: beyond this
+      process's;
+    - ``limit_s``: so long may each run take.
+    """
+
+    seed: int
+    """Of the session: ``--chaos-seed``."""
+    folder: Path
+    references: References
+    near: Path
+    """Where the test is."""
+    test: str
+    """Its name, for pytest."""
+    tell: Callable[[str], None] = lambda _text: None
+    _runs: int = 0
+
+    def survives(
+        self, script: str | Path, *, plan: Plan | Part | str | Path | None = None, **job: Unpack[Job]
+    ) -> Summary:
+        """It ends well, with the losses, samples and weights that it has without faults, bit for bit, and leaves nothing behind."""
+        return self._judged(
+            self.run(script, plan=plan, expect="survives", **job), f"{script} does not survive this plan."
+        )
+
+    def stops(self, script: str | Path, *, plan: Plan | Part | str | Path, **job: Unpack[Job]) -> Summary:
+        """It stops, with a reason and a remedy: the plan takes more than can be survived."""
+        return self._judged(self.run(script, plan=plan, expect="stops", **job), f"{script} does not stop as it should.")
+
+    def repeats(self, script: str | Path, **job: Unpack[Job]) -> None:
+        """Two runs without faults are the same, bit for bit: what everything else here rests on."""
+        try:
+            path = self._find(script)
+            job = _whole(job, spares=0)
+            command, env, limit_s = _command(path, job), job.get("env") or {}, job.get("limit_s")
+            first, second = (self.references.get(path, command, env, limit_s, turn=turn) for turn in (0, 1))
+        except RackrunError as error:
+            self._fail(f"{script} cannot be tested: {error}")
+        found = judge_script(first.trace, first.trace, second.trace)
+        if found is not None:
+            self._fail(
+                f"{script} does not do the same twice.\n\n{found}\n\nThe two runs: {first.folder} and {second.folder}"
+            )
+
+    def run(
+        self,
+        script: str | Path,
+        *,
+        plan: Plan | Part | str | Path | None = None,
+        expect: Literal["survives", "stops"] | None = None,
+        **job: Unpack[Job],
+    ) -> Summary:
+        """What a run with the plan's faults came to, whatever that is. The test fails only for what cannot be run at all."""
+        out = self.folder / str(self._runs)
+        self._runs += 1
+        job = _whole(job, spares=1)
+        env, limit_s = job.get("env") or {}, job.get("limit_s")
+        try:
+            path = self._find(script)
+            command = _command(path, job)
+            check_command(command)
+            given = self._plan(plan)
+            if given is not None:
+                given = msgspec.structs.replace(given, expect=expect or given.expect)
+                if not any(option.startswith(_SIZES) for option in job.get("options", ())):
+                    check_targets(given, ranks=job["ranks"], spares=job["spares"], trays=job.get("trays"))
+                check_run(given, command)
+            without = self.references.get(path, command, env, limit_s)
+            drawn = stream(self.seed, self.test, self._runs).getrandbits(32)
+            if given is None:
+                given = draw_plan(drawn, steps=without.trace.steps, spares=job["spares"])
+            _check_steps(given, without.trace.steps)
+            summary = run_plan(
+                msgspec.structs.replace(given, expect=expect or given.expect, seed=given.seed or drawn),
+                command,
+                out=out,
+                reference=without.folder,
+                limit_s=limit_s,
+                env=env,
+                step_by_step=True,
+                repeat=lambda: self.references.get(path, command, env, limit_s, turn=1).trace,
+            )
+        except RackrunError as error:
+            self._fail(f"{script} cannot be tested: {error}")
+        self.tell(self._again(summary))
+        return summary
+
+    # -- helpers
+    def _judged(self, summary: Summary, title: str) -> Summary:
+        if summary.holds is not True:
+            pytest.fail(f"{title}\n\n{explain(summary)}\n\n{self._again(summary)}", pytrace=False)
+        return summary
+
+    def _fail(self, message: str) -> NoReturn:
+        pytest.fail(message, pytrace=False)
+
+    def _again(self, summary: Summary) -> str:
+        return "\n".join(
+            [
+                f"All of it:  {summary.out}",
+                f"Again:      {summary.out}/repro.sh",
+                f"With the test: pytest --chaos-seed {self.seed} {shlex.quote(self.test)}",
+                f"Smaller:    rackctl chaos reduce {summary.out}/resolved.json",
+            ]
+        )
+
+    def _find(self, name: str | Path) -> Path:
+        for path in (self.near / name, Path.cwd() / name):
+            if path.is_file():
+                return path.resolve()
+        raise UsageError(
+            f"there is no {name} in {self.near}, nor in {Path.cwd()}.",
+            remedy="name it relative to the test's folder, or wholly.",
+        )
+
+    def _plan(self, plan: Plan | Part | str | Path | None) -> Plan | None:
+        if plan is None or isinstance(plan, Plan):
+            return plan
+        return read_plan(self._find(plan)) if isinstance(plan, str | Path) else make_plan(plan)
+
+
+def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> None:
+    """Raises `PlanError` for a target that such a job never has."""
+    there = {
+        Subjects.RANK: [str(rank) for rank in range(ranks)],
+        Subjects.TRAY: [f"tray-{tray:02d}" for tray in range(trays or 1)],
+    }
+    there[Subjects.AGENT] = there[Subjects.TRAY]
+
+    def refuse(what: str, kind: Subjects) -> None:
+        names = there.get(kind)
+        has = f"its {kind}s are {', '.join(names)}" if names else f"it has {spares} spare{'' if spares == 1 else 's'}"
+        raise PlanError(f"the job never has {what}: {has}.", remedy="name one that there is, or make the job larger.")
+
+    def look(target: Target) -> None:
+        match target:
+            case Exactly(kind, names) if kind in there:
+                for name in names:
+                    if name not in there[kind]:
+                        refuse(f"a {kind} {name}", kind)
+            case One(Subjects.SPARE) if not spares:
+                refuse("a spare", Subjects.SPARE)
+            case Several(kind, count):
+                most = spares if kind is Subjects.SPARE else len(there.get(kind, ())) or count
+                if count > most:
+                    refuse(f"{count} {kind}s", kind)
+            case NeighbourOf(whom) | BuddyOf(whom):
+                look(whom)
+            case _:
+                pass
+
+    for part in parts_of(plan.plan):
+        if isinstance(part, Inject | FlipFlop | Swizzle):
+            look(part.target)
+
+
+def _check_steps(plan: Plan, steps: int) -> None:
+    late = [
+        part.when.step for part in parts_of(plan.plan) if isinstance(part, Inject) and isinstance(part.when, AtStep)
+    ]
+    if late and max(late) >= steps - 1:
+        raise PlanError(
+            f"the plan strikes after step {max(late)}, and the script does steps 0 to {steps - 1}.",
+            remedy=f"strike after step {max(steps - 2, 0)} at the latest, or have it do more steps.",
+        )
+
+
+def _whole(job: Job, spares: int) -> Job:
+    if strange := job.keys() - Job.__annotations__.keys():
+        raise TypeError(f"there is no {', '.join(sorted(strange))}; there are {', '.join(Job.__annotations__)}")
+    return Job(ranks=2, spares=spares) | job
+
+
+def _command(script: Path, job: Job) -> list[str]:
+    ranks, spares, trays = job["ranks"], job["spares"], job.get("trays")
+    if ranks < 1 or spares < 0:
+        raise UsageError(f"a job of {ranks} ranks and {spares} spares.", remedy="ask for at least one rank.")
+    slots, hosts = ranks + spares, trays or 1
+    if slots % hosts:
+        raise UsageError(
+            f"{ranks} ranks and {spares} spares are not shared evenly by {trays} trays.",
+            remedy="choose numbers that divide.",
+        )
+    size = ["--trays", str(trays)] if trays else []
+    size += ["--nproc-per-node", str(slots // hosts), "--spares", str(spares)]
+    return [*size, *job.get("options", ()), str(script), *map(str, job.get("args", ()))]
+
+
+def _key(script: Path, command: Sequence[str], env: Mapping[str, str]) -> str:
+    around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    what = (sys.executable, os.getcwd(), list(command), sorted({**around, **env}.items()))
+    return hashlib.blake2b(repr(what).encode() + script.read_bytes(), digest_size=8).hexdigest()

@@ -1,0 +1,48 @@
+"""A seed is a job and a plan, whose end is known before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rackrun.chaos.budget import Label, check_budget, judge_plan
+from rackrun.chaos.doctor import check_plan
+from rackrun.chaos.draw import VARIANTS, draw_run
+from rackrun.chaos.faults import all_faults, name_of
+from rackrun.chaos.layout import Layout
+from rackrun.chaos.plan import Plan, check
+from rackrun.topology.rack_file import read_rack_file
+
+SEEDS = 100
+
+
+def anything(_plan: Plan, _layout: Layout) -> bool:
+    return True
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    assert draw_run(7, allowed=anything) == draw_run(7, allowed=anything)
+    assert draw_run(7, allowed=anything) != draw_run(8, allowed=anything)
+
+
+def test_what_is_drawn_can_be_injected_here_and_expects_what_it_is_labelled() -> None:
+    labels = set()
+    for seed in range(SEEDS):
+        drawn = draw_run(seed)
+        labels.add(drawn.label)
+        check(drawn.plan)
+        check_plan(drawn.plan)
+        check_budget(drawn.plan, drawn.layout)
+        assert judge_plan(drawn.plan, drawn.layout).label is drawn.label
+        assert drawn.plan.expect == ("stops" if drawn.label is Label.BEYOND else "survives")
+    assert labels == {Label.SURVIVABLE, Label.BEYOND}
+
+
+def test_every_fault_is_drawn_once_it_can_be_injected(tmp_path: Path) -> None:
+    """Whoever adds a fault says here what campaigns may draw of it."""
+    names = {name_of(kind) for kind in all_faults()}
+    assert names <= VARIANTS.keys()
+    drawn = [draw_run(seed, racks=tmp_path, allowed=anything) for seed in range(4 * SEEDS)]
+    assert {fault for one in drawn for fault in one.faults} == names
+    on_racks = {one.layout.rack for one in drawn} - {""}
+    assert {path.name for path in map(Path, on_racks)} == {"5x1.yaml"}
+    assert len(read_rack_file(Path(on_racks.pop())).trays) == 5

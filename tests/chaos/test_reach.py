@@ -1,0 +1,119 @@
+"""What a step function reaches: by name, and the same text for the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rackrun.chaos.reach import LOOKED_AT_MAX, reached, told
+
+COUNTER = {"steps": 3}
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.value, self.history = 0.5, deque([1.0, 2.0])
+
+
+class Slotted:
+    __slots__ = ("held", "never")
+
+    def __init__(self) -> None:
+        self.held = 7
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.running = 0.25
+
+
+def helper() -> int:
+    return COUNTER["steps"]
+
+
+def step_with(**variables: Any) -> Callable[[], Any]:
+    """A step function whose closure holds them."""
+    mean, other = variables.get("mean"), variables.get("other")
+
+    def step() -> tuple[Any, Any, int]:
+        return mean, other, helper()
+
+    return step
+
+
+def test_closures_globals_and_what_is_called_are_looked_at() -> None:
+    found = reached(step_with(mean=Mean()), {}, ())
+    assert found["mean.value"] == "0.5"
+    assert found["mean.history[1]"] == "2.0"
+    assert found["COUNTER['steps']"] == "3"
+
+
+def test_plain_attributes_of_a_tracked_module_are_seen_and_its_tracked_tensors_are_not() -> None:
+    net = Net()
+    found = reached(step_with(mean=net), {}, net.parameters())
+    assert found["mean.running"] == "0.25"
+    assert not [name for name in found if "weight" in name or "bias" in name]
+    assert "mean.inner.weight" in reached(step_with(mean=net), {}, ())
+
+
+def test_a_scheduler_is_told_without_its_optimizer() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    found = reached(step_with(mean=scheduler), {}, ())
+    assert found["mean.last_epoch"] == "0"
+    assert not [name for name in found if "optimizer" in name]
+
+
+def test_generators_are_told_by_their_state() -> None:
+    for make in (random.Random, np.random.default_rng, np.random.RandomState):
+        drawn = make(3)
+        before = reached(step_with(mean=drawn), {}, ())["mean"]
+        drawn.random()
+        assert reached(step_with(mean=drawn), {}, ())["mean"] != before
+        assert reached(step_with(mean=make(3)), {}, ())["mean"] == before
+    assert "mean" in reached(step_with(mean=torch.Generator()), {}, ())
+
+
+def test_what_a_step_function_is_given_is_looked_at() -> None:
+    assert reached(None, {"step(mean)": Mean()}, ())["step(mean).value"] == "0.5"
+
+
+def test_slots_sets_and_long_lists() -> None:
+    found = reached(step_with(mean=Slotted(), other={"b", "a"}), {}, ())
+    assert found["mean.held"] == "7"
+    assert found["other"] == reached(step_with(other={"a", "b"}), {}, ())["other"]
+    long = reached(step_with(mean=list(range(100))), {}, ())["mean"]
+    assert long.startswith("100 things")
+    assert long != reached(step_with(mean=[*range(99), 0]), {}, ())["mean"]
+
+
+def test_what_refers_to_itself_comes_to_an_end_and_so_does_what_is_large() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert reached(step_with(mean=loop), {}, ()) == reached(step_with(mean=loop), {}, ())
+    large = [[float(i + j) for i in range(10)] for j in range(2000)]
+    assert len(reached(step_with(mean=large), {}, ())) <= LOOKED_AT_MAX
+
+
+def test_equal_bits_are_told_alike_and_others_are_not() -> None:
+    one = torch.arange(8.0)
+    assert told(one) == told(one.clone())
+    assert told(one) != told(one.view(2, 4))
+    flipped = one.clone()
+    flipped.view(torch.uint8)[0] ^= 1
+    assert told(flipped) != told(one)
+    assert told(torch.tensor(0.5)) == "0.5"
+    turned = torch.randn(3, dtype=torch.complex64)
+    assert told(turned) == told(turned.clone()) != told(turned.conj())
+    assert told(torch.eye(3).to_sparse()).startswith("float32[3, 3] torch.sparse")
+    assert told(torch.empty(3, device="meta")).startswith("float32[3]")
+    assert len(told("x" * 1000)) < 100
+    assert told("x" * 1000) != told("x" * 1001)

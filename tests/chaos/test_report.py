@@ -1,0 +1,336 @@
+"""The reports of a run are made from what it has left, as often as one likes, and stay small however long it was."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rackrun.chaos.campaign import Head, Line
+from rackrun.chaos.evidence import Verdict
+from rackrun.chaos.history import Recovered, Strike, read_history
+from rackrun.chaos.report.figures import BARS, POINTS, losses
+from rackrun.chaos.report.overview import tally_line, write_overview
+from rackrun.chaos.report.reading import Planned, RankUnit, Recorded, Unit
+from rackrun.chaos.report.thin import choose_detail, envelope, every_nth, lanes, merged
+from rackrun.chaos.report.trace import STEP_SLICES
+from rackrun.chaos.report.words import duration, markdown, next_steps, one_line, sentence
+from rackrun.chaos.report.write import make_report, report_on
+from rackrun.chaos.summary import quantile, read_summary
+from rackrun.coordinator.report import read_goodput, read_report
+from rackrun.core.commands import Plan as WorldPlan
+from rackrun.core.ids import Generation
+from rackrun.errors import UsageError
+from tests.chaos.recorded import RECOVERY_S, STEP_S, write_run
+from tests.chaos.test_report_chains import strike
+
+MADE = ("history.jsonl", "summary.json", "trace.json", "report.html", "report.md")
+
+
+def figures_in(page: Path) -> dict[str, object]:
+    found = re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    values: dict[str, object] = json.loads(found.group(1))
+    return values
+
+
+def test_summary_and_history_are_completed_from_the_journal(tmp_path: Path) -> None:
+    summary = make_report(write_run(tmp_path / "out", kills={7: 1, 12: 2}))
+    first, second = summary.strikes
+    assert (first.generation, first.first_step, first.rung, first.slots) == (2, 7, "swap", ("tray-00/1",))
+    assert first.noticed == "WorkerExited: SIGKILL"
+    assert first.detect_s == pytest.approx(0.003, abs=0.002)
+    assert first.recover_s == pytest.approx(RECOVERY_S + STEP_S, abs=0.001)
+    assert first.taken_over == ("rank 1: tray-00/1 -> tray-00/4",)
+    assert (second.generation, second.first_step) == (3, 12)
+    (times,) = summary.faults
+    assert (times.fault, times.strikes, times.detected, times.recovered) == ("kill", 2, 2, 2)
+    assert summary.goodput is not None
+    assert summary.reference_goodput is not None
+    assert read_summary(tmp_path / "out") == summary
+    history = read_history(tmp_path / "out" / "history.jsonl")
+    assert [entry.at_s for entry in history] == sorted(entry.at_s for entry in history)
+
+
+def test_the_first_good_step_leads_back_to_the_strike(tmp_path: Path) -> None:
+    make_report(write_run(tmp_path / "out"))
+    history = {entry.id: entry for entry in read_history(tmp_path / "out" / "history.jsonl")}
+    (recovered,) = (entry for entry in history.values() if isinstance(entry, Recovered))
+    line, at = ["Recovered"], recovered
+    while at.cause is not None:
+        at = history[at.cause]
+        line.append(type(at).__name__)
+    assert line == ["Recovered", "Resumed", "Planned", "Decided", "Noticed", "Strike"]
+    assert isinstance(at, Strike)
+
+
+def test_the_time_went_where_rackctl_report_says_that_it_did(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", kills={7: 1, 12: 2})
+    journal = out / "faulted" / "run" / "journal.sqlite"
+    assert make_report(out).goodput == read_goodput(journal) == read_report(journal).goodput
+
+
+def test_made_again_they_are_the_same(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    make_report(out)
+    first = [(out / name).read_bytes() for name in MADE]
+    make_report(out)
+    assert [(out / name).read_bytes() for name in MADE] == first
+
+
+def test_a_folder_that_was_moved_still_has_its_reference(tmp_path: Path) -> None:
+    write_run(tmp_path / "out")
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere")
+    assert make_report(moved).reference_goodput is not None
+
+
+def test_without_its_reference_a_run_is_shown_alone(tmp_path: Path) -> None:
+    import shutil
+
+    out = write_run(tmp_path / "out")
+    shutil.rmtree(out / "reference")
+    make_report(out)
+    shown = figures_in(out / "report.html")["losses"]
+    assert isinstance(shown, dict)
+    assert (shown["reference"], shown["curves"]["reference"], shown["compared"]) == (False, [], 0)
+
+
+def test_of_a_job_that_left_no_journal_there_is_a_report_too(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    for path in (out / "faulted" / "run").iterdir():
+        path.unlink()
+    summary = make_report(out)
+    assert summary.goodput is None
+    assert all((out / name).exists() for name in MADE)
+
+
+@pytest.mark.parametrize("missing", ["summary.json", "history.jsonl"])
+def test_another_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    (out / missing).unlink()
+    with pytest.raises(UsageError):
+        make_report(out)
+
+
+def test_a_summary_of_another_format_is_refused(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    (out / "summary.json").write_text('{"format": 1}')
+    with pytest.raises(UsageError, match="format 1"):
+        make_report(out)
+
+
+def test_a_report_that_cannot_be_made_does_not_change_the_verdict(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    summary = read_summary(out)
+    (out / "history.jsonl").unlink()
+    told: list[str] = []
+    assert report_on(out, summary, told.append) == summary
+    assert told
+    assert "no report" in told[0]
+
+
+# -- the page
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    make_report(out)
+    page = (out / "report.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
+    assert "url(" not in page
+    assert set(re.findall(r"https?://[^\s\"']+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r'data-plot="(\w+)"', page)) == figures_in(out / "report.html").keys()
+
+
+def test_what_a_job_says_cannot_change_the_page(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    out = write_run(tmp_path / "out", holds=False, verdicts=[Verdict(oracle="losses", holds=False, because=evil)])
+    summary = msgspec.structs.replace(read_summary(out), plan=evil, because=evil, command=(evil,))
+    (out / "summary.json").write_bytes(msgspec.json.encode(summary))
+    text = (out / "history.jsonl").read_text().replace("rank 1", "rank 1</script><b>")
+    (out / "history.jsonl").write_text(text)
+    make_report(out)
+    page = (out / "report.html").read_text()
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert page.count("</script>") == 2
+
+
+def test_one_wrong_bit_of_a_loss_is_never_thinned_away(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", ranks=1, steps=2 * POINTS, kills={}, wrong_step=1234)
+    make_report(out)
+    shown = figures_in(out / "report.html")["losses"]
+    assert isinstance(shown, dict)
+    assert (shown["each"], shown["compared"], shown["differ"]) == (2, 2 * POINTS, 1)
+    assert shown["differing"][0][0] == 1234
+
+
+def test_a_curve_keeps_its_spikes() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[77_777] = (77_777, 9.0)
+    thinned = envelope(points, POINTS)
+    assert len(thinned) <= POINTS
+    assert max(one.high for one in thinned) == 9.0
+    assert (thinned[0].first, thinned[-1].last) == (0, 99_999)
+    assert envelope([], POINTS) == []
+
+
+def test_every_nth_keeps_both_ends() -> None:
+    assert every_nth(range(10_000), 5) == [0, 2500, 5000, 7499, 9999]
+    assert every_nth(range(3), 5) == [0, 1, 2]
+
+
+# -- a large run
+def large(ranks: int = 72, steps: int = 100_000, strikes: int = 500) -> tuple[Recorded, list[object]]:
+    from rackrun.chaos.report.chains import Chain
+
+    draw = random.Random(1)
+    job = Recorded(Path("nowhere"), end_s=1e5)
+    job.plans = [Planned(0.0, WorldPlan(generation=Generation(1), world_size=ranks, members=(), store=""))]
+    gate = b"\0" * 24
+    job.units = [Unit(step, 0, 1, float(step), 0, gate, True) for step in range(steps)]
+    struck = sorted(draw.sample(range(steps), strikes))
+    chains: list[object] = [
+        Chain(
+            strike(number, float(step), (f"t{number}/0", 1), whom=f"rank {draw.randrange(ranks)}"),
+            step=step,
+            first_step=step + 2,
+        )
+        for number, step in enumerate(struck)
+    ]
+    return job, chains
+
+
+def test_the_slices_of_a_large_run_are_few_and_show_what_struck_ranks_did() -> None:
+    _, chains = large()
+    detail = choose_detail(chains, 100_000, 72, STEP_SLICES)  # type: ignore[arg-type]
+    assert detail.steps
+    struck = next(iter(detail.ranks or ()))
+    for rank, most in ((struck, 2_000), (next(rank for rank in range(72) if rank not in (detail.ranks or ())), 200)):
+        units = (RankUnit(rank, step, 0, 1, 0, float(step + 1), 1.0) for step in range(100_000))
+        shown = list(merged(units, detail))
+        assert sum(getattr(one, "units", 1) for one in shown) == 100_000
+        assert len(shown) < most
+
+
+def test_a_short_run_is_shown_step_by_step() -> None:
+    detail = choose_detail([], 1000, 16, STEP_SLICES)
+    units = [RankUnit(0, step, 0, 1, 0, float(step + 1), 1.0) for step in range(1000)]
+    assert list(merged(units, detail)) == units
+
+
+def test_the_losses_of_a_large_run_are_small() -> None:
+    job, chains = large(steps=30_000)
+    shown = losses(job, job, chains)  # type: ignore[arg-type]
+    assert shown["compared"] == 30_000
+    assert len(msgspec.json.encode(shown)) < 200_000
+
+
+def test_what_happens_at_once_is_in_different_lanes() -> None:
+    assert lanes([(0, 10), (1, 3), (2, 4), (3, 5), (10, 11)]) == [0, 1, 2, 1, 0]
+
+
+def test_only_the_longest_recoveries_are_drawn_and_all_are_counted(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", steps=5 * BARS, kills={4 * n + 2: n % 4 for n in range(BARS + 3)})
+    make_report(out)
+    shown = figures_in(out / "report.html")["waterfall"]
+    assert isinstance(shown, dict)
+    assert (len(shown["bars"]), shown["all"]) == (BARS, BARS + 3)
+
+
+# -- in words
+def test_a_line_and_markdown_say_what_a_build_has_to_know(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    summary = make_report(out)
+    assert one_line(summary).startswith("chaos true; ranks are killed, seed 3; 1 strike (kill); 20 of 20 steps")
+    assert "\n" not in one_line(summary)
+    assert "nothing is lost" in sentence(summary)
+    assert next_steps(summary) == ["Nothing has to be done."]
+    told = markdown(summary)
+    assert (out / "report.md").read_text() == told
+    assert "| losses | true |" in told
+
+
+def test_who_reads_of_a_failure_is_told_what_and_where_to_look(tmp_path: Path) -> None:
+    wrong = [
+        Verdict(oracle="losses", holds=False, because="the loss of step 8 | is 2"),
+        Verdict(oracle="strikes", holds=None, because="one had no target"),
+    ]
+    summary = make_report(write_run(tmp_path / "out", holds=False, verdicts=wrong))
+    assert "losses: the loss of step 8" in sentence(summary)
+    assert "losses FALSE" in one_line(summary)
+    assert any("run.track" in line for line in next_steps(summary))
+    assert any("repro.sh" in line for line in next_steps(summary))
+    assert r"step 8 \| is" in markdown(summary)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "–"),
+        (0.0, "0 s"),
+        (0.0042, "4.2 ms"),
+        (0.32, "0.32 s"),
+        (12.0, "12 s"),
+        (125.0, "2 min 5 s"),
+        (9000.0, "2 h 30 min"),
+    ],
+)
+def test_times_are_said_in_their_own_unit(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_quantiles_are_by_nearest_rank() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert (quantile(values, 0.5), quantile(values, 0.99), quantile([3.0], 0.99), quantile([], 0.5)) == (
+        50,
+        99,
+        3,
+        None,
+    )
+
+
+# -- a campaign
+def line_of(seed: int, label: str = "survivable", holds: bool | None = True, **more: object) -> Line:
+    some: dict[str, Any] = {"faults": ("kill", "pause"), "struck": 2, "because": "exit code 0"}
+    some |= {"layout": "2x3-1 ddp exact", "recoveries": 2, "steps": 30, "seconds": 8.0}
+    return Line(seed=seed, label=label, holds=holds, **some | more)
+
+
+def write_tally(path: Path, *lines: Line) -> Path:
+    rows = [Head(command=("train.py", "{wrap}")), *lines]
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    return path
+
+
+def test_the_tally_of_a_campaign_is_one_page(tmp_path: Path) -> None:
+    wrong = line_of(31, "beyond", False, struck=0, faults=("kill",), wrong={"ending": "<hung>"})
+    unknown = line_of(30, "beyond", None, struck=0, faults=("partition",), wrong={"strikes": "late"})
+    tally = write_tally(tmp_path / "tally.jsonl", unknown, wrong, *map(line_of, range(30)))
+    told = write_overview(tally, tmp_path / "tally.html")
+    page = (tmp_path / "tally.html").read_text()
+    assert [line.seed for line in told] == list(range(32))
+    assert tally_line(told) == "chaos: 32 runs, 60 faults: 30 true, 1 FALSE, 1 unknown"
+    assert "ending: &lt;hung&gt;" in page
+    assert page.index("ending: ") < page.index("strikes: late")
+    assert "network" in page
+    assert len(figures_in(tmp_path / "tally.html")["seeds"]["cells"]) == 32  # type: ignore[index]
+
+
+def test_a_run_that_was_kept_is_led_to(tmp_path: Path) -> None:
+    tally = write_tally(tmp_path / "tally.jsonl", line_of(7, holds=False, wrong={"time": "hung"}))
+    kept = tmp_path / "tally.jsonl.runs" / "seed-000007"
+    kept.mkdir(parents=True)
+    (kept / "report.html").touch()
+    write_overview(tally, tmp_path / "tally.html")
+    assert 'href="tally.jsonl.runs/seed-000007/report.html"' in (tmp_path / "tally.html").read_text()
+
+
+def test_a_tally_that_is_none_is_refused_and_one_without_seeds_is_not(tmp_path: Path) -> None:
+    (tmp_path / "tally.jsonl").write_text("seed 1 was fine\n")
+    with pytest.raises(UsageError, match="no tally"):
+        write_overview(tmp_path / "tally.jsonl", tmp_path / "tally.html")
+    assert write_overview(write_tally(tmp_path / "tally.jsonl"), tmp_path / "tally.html") == []

@@ -1,0 +1,56 @@
+"""What ranks write down before every step, and how they wait for the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rackrun.chaos.witness import FREE, Held, Witness, _called, let_go_on, read_witness
+
+
+def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "witness").mkdir()
+    whole = [Held(step=step, rank=1, world=2, pid=7, tracked={"w": str(step)}) for step in (0, 1)]
+    lines = b"".join(msgspec.json.encode(held) + b"\n" for held in whole)
+    (tmp_path / "witness" / "1-7.jsonl").write_bytes(lines + b'{"step": 2, "ra')
+    (tmp_path / "witness" / "0-6.jsonl").write_bytes(b'{"st')
+    assert read_witness(tmp_path) == whole
+    assert read_witness(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("go", [5, FREE, None])
+def test_a_step_that_may_begin_does_not_wait(go: int | None, tmp_path: Path) -> None:
+    """Where nobody says anything the run is over."""
+    if go is not None:
+        let_go_on(tmp_path, go)
+    Witness(tmp_path).wait(5)
+
+
+def test_a_step_waits_until_it_may_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go_on(tmp_path, 3)
+    waited: list[int] = []
+
+    def harness(_seconds: float) -> None:
+        """It sees one step after the other."""
+        waited.append(3 + len(waited))
+        let_go_on(tmp_path, waited[-1] + 1)
+
+    monkeypatch.setattr("rackrun.chaos.witness.time.sleep", harness)
+    Witness(tmp_path).wait(5)
+    assert waited == [3, 4]
+
+
+def test_what_a_step_function_is_called_with_has_the_names_of_its_parameters() -> None:
+    def train(step: int, warmth: float, *, clip: float) -> None: ...
+
+    def committed(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        """As `rackrun.worker.run.Run.step` has it."""
+        function = train
+        return lambda step: function(step, *args[1:], **kwargs)
+
+    assert _called(committed(3, 0.5, clip=1.0)) == (train, {"train(warmth)": 0.5, "train(clip)": 1.0})
+    assert _called(None) == (None, {})
