@@ -3,7 +3,7 @@
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
-#   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/3 for a third (CI runs one)
+#   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
 #
