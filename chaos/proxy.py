@@ -52,18 +52,24 @@ class _Way:
         self.tray = tray
         self.pairs: set[_Pair] = set()
         self.link = Link()
-        self._strike, self._told, self._draw = -1, True, random.Random(0)
+        self.number = -1
+        """Of the strike that is in force, or was last."""
+        self._told, self._draw = True, random.Random(0)
         self._free_s = {True: 0.0, False: 0.0}
 
     def strike(self, number: int, link: Link, seed: int) -> None:
-        self.link, self._strike, self._told, self._draw = link, number, False, random.Random(seed)
+        self.link, self.number, self._told, self._draw = link, number, False, random.Random(seed)
         for pair in list(self.pairs):
-            if link.reset:
-                pair.reset()
-                self.effect("connections are reset")
-            elif link.half_open:
-                pair.close_above()
-                self.effect("closed on the coordinator's side, and not on the agent's")
+            self.hit(pair)
+
+    def hit(self, pair: _Pair) -> None:
+        """A connection that was there, or on its way, at the strike."""
+        if self.link.reset:
+            pair.reset()
+            self.effect("connections are reset")
+        elif self.link.half_open:
+            pair.close_above()
+            self.effect("closed on the coordinator's side, and not on the agent's")
 
     def take_back(self) -> None:
         self.link, self._told = Link(), True
@@ -74,7 +80,7 @@ class _Way:
     def effect(self, detail: str) -> None:
         if not self._told:
             self._told = True
-            _tell(Effect(self._strike, self.tray, detail))
+            _tell(Effect(self.number, self.tray, detail))
 
     def due_s(self, now_s: float, size: int, *, up: bool) -> float:
         """When bytes that come now go on."""
@@ -186,7 +192,11 @@ class _Proxy:
             if way.link.reset:
                 way.effect("connections are reset")
                 return
-            await _Pair(way, below, await self._connect()).run()
+            number = way.number
+            pair = _Pair(way, below, await self._connect())
+            if way.number != number:
+                way.hit(pair)
+            await pair.run()
         except* OSError:
             pass  # somebody has left
         finally:

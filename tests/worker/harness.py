@@ -225,7 +225,7 @@ class _Child:
 
 
 class TinyCluster:
-    """``kill``: rank -> the moment at which its first worker dies. ``ranks`` workers train and ``spares`` wait. ``mark`` is made when
+    """``kill``: rank -> the moment at which its first worker dies: its number, or how it begins. ``ranks`` workers train and ``spares`` wait. ``mark`` is made when
     the coordinator has heard that a spare is ready. ``tainted``: what was committed may have been wrong, and be computed again with other bits. ``batch``: the global one and a micro-batch; ``scale``: `rackrun.elastic`'s ``batch``.
     ``slow``: when somebody tells of a unit as committed, which ranks are found to be slow from then on, and how many times: they get fewer
     micro-batches."""
@@ -236,7 +236,7 @@ class TinyCluster:
         *,
         ranks: int = 3,
         spares: int = 1,
-        kill: Mapping[int, int] | None = None,
+        kill: Mapping[int, int | str] | None = None,
         batch: tuple[int, int] = (12, 2),
         deadline_s: float = DEADLINE_S,
         max_restarts: int = 3,
@@ -647,7 +647,7 @@ async def _serve_exchange(until: int, tell: int) -> None:
 
 
 def _live(
-    main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | None, result_fd: int
+    main: Callable[[Run], None], elastic: dict[str, Any], booted: boot.Boot, dies_at: int | str | None, result_fd: int
 ) -> None:
     """The whole life of a forked worker."""
     code = 1
@@ -703,12 +703,12 @@ def say(**values: Any) -> None:
     _said.update(values)
 
 
-def _count_moments(dies_at: int | None) -> list[str]:
+def _count_moments(dies_at: int | str | None) -> list[str]:
     lived: list[str] = []
 
     def live(what: str) -> None:
         lived.append(what)
-        if len(lived) - 1 == dies_at:
+        if dies_at == len(lived) - 1 or (isinstance(dies_at, str) and what.startswith(dies_at)):
             print(f"dies at moment {dies_at}: {what}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 

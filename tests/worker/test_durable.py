@@ -185,8 +185,7 @@ def test_storage_that_answers_with_errors_stops_nobody(folder: Path, train: Trai
         Path.exists = stale  # type: ignore[method-assign]
         trained(ddp, 9)(run)
 
-    lived = train(main).moments[1]
-    ended = train(main, kill={1: _moment(lived, "committed Position(step=4")})
+    ended = train(main, kill={1: "committed Position(step=4"})
     assert ended.exit_code == 0, ended
 
 
@@ -194,10 +193,7 @@ def test_a_job_whose_last_copy_is_lost_begins_again_from_the_disk_and_not_from_n
     folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = trained(ddp, 8)
-    lived = train(main).moments
-    _empty(folder)
-    at = {rank: _moment(moments, "committed Position(step=5") for rank, moments in lived.items()}
-    ended = train(main, kill=at, spares=0)
+    ended = train(main, kill=dict.fromkeys(range(3), "committed Position(step=5"), spares=0)
     assert ended.restarted, ended
     assert said(ended, "done")[0] >= 2, "the first steps are not done again"
     monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
@@ -307,10 +303,6 @@ def test_replicas_share_the_writing(folder: Path, train: Train) -> None:
     assert sum(sizes) < 3 * one + 3 * 16_384, "parameters and two moments, once, and a header each"
 
 
-def _moment(moments: list[str], said: str) -> int:
-    return next(index for index, what in enumerate(moments) if what.startswith(said))
-
-
 def _empty(folder: Path) -> None:
     import shutil
 
@@ -374,7 +366,7 @@ def test_buffers_that_differ_are_found_in_a_resumed_run_too(folder: Path, train:
     _copy(folder, copy)
     reference = train(fitted(normed, 9))
     _copy(copy, folder)
-    ended = train(fitted(normed, 9), kill={0: _moment(reference.moments[0], "committed Position(step=7")})
+    ended = train(fitted(normed, 9), kill={0: "committed Position(step=7"})
     assert not ended.differences(reference), ended
 
 
