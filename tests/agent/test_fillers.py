@@ -149,7 +149,7 @@ def alive_of_fillers(rig) -> list[int]:
 # -- it goes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_cgroups", [True, False])
+@pytest.mark.parametrize("in_cgroups", [True, pytest.param(False, marks=pytest.mark.stories)])
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.stories)])
 async def test_whatever_a_filler_does_nothing_of_it_is_left(rig, rounds, in_cgroups, monkeypatch):
     if not in_cgroups:

@@ -34,6 +34,7 @@ def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
     assert not tally.failed
 
 
+@pytest.mark.stories
 def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
     """The rarest by one seed in some hundred: where the first ones miss them, more are played."""
     missing = {mark for mark in MARKS if not tally.marks[mark]}

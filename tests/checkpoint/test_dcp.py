@@ -112,6 +112,7 @@ def test_another_world_size_loads_what_fsdp2_saved_bit_for_bit_also_asynchronous
     assert sorted(path.name for path in saved.glob("loaded-*")) == ["loaded-0", "loaded-1", "loaded-2"]
 
 
+@pytest.mark.stories
 @pytest.mark.parametrize(("directory", "expected"), [("run/gen-000000000000", "0.pt"), ("run", "1.pt")])
 def test_one_process_loads_what_two_ranks_saved_bit_for_bit(saved: Path, directory: str, expected: str) -> None:
     wanted = torch.load(saved / expected, weights_only=True)

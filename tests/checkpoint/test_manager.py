@@ -600,6 +600,7 @@ def test_a_process_that_exits_without_close_leaves_its_arena_and_ends(tmp_path: 
         assert len(arenas(shm)) == 1, "the arena of the dead job is gone, by its pid and start time"
 
 
+@pytest.mark.stories
 def test_the_example_of_the_page_runs(tmp_path: Path, shm: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoint.md").read_text()
     script = page.partition("```python\n")[2].partition("```")[0].replace("/dev/shm", str(shm))

@@ -37,7 +37,7 @@ from rackrun.core.health import Health
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
 from rackrun.core.policy import parse_rules
 
-SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 600
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 
 NOT_OF_HARDWARE = ("planned swap", "Waiting for", "at the next step boundary", "growing has failed", "rack ")
 HEALTH = {

@@ -80,7 +80,9 @@ def test_a_failing_script_ends_with_1_its_traceback_and_its_rank(run_rackrun: Ca
     assert result(ran.out_dir)["exit_code"] == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.stories)]
+)
 def test_a_signal_ends_the_job_and_leaves_nobody(
     start_rackrun: Callable[..., Any], tmp_path: Path, script: str, number: signal.Signals, code: int
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_preload_that_leaves_a_thread_behind_is_not_forked(
     assert "rank 1 of 2 restart 0" in ran.stdout
 
 
+@pytest.mark.stories
 def test_two_launchers_meet_and_end_alike(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
     from tests.launcher.test_bad_input import _free_port
 

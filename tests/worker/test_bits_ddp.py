@@ -276,27 +276,35 @@ def phases(run: Run) -> None:
 
 EXACT: list[Script] = [
     accumulation,
-    bucket_views,
-    compiled,
     unused_parameters,
-    batch_norm,
     batch_norm_of_each_rank,
     tied_weights,
-    non_persistent_buffer,
     random_augmentation,
-    sgd_momentum,
     adam_fused,
-    adam_foreach_amsgrad,
     everything_beside_the_model,
     batch_norm_and_its_average,
     one_cycle_and_scaler,
-    two_optimizers,
-    plain_averaging,
     phases,
 ]
 
 
-@pytest.mark.parametrize("main", EXACT, ids=lambda main: main.__name__)
+ALSO_EXACT: list[Script] = [
+    compiled,
+    bucket_views,
+    non_persistent_buffer,
+    sgd_momentum,
+    adam_foreach_amsgrad,
+    two_optimizers,
+    plain_averaging,
+    batch_norm,
+]
+
+
+@pytest.mark.parametrize(
+    "main",
+    [*EXACT, *(pytest.param(main, marks=pytest.mark.stories) for main in ALSO_EXACT)],
+    ids=lambda main: main.__name__,
+)
 def test_deaths_of_rank_0_and_of_another_do_not_change_a_bit(main: Script, train: Train) -> None:
     reference = train(main)
     assert reference.exit_code == 0, reference

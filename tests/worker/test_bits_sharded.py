@@ -64,7 +64,13 @@ def fsdp_clipped(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "main", [fsdp, fsdp_kept_gathered, fsdp_mixed_precision, fsdp_clipped], ids=lambda main: main.__name__
+    "main",
+    [
+        fsdp,
+        *(pytest.param(main, marks=pytest.mark.stories) for main in (fsdp_kept_gathered, fsdp_mixed_precision)),
+        fsdp_clipped,
+    ],
+    ids=lambda main: main.__name__,
 )
 def test_a_lost_shard_is_computed_again_from_a_snapshot(main: Script, train: Train) -> None:
     reference = train(main)
@@ -127,7 +133,7 @@ def redistribute(run: Run) -> None:
     ("main", "how"),
     [
         (hsdp, {"mesh": {"replicate": 2, "shard": 2}}),
-        (tensor_parallel, {"mesh": {"dp": -1, "tp": 2}}),
+        pytest.param(tensor_parallel, {"mesh": {"dp": -1, "tp": 2}}, marks=pytest.mark.stories),
         (redistribute, {"mesh": {"dp": -1}}),
     ],
     ids=["hsdp", "tensor_parallel", "redistribute"],

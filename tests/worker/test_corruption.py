@@ -351,6 +351,7 @@ def test_what_was_good_when_main_was_entered_again_still_is(
     assert ended.losses[3] == undisturbed(hsdp, 3, tuple(mesh.items())).losses[3]
 
 
+@pytest.mark.stories
 def test_shards_without_a_copy_are_not_compared_and_that_is_said(train: Train, capfd: Any) -> None:
     ended = train(script(fsdp))
     same(ended, undisturbed(fsdp, 3))

@@ -173,7 +173,8 @@ def reshape() -> Iterator[Reshape]:
         cluster.close()
 
 
-@pytest.mark.parametrize("distant", [False, pytest.param(True, marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("distant", [False, True])
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
     """The fourth of the second time was a spare."""
     ended, cluster = reshape(

@@ -75,6 +75,7 @@ def test_without_lost_ranks_the_others_compute_the_same_bits(seed: int, train: T
     assert not ended.restarted, ended
 
 
+@pytest.mark.stories
 def test_a_rank_that_comes_back_joins_at_a_step_boundary(train: Train, tmp_path: Path) -> None:
     """Nobody waits for it, and no step is done again for it."""
     mark = tmp_path / "ready"

@@ -223,7 +223,8 @@ def test_ddp_whose_ranks_are_lost_at_any_moment_trains_on_what_is_left(seed: int
     assert_same_training(ended, worlds, train(script(replicated, worlds=worlds), **ALONE))
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(2, 8))])
+@pytest.mark.stories
+@pytest.mark.parametrize("seed", range(1, 8))
 def test_fsdp_that_goes_back_to_a_snapshot_and_shrinks_does_those_steps_again_with_the_batch_that_they_had(
     seed: int, train: Train
 ) -> None:

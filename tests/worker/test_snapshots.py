@@ -148,7 +148,7 @@ def lost_after(ended: Ended, rank: int, step: int) -> int:
     return ended.moments[rank].index(f"committed {Position(step)}") + 1
 
 
-@pytest.mark.parametrize("whose", ["a survivor's", "the lost rank's"])
+@pytest.mark.parametrize("whose", ["a survivor's", pytest.param("the lost rank's", marks=pytest.mark.stories)])
 def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     whose: str, train: Train, capfd: Any
 ) -> None:

@@ -116,6 +116,7 @@ class Normalise(nn.Module):
         return batch - mean
 
 
+@pytest.mark.stories
 def test_death_right_after_the_first_step_is_exact_though_replicas_are_not_checked_yet(train: Train) -> None:
     """What was equal at the start has parted (BatchNorm's statistics): nobody may be taken for a replica."""
 
