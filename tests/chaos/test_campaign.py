@@ -106,20 +106,3 @@ def test_seeds_share_a_run_without_faults_and_what_fails_is_kept(tmp_path: Path)
     assert [path.name for path in (runs / "references").iterdir()] == ["2-ddp-fast"]
     assert json.loads((runs / "seed-000001" / "resolved.json").read_text())["plan"]
     assert [one.seed for one in sums.wrong] == [1]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tally; seeds that compute the same share their run without faults."""
-    return tmp_path_factory.mktemp("campaign") / "tally.jsonl"
-
-
-@pytest.mark.slow
-@pytest.mark.stories
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(1000, 1021))
-def test_a_drawn_run_is_as_it_must_be(seed: int, shared: Path) -> None:
-    """A sample of what `rackctl chaos campaign` runs by the hundred."""
-    sums = run_campaign([seed], COMMAND, tally=shared, jobs=1, tell=print)
-    told = next(one for one in read_tally(shared) if one.seed == seed)
-    assert told.holds is True, f"{told}, {[one.seed for one in sums.wrong]}"
