@@ -5,13 +5,13 @@ It computes the same bits, so ranks with and without it agree. ``RACKRUN_KERNELS
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -119,12 +119,23 @@ def load() -> Kernel | None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("RACKRUN_KERNELS") == "0":
         return None
-    with tempfile.TemporaryDirectory(prefix="rackrun-kernel-") as folder:
-        source, library = Path(folder) / "fixed_point.c", Path(folder) / "fixed_point.so"
-        source.write_text(_SOURCE)
-        command = [compiler, str(source), "-o", str(library), *_FLAGS]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            return Kernel(ctypes.CDLL(str(library)))
-        except (OSError, subprocess.SubprocessError):
-            return None
+    memory = os.memfd_create("rackrun-kernel")
+    try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return _build(compiler, f"/proc/{os.getpid()}/fd/{memory}")
+        # Some linkers write into folders alone, and some systems run nothing out of anonymous memory.
+        with (
+            tempfile.TemporaryDirectory(prefix="rackrun-kernel-") as folder,
+            contextlib.suppress(OSError, subprocess.SubprocessError),
+        ):
+            return _build(compiler, f"{folder}/fixed_point.so")
+    finally:
+        os.close(memory)
+    return None
+
+
+def _build(compiler: str, library: str) -> Kernel:
+    """``library``: in memory it is gone with this process, however that ends."""
+    command = [compiler, "-pipe", "-x", "c", "-", "-o", library, *_FLAGS]
+    subprocess.run(command, input=_SOURCE.encode(), check=True, capture_output=True, timeout=60)
+    return Kernel(ctypes.CDLL(library))

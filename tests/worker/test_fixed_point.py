@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from rackrun.worker import fixed_point_kernel
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
 
 
@@ -43,6 +48,32 @@ def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
     assert found[0][0] == [float(values.abs().max()) if size else 0.0] * 3
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    fixed_point_kernel.load.cache_clear()
+    yield
+    fixed_point_kernel.load.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_rank_that_is_killed_while_it_compiles_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: pytest.fail("a folder is made"))
+    assert fixed_point_kernel.load() is not None
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("works", [True, False])
+def test_a_linker_that_writes_into_folders_alone_gets_one(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    real = f'exec {shutil.which("gcc")} "$@"' if works else "exit 1"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in */proc/*) exit 1;; esac\n{real}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert (fixed_point_kernel.load() is not None) is works
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 def test_gradients_of_any_precision_keep_their_bits_down_to_the_scale(
@@ -67,6 +98,7 @@ def test_one_value_that_is_not_finite_is_seen(bad: float) -> None:
 INTERPRETED = """
 import math, torch
 from rackrun.worker import fixed_point_triton
+from rackrun.worker import fixed_point_kernel
 from rackrun.worker.fixed_point import fixed_point
 
 reference = fixed_point(torch.device("cpu"))
