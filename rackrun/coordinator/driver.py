@@ -147,6 +147,8 @@ class Driver:
         self._links: dict[TrayId, Link] = {}
         self.fence: Callable[[TrayId, int], None] = lambda _tray, _pid: None
         """Told of a tray that is lost, and of its agent's process: where that is ours, it is to be gone, also if it is only stopped."""
+        self.returns: Callable[[TrayId], bool] = lambda _tray: False
+        """Whether the agent of a lost tray is started again."""
         self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
         """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
         self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
@@ -190,7 +192,7 @@ class Driver:
         self.metrics.fillers.lost(tray)
         self.metrics.trays.set(len(self._links))
         if self.over is None:
-            self.submit(TrayLost(tray=tray, because=because))
+            self.submit(TrayLost(tray=tray, because=because, returns=self.returns(tray)))
 
     # -- what happens
     def begin(self) -> None:

@@ -157,7 +157,8 @@ class ControlPlane:
             case TrayJoined():
                 self._tray_joined(event)
             case TrayLost():
-                self._tray_lost(event.tray, f"{event.tray} lost: {event.because}", event.at_ms)
+                because = f"{event.tray} lost: {event.because}"
+                self._tray_lost(event.tray, because, event.at_ms, returns=event.returns)
             case TimerFired():
                 self._job.timer(event.name, event.at_ms)
             case StopRequested():
@@ -257,13 +258,13 @@ class ControlPlane:
             self._job.acquiring.tray_joined(event.tray, event.at_ms)
             self._job.joined(event)
 
-    def _tray_lost(self, tray: TrayId, because: str, at_ms: int) -> None:
+    def _tray_lost(self, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
         if tray not in self._rack.trays:
             return
         address = self._rack.trays[tray].snapshots
         if (why := self._rack.departing.get(tray)) is not None:
             because = f"{because}; {why}"
-        losses = self._rack.lose_tray(tray, because)
+        losses = self._rack.lose_tray(tray, because, returns=returns)
         self._job.triage.forget(tray)
         self._job.control.tray_lost(tray)
         self._job.acquiring.tray_lost(tray, at_ms)

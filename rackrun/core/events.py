@@ -115,6 +115,8 @@ class TrayLost(_Event, frozen=True, kw_only=True):
 
     tray: TrayId
     because: str
+    returns: bool = False
+    """Its launcher starts it again: the tray joins in some seconds, all slots empty."""
 
 
 class DeviceJudged(_Event, frozen=True, kw_only=True):

@@ -132,6 +132,7 @@ class Outlook:
             short=short if staff is None else 0,
             coming=coming,
             hoped=self._hoped(),
+            returning_slots=sum(rack.returning.values()),
             why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
             rollback_steps=back,
             may_begin_again=prospect.may_begin_again,
@@ -171,7 +172,8 @@ class Outlook:
 
     def _hoped(self) -> int:
         unusable = self.rack.unusable()
-        return len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
+        unfit = len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
+        return unfit + sum(self.rack.returning.values())
 
     def _why_short(self, prospect: Prospect, coming: int) -> str:
         lost = self.world.lost()

@@ -37,6 +37,8 @@ class RackMachine:
     """Where nobody is to be until a person returns it, and why."""
     departing: dict[TrayId, str] = field(default_factory=dict)
     """Those that are told to leave."""
+    returning: dict[TrayId, int] = field(default_factory=dict)
+    """Lost trays whose agents are started again, and their slots."""
     last_spare_loss: str = ""
     trays_edition: int = 0
     """Changes with `trays`."""
@@ -63,6 +65,7 @@ class RackMachine:
         self._edition += 1
         self.trays_edition += 1
         self.trays[event.tray] = event
+        self.returning.pop(event.tray, None)
         insort(self._order, event.tray, key=natural)
         self._slots = None
         self._stores.setdefault(event.store, {})[event.tray] = None
@@ -70,7 +73,7 @@ class RackMachine:
         for index, unfit in event.unfit.items():
             self.devices.checked(slot_id(event.tray, index), unfit)
 
-    def lose_tray(self, tray: TrayId, because: str) -> list[Loss]:
+    def lose_tray(self, tray: TrayId, because: str, *, returns: bool = False) -> list[Loss]:
         """Its workers have ended with it. Losses of workers that were condemned already are not repeated."""
         self._edition += 1
         self.trays_edition += 1
@@ -80,6 +83,8 @@ class RackMachine:
         self._order.remove(tray)
         self._slots = None
         del self._stores[self.trays[tray].store][tray]
+        if returns and tray not in self.departing:
+            self.returning[tray] = self.trays[tray].slots
         del self.trays[tray]
         self.devices.forget(tray)
         self.departing.pop(tray, None)
@@ -219,9 +224,10 @@ class RackMachine:
         return f"; not used: {', '.join(found[:most])}{more}" if found else ""
 
     def unfit(self, most: int = 4) -> str:
-        """Slots of live trays that may not be taken into use now, and why: for people."""
+        """What may not be taken into use now and may be soon, and why: for people."""
         slots = self.slots() if self.devices.doubted() else ()
         found = [f"{slot} ({'; '.join(why)})" for slot in slots if (why := self.devices.unfit(slot))]
+        found = [f"{tray} (its agent is started again)" for tray in self.returning] + found
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return ", ".join(found[:most]) + more
 

@@ -45,6 +45,7 @@ class Restart:
     launch: Callable[[str], None]
     """Start every rank in its seat, for this reason."""
     await_fit: Callable[[str], None]
+    """Tell that this waits for what may not be used yet."""
     relent: Callable[[], bool]
     """What was being drained is there to be used."""
     stop: Stop
@@ -78,7 +79,7 @@ class Restart:
         seats = self.seating.again(world.seats)
         if seats is None and self.relent():
             seats = self.seating.again(world.seats)
-        if seats is None and self.seating.again(world.seats, hoping=True) is not None:
+        if seats is None and (self._returning() or self.seating.again(world.seats, hoping=True) is not None):
             self.await_fit(f"{world.size} ranks need a slot")
             return
         if seats is None:
@@ -86,6 +87,11 @@ class Restart:
             return
         world.seats = seats
         self.launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
+
+    def _returning(self) -> bool:
+        """Lost trays come back, and then there may be room."""
+        returning = sum(self.rack.returning.values())
+        return returning > 0 and len(self.rack.slots()) + returning >= self.world.size
 
     def no_slots(self) -> None:
         world = self.world

@@ -169,7 +169,7 @@ def _may_restart(failure: Failure, view: ClusterView) -> str:  # noqa: ARG001
         return "no checkpoint is on disk, and beginning again from step 0 is not allowed (--lost-state)"
     if not view.restarts_left:
         return "no restart is left (--max-restarts)"
-    if view.usable_slots < view.world_size:
+    if view.usable_slots + view.returning_slots < view.world_size:
         return f"{view.world_size} ranks need a slot, {view.usable_slots} can be used"
     return "" if view.placeable else "the ranks' groups find no room inside NVLink cliques"
 
@@ -243,7 +243,9 @@ def _smaller(failure: Failure, view: ClusterView, priors: Priors, away_s: float)
 
 def _wait(failure: Failure, view: ClusterView, priors: Priors) -> _Price:
     usual_s = _known(view.costs.start_s, priors.start_s)
-    if view.coming < view.short:
+    if view.coming < view.short <= view.coming + view.returning_slots:
+        usual_s *= 2  # an agent's start is about as long as a worker's
+    elif view.coming < view.short:
         repair_s = _known(view.costs.repair_s, priors.repair_s)
         usual_s += min(repair_s, view.start_patience_s) if view.comes_by_itself else repair_s
     return _Price({"wait_s": max(usual_s - view.waited_s, 0.0)} | _swap(failure, view, priors).seconds)

@@ -195,6 +195,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     spares: tuple[SpareNow, ...] = ()
     usable_slots: int = 0
     """Of living trays, those of ranks that live too."""
+    returning_slots: int = 0
+    """Of lost trays whose agents are started again."""
 
     takeovers: dict[Rank, SlotId] = {}
     """Who takes each lost rank over, if it is to be now; {}: nobody is lost, or nobody can."""
@@ -207,7 +209,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     coming: int = 0
     """So many are starting, or can be started now."""
     hoped: int = 0
-    """Slots whose GPU is not fit now, which may pass by itself."""
+    """Slots whose GPU is not fit now, which may pass by itself, and ``returning_slots``."""
     why_short: str = ""
     rollback_steps: int | None = 0
     """Steps that all compute again if state comes from memory; None: no copy of some state is left there."""

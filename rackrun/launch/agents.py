@@ -84,6 +84,10 @@ class LocalAgents:
         if self._pids.get(tray) == pid:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
+    def returns(self, tray: TrayId) -> bool:
+        """Should its agent be lost, it is started again."""
+        return not self._ending and self._restarts_left.get(tray, 0) > 0
+
     async def end(self, grace_s: float) -> None:
         """The job is over. Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
         self._ending = True
@@ -127,11 +131,13 @@ class LocalAgents:
         self._changed.set()
         if self._ending:
             return
+        if code in {0, _REFUSED}:
+            self._restarts_left[tray] = 0
         because = (
             f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
         )
         self._on_lost(tray, pid, because)
-        if self._restarts_left[tray] > 0 and code not in {0, _REFUSED}:
+        if self._restarts_left[tray] > 0:
             self._restarts_left[tray] -= 1
             task = asyncio.create_task(self._replace(tray), name=f"replace-{tray}")
             self._replacing.add(task)

@@ -67,7 +67,7 @@ async def host(
     server = Server(driver, run_id=endpoint.run_id, token=token, lease_s=options.lease_s)
     await server.start(listening)
     place.announce(endpoint)
-    driver.fence = agents.fence
+    driver.fence, driver.returns = agents.fence, agents.returns
     asked = PolicyHost(config.policy_function, driver.submit)
     driver.ask, driver.prepare = asked.ask, asked.use
     racks = _racks(config, driver, agents, endpoint, screen)

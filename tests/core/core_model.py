@@ -136,6 +136,8 @@ class Cluster:
         self.asked = 0
         self.trays_come = True
         """By themselves: back, or new ones."""
+        self.agents_return = False
+        """It is said of half of those that are lost that their agents are started again, whatever comes of it."""
         self.named: set[TrayId] = set()
         """Those that the core has been told of as a rack's."""
         self.taken_back: set[TrayId] = set()
@@ -342,7 +344,7 @@ class Cluster:
         for process in self.processes.values():
             if tray_of(process.slot) == tray:
                 process.up.clear()
-        self.tell(TrayLost(tray=tray, because="lease lapsed"))
+        self.tell(TrayLost(tray=tray, because="lease lapsed", returns=self.agents_return and tray[-1] in "024"))
 
     # -- what processes do -----------------------------------------------------------------------------------------
     def end(self, process: Process, *, signal: int | None = None, code: int | None = None, bug: str = "") -> None:

@@ -110,8 +110,8 @@ class Told:
     def pause_all(self) -> Sequence[Command]:
         return [command for slot in self.members for command in self.pauses(slot)]
 
-    def tray_lost(self, tray: str) -> Sequence[Command]:
-        return self.tell(TrayLost(tray=TrayId(tray), because="lease lapsed"))
+    def tray_lost(self, tray: str, *, returns: bool = False) -> Sequence[Command]:
+        return self.tell(TrayLost(tray=TrayId(tray), because="lease lapsed", returns=returns))
 
     def elastic(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerElastic(**self._who(slot)))

@@ -116,6 +116,25 @@ def test_a_lost_tray_of_a_plain_job_is_replaced_from_the_spare_slots(rack: Told)
     assert stop.because == "ranks 2, 3 lost (b lost: lease lapsed); 4 ranks need a slot, 3 are left on 1 trays"
 
 
+def test_a_lost_tray_whose_agent_is_started_again_is_waited_for() -> None:
+    told = Told(config())
+    told.join("a", 2)
+    assert "Waiting for a (its agent is started again)" in str(told.tray_lost("a", returns=True))
+    assert ranks(plan_in(told.join("a", 2))) == {0: "a/0", 1: "a/1"}
+
+
+@pytest.mark.parametrize("comes", ["nothing", "smaller"])
+def test_a_tray_that_should_come_back_is_not_waited_for_in_vain(comes: str) -> None:
+    told = Told(config())
+    told.join("a", 2)
+    told.tray_lost("a", returns=True)
+    stop = stop_in(told.join("a", 1) if comes == "smaller" else told.timer("exits"))
+    left = 1 if comes == "smaller" else 0
+    assert (
+        stop.because == f"ranks 0, 1 lost (a lost: lease lapsed); 2 ranks need a slot, {left} are left on {left} trays"
+    )
+
+
 def test_no_rank_begins_again_on_a_gpu_that_may_not_be_used_and_it_is_waited_for() -> None:
     told = Told(config(trays_min=2, trays_max=2, spares=1))
     for tray in ("a", "b"):

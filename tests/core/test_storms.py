@@ -67,6 +67,7 @@ def storm(seed: int, kind: type[Cluster] = Cluster) -> Cluster:
     )
     cluster = kind(config, slots, units, rng.choice(["replicas", "replicas", "pairs", "unique"]))
     cluster.exact, cluster.reenters = rng.random() < 0.7, rng.random() < 0.5
+    cluster.agents_return = seed % 3 == 0
     return play(cluster, trays, rng, KINDS, rng.choice([0.005, 0.02, 0.05]))
 
 
@@ -534,7 +535,7 @@ def test_in_a_storm_of_failing_gpus_no_group_leaves_its_clique_and_nobody_takes_
                     assert len(cliques) == 1, f"seed {seed}: {plan}"
         seen[f"exit {cluster.stopped.exit_code}"] += 1
     assert seen["exit 0"] > SEEDS / 16, seen
-    assert seen["planned"] > SEEDS / 40, seen
+    assert seen["planned"] > SEEDS / 60, seen
 
 
 def test_in_a_storm_of_requests_nobody_is_where_nobody_is_to_be_and_each_is_answered() -> None:

@@ -193,6 +193,19 @@ def test_a_lost_tray_is_one_decision_and_its_slots_wait_when_it_comes_back() -> 
     assert [start.slot for start in every(StartWorker, told.join("b", 2))] == ["b/0", "b/1"]
 
 
+def test_ranks_of_a_lost_tray_wait_for_it_when_its_agent_is_started_again() -> None:
+    """It costs seconds, and the state lives: without it there would be no slot."""
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0))
+    for tray in ("a", "b"):
+        told.join(tray, 2)
+    told.train()
+    told.tray_lost("b", returns=True)
+    assert "Waiting for b (its agent is started again)" in str(told.park_all())
+    assert [start.slot for start in every(StartWorker, told.join("b", 2))] == ["b/0", "b/1"]
+    told.ready("b/0")
+    assert ranks(plan_in(told.ready("b/1"))) == {0: "a/0", 1: "a/1", 2: "b/0", 3: "b/1"}
+
+
 def test_without_a_replica_everyone_goes_back_to_a_common_snapshot(rack: Told) -> None:
     rack.train("unique")
     who = rack.incarnation["a/1"]

@@ -119,6 +119,19 @@ def test_a_killed_agent_is_replaced_under_its_own_name(
     assert "rank 1 lost on tray-01/0 (tray lost:" in ran.stderr
 
 
+def test_the_only_agent_is_killed_and_all_begin_again(
+    start_rackrun: Callable[..., Any], tmp_path: Path, script: str
+) -> None:
+    job = start_rackrun(["--standalone", "--nproc-per-node", "2", script, "wait"])
+    wait_until(up(tmp_path, 0), 30)
+    os.kill(children(job.process.pid)[0], signal.SIGKILL)
+    wait_until(up(tmp_path, 1), 30)
+    (tmp_path / "go").touch()
+    ran = job.finish(30)
+    assert ran.exit_code == 0, ran
+    assert "2 ranks need a slot. Waiting for tray-00 (its agent is started again)" in ran.stderr
+
+
 @pytest.mark.soak
 def test_a_stopped_agent_is_fenced_when_its_lease_ends(
     start_rackrun: Callable[..., Any], tmp_path: Path, script: str

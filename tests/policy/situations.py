@@ -6,7 +6,7 @@
 ``N ready``                spares; they take over when they are as many as are lost, unless ``out of reach``
 ``N starting``, ``N free`` workers on their way; slots where one can be started. Both count as coming
 ``N moved``                living ranks that would have to move too; ``N moving``: that have been taken out already
-``N unfit``                slots whose GPU may become fit
+``N unfit``                slots whose GPU may become fit; ``N returning``: of lost trays whose agents are started again
 ``shrink to N``            ranks that can go on; ``exact``: with the same bits
 ``N usable``               slots; by default those of living ranks and of all named before
 ``rollback N``             steps; ``state lost``: nothing is left in memory
@@ -28,7 +28,7 @@ from rackrun.policy import ClusterView, Costs, Failure, ProviderNow, SpareNow, W
 __all__ = ["situation"]
 
 _PATTERNS = (
-    r"(?P<value>\d+) (?P<name>ranks|lost|ready|starting|free|moved|moving|usable|unfit)",
+    r"(?P<value>\d+) (?P<name>ranks|lost|ready|starting|free|moved|moving|usable|unfit|returning)",
     r"(?P<name>checkpoint) (?P<value>\S+) s ago",
     r"(?P<name>shrink) to (?P<value>\d+)",
     r"(?P<name>state|copy) (?P<value>[\d.]+) GB(/s)?",
@@ -85,7 +85,8 @@ def _view(said: dict[str, float]) -> ClusterView:
         moved=tuple(Rank(rank) for rank in range(_count(said, "moving"))),
         short=short,
         coming=starting + free,
-        hoped=_count(said, "unfit"),
+        hoped=_count(said, "unfit") + _count(said, "returning"),
+        returning_slots=_count(said, "returning"),
         why_short="no spare inside their NVLink clique" if "out of reach" in said else "",
         rollback_steps=None if "state lost" in said else _count(said, "rollback"),
         may_begin_again="begin again" in said or "checkpoint" in said,
