@@ -172,13 +172,20 @@ class UndoLog:
 
 
 def heal_all(folder: Path) -> list[str]:
-    """The newest first. Returns what was taken back."""
-    healed = []
+    """The newest first. Returns what was taken back. What cannot be keeps nothing else from it, and stays written down; then it is raised."""
+    healed, errors = [], []
     for path in sorted(folder.glob("*.json"), reverse=True):
-        undo = _decode(path.read_bytes())
-        _take_back(undo)
-        path.unlink(missing_ok=True)
-        healed.append(str(undo))
+        try:
+            undo = _decode(path.read_bytes())
+            _take_back(undo)
+            path.unlink(missing_ok=True)
+        except (OSError, msgspec.MsgspecError) as error:
+            error.add_note(f"taking back {path}")
+            errors.append(error)
+        else:
+            healed.append(str(undo))
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(errors) + len(healed)} could not be taken back", errors)
     return healed
 
 
