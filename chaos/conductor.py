@@ -108,6 +108,8 @@ class Conductor:
         self._step_s = 0.0
         self._whole = Scene(())
         self._struck: list[Subject] = []
+        self._reached: set[str] = set()
+        """Names of parts that have struck, or had nobody to strike."""
         self._dying: dict[str, int] = {}
         """Slot -> the incarnation that was struck, until it is seen gone."""
         self._start(self._perform(plan.plan, ""))
@@ -139,6 +141,11 @@ class Conductor:
     def done(self) -> bool:
         """The plan has been carried out."""
         return not self._tasks
+
+    @property
+    def owes(self) -> bool:
+        """Some part has never come to its turn; of one that comes again for as long as the job runs, not even once."""
+        return not self.done and not self._reached.issuperset(_strikes_of(self.plan.plan, ""))
 
     @property
     def wake_s(self) -> float | None:
@@ -240,6 +247,7 @@ class Conductor:
     def _swizzle(self, part: Swizzle, name: str) -> _Script:
         draw = stream(self.plan.seed, name, "swizzle")
         subjects = self._resolve(part.target, draw)
+        self._reached.add(name)
         struck: list[Record] = []
         fault = _until_taken_back(part.fault)
         began = self._now()
@@ -247,6 +255,7 @@ class Conductor:
             _moments(part.over_s, len(subjects), draw), draw.sample(subjects, len(subjects)), strict=True
         ):
             yield self._at(began + moment)
+            yield _Wait(lambda whom=(subject,): self._within_budget(fault, whom))  # type: ignore[misc]
             struck.append(self._order(fault, (subject,)))
             yield _Wait(lambda record=struck[-1]: record.took is not None)  # type: ignore[misc]
         began = self._now()
@@ -270,6 +279,7 @@ class Conductor:
             return False
 
         yield _Wait(affordable)
+        self._reached.add(name)
         if not subjects:
             return
         record = self._order(fault, subjects)
@@ -355,6 +365,23 @@ class Conductor:
     def _sight(self) -> See:
         assert self._seen is not None, "nothing is carried out before the job is seen"
         return self._seen
+
+
+def _strikes_of(part: Part, name: str) -> Iterator[str]:
+    """Names of the parts of it that strike, as `Conductor` gives them."""
+    match part:
+        case Inject() | Swizzle():
+            yield name
+        case FlipFlop(times=times):
+            yield from (f"{name}.{turn}" for turn in range(times))
+        case Seq(parts=parts) | Par(parts=parts):
+            for index, inner in enumerate(parts):
+                yield from _strikes_of(inner, f"{name}.{index}")
+        case Every(part=inner) | Burst(part=inner):
+            for turn in range(part.times or 1):
+                yield from _strikes_of(inner, f"{name}.{turn}")
+        case _:
+            pass
 
 
 def _until_taken_back(fault: Fault) -> Fault:

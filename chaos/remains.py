@@ -78,4 +78,9 @@ def _mount(where: Path) -> list[str]:
 def _of_the_dead(group: Path) -> bool:
     """``rackrun-filler-PID-...``, and no such process lives."""
     words = group.name.split("-")
-    return words[0] == "rackrun" and words[2:3] != [] and words[2].isdigit() and not Path(f"/proc/{words[2]}").exists()
+    return (
+        words[:2] == ["rackrun", "filler"]
+        and words[2:3] != []
+        and words[2].isdigit()
+        and not Path(f"/proc/{words[2]}").exists()
+    )

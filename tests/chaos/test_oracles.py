@@ -261,6 +261,12 @@ def test_a_core_that_contradicts_itself_stops_for_no_honest_reason() -> None:
     assert said(evidence(STOPS, trace=broken, ended=Ended(3, 5.0, ()))) == {"ending": False}
 
 
+def test_a_run_in_which_nothing_was_struck_proves_nothing() -> None:
+    assert said(evidence(records=())) == {"strikes": None}
+    stopped = trace(result=result(3, "no copy is left", "add spares"))
+    assert said(evidence(STOPS, trace=stopped, ended=Ended(3, 5.0, ()), records=())) == {"strikes": None}
+
+
 def test_wrong_outweighs_unknown() -> None:
     found = evidence(trace=trace(held={"0": "x", "1": "b"}), undone="the job ended")
     assert overall(judge(found)) is False
