@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.budget import check_budget
+from rackrun.chaos.budget import check_budget, check_targets
 from rackrun.chaos.cmdline import ENTER, arguments, check_command, check_script, preloading
 from rackrun.chaos.conductor import Conductor, Order, Record, See, Strike, TakeBack
 from rackrun.chaos.diagnosis import judge_script
@@ -236,7 +236,10 @@ class Performance:
     def _hear(self) -> None:
         """Of what was struck."""
         for number, injected in list(self._under_way.items()):
-            outcome = injected.outcome()
+            try:
+                outcome = injected.outcome()
+            except OSError as error:  # what it would be seen by has gone with the job
+                outcome = Outcome(False, f"nobody knows: {error}")
             if outcome is not None:
                 del self._under_way[number]
                 self._confirm(number, outcome)
@@ -300,7 +303,10 @@ class Performance:
 def check_run(plan: Plan, command: Sequence[str]) -> None:
     """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
     check_plan(plan)
-    check_budget(plan, layout_of(command))
+    layout = layout_of(command)
+    if layout is not None:
+        check_targets(plan, ranks=layout.ranks, spares=layout.spares, trays=layout.trays)
+    check_budget(plan, layout)
     check_hosts(plan, command)
     check_command(command)
     _check_storage(plan, command)
@@ -333,7 +339,7 @@ def _points(plan: Plan) -> list[str]:
 # -- after
 def _undone(conductor: Conductor, ended: Ended) -> str:
     stops = conductor.plan.expect == "stops" and ended.exit_code != 0
-    if conductor.done or stops or _endless(conductor.plan):
+    if conductor.done or stops or (_endless(conductor.plan) and not conductor.owes):
         return ""
     return f"the job ended (exit code {ended.exit_code}) before the plan was carried out"
 
