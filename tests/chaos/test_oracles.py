@@ -116,6 +116,13 @@ def test_without_sample_ids_nobody_knows() -> None:
     assert said(evidence(trace=trace(samples={}))) == {"samples": None}
 
 
+def test_a_script_that_reads_its_data_by_itself_is_told_so() -> None:
+    alone = trace(gates={(step, 0): struct.pack("<3d", 1.0, 0.0, 0.0) for step in range(2)}, samples={})
+    found = evidence(trace=alone, reference=alone)
+    assert said(found) == {"samples": None}
+    assert "run.loader" in next(verdict.because for verdict in judge(found) if verdict.oracle == "samples")
+
+
 def test_other_weights_are_seen_and_missing_ones_are_unknown() -> None:
     assert said(evidence(trace=trace(held={"0": "a", "1": "c"}))) == {"weights": False}
     assert said(evidence(trace=trace(held={"0": "a"}))) == {"weights": None}
