@@ -142,7 +142,7 @@ class Job:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         if spread is not None:
             self.hosts = Hosts(folder / "hosts", [f"tray-{index:02}" for index in range(spread.trays)], self.undo)
-        self.undo.record(EndJob(self._mark))  # taken back before the hosts are
+        self.undo.record(EndJob(self._mark, str(self._remains.shared or "")))  # taken back before the hosts are
 
     def _parts(self, arguments: Sequence[str]) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         """Host, what Python runs there, and more of its environment, of each launcher."""
@@ -229,7 +229,7 @@ class Job:
 
     def processes(self) -> list[Process]:
         """All that live."""
-        return marked(self._mark)
+        return marked(self._mark, self._remains.shared)
 
     def launcher(self) -> Process | None:
         found = Process.of(self.process.pid) if self.process.poll() is None else None

@@ -106,9 +106,10 @@ class SetClock(_Undo, frozen=True, tag="set_clock"):
 
 
 class EndJob(_Undo, frozen=True, tag="end_job"):
-    """All processes with this mark in their environment."""
+    """All processes with this mark in their environment, or with what is mounted at ``shared`` as their ``/dev/shm``."""
 
     mark: str
+    shared: str = ""
 
 
 class RemoveRules(_Undo, frozen=True, tag="remove_rules"):
@@ -229,8 +230,8 @@ def _take_back(undo: Undo) -> None:  # noqa: PLR0912 - one for each kind
             for page in pages:
                 with contextlib.suppress(FileNotFoundError):
                     move(Path(page), 0.0)
-        case EndJob(mark):
-            kill_marked(mark)
+        case EndJob(mark, shared):
+            kill_marked(mark, Path(shared) if shared else None)
         case RemoveTree(path):
             shutil.rmtree(path, ignore_errors=True)
         case Unmount(path):

@@ -8,18 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rackrun.chaos import job
 from rackrun.chaos.conductor import See
 from rackrun.chaos.faults import Kill, Subjects
 from rackrun.chaos.history import History
 from rackrun.chaos.injectors import Outcome
 from rackrun.chaos.job import Job
 from rackrun.chaos.plan import Inject, Plan
+from rackrun.chaos.processes import Process, marked
+from rackrun.chaos.remains import can_be_private
 from rackrun.chaos.run import Performance
 from rackrun.chaos.targets import One, Scene
 
@@ -82,6 +86,29 @@ def test_a_harness_that_is_killed_before_its_job_starts_leaves_nothing(tmp_path:
     os.kill(harness.pid, signal.SIGKILL)
     harness.communicate()  # the watcher holds its stderr until it has ended
     assert made(folder, temporary) == []
+
+
+class Escaping(Job):
+    def _program(self, _: Sequence[str]) -> list[str]:
+        return ["-c", "import subprocess; subprocess.Popen(['env', '-i', 'setsid', 'sleep', '600'])"]
+
+
+@pytest.mark.skipif(not can_be_private(), reason="it takes root and mount namespaces")
+def test_a_process_that_clears_its_environment_is_seen_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "SETTLE_S", 0.5)
+    with Escaping(tmp_path / "job", ["nowhere.py"]) as escaping:
+        ended = escaping.finish(60.0)
+    (left,) = ended.left
+    assert left.endswith("sleep 600 ")
+    found = Process.of(int(left.split(":")[0].split()[1]))
+    assert found is None or not found.state
+
+
+def test_a_folder_on_which_nothing_is_mounted_is_nobodys_shared_memory(tmp_path: Path) -> None:
+    assert marked("NOBODY=HAS", tmp_path) == []
+    assert marked("NOBODY=HAS", Path("/dev/shm")) == []
 
 
 class Gone:
