@@ -175,7 +175,7 @@ class UndoLog:
 def heal_all(folder: Path) -> list[str]:
     """The newest first. Returns what was taken back. What cannot be keeps nothing else from it, and stays written down; then it is raised."""
     healed, errors = [], []
-    for path in sorted(folder.glob("*.json"), reverse=True):
+    for path in sorted(folder.glob("[0-9]*.json"), reverse=True):
         try:
             undo = _decode(path.read_bytes())
             _take_back(undo)
@@ -281,8 +281,11 @@ def _run(*words: str) -> None:
 
 def _main() -> int:
     folder, *flags = sys.argv[1:] or [""]
-    if not folder or flags not in ([], ["--watch"]):
-        print("usage: python -m rackrun.chaos.undo FOLDER", file=sys.stderr)
+    if not folder or flags not in ([], ["--watch"]) or not Path(folder).is_dir():
+        print(
+            "usage: python -m rackrun.chaos.undo FOLDER: OUT/faulted/undo or OUT/reference/undo of a run",
+            file=sys.stderr,
+        )
         return 2
     if flags:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -291,8 +294,11 @@ def _main() -> int:
         sys.stdout.flush()
         sys.stdin.buffer.read()
         sys.stdout = sys.stderr
-    for healed in heal_all(Path(folder)):
+    found = heal_all(Path(folder))
+    for healed in found:
         print(f"taken back: {healed}")
+    if not (found or flags):
+        print(f"{folder}: there is nothing to take back")
     return 0
 
 

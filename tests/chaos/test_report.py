@@ -279,6 +279,17 @@ def test_what_differs_first_and_why_is_on_the_page(tmp_path: Path) -> None:
     assert "norm.mean" in markdown(summary)
 
 
+def test_where_a_report_cannot_be_written_that_is_said(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    (out / "report.md").mkdir()
+    with pytest.raises(UsageError, match="cannot be written: Is a directory"):
+        make_report(out)
+    tally = tmp_path / "tally.jsonl"
+    tally.write_bytes(msgspec.json.encode(Head(command=("train.py",))) + b"\n")
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_overview(tally, tmp_path / "nowhere" / "page.html")
+
+
 def test_where_nothing_differs_there_is_no_reason_for_it(tmp_path: Path) -> None:
     make_report(out := write_run(tmp_path / "out"))
     assert "What differs first" not in (out / "report.html").read_text()
