@@ -35,6 +35,7 @@ from rackrun.chaos.plan import (
     Seq,
     Swizzle,
     Trigger,
+    is_endless,
 )
 from rackrun.chaos.seeds import stream
 from rackrun.chaos.targets import Exactly, Place, Scene, Subject, Target, resolve
@@ -144,8 +145,9 @@ class Conductor:
 
     @property
     def owes(self) -> bool:
-        """Some part has never come to its turn; of one that comes again for as long as the job runs, not even once."""
-        return not self.done and not self._reached.issuperset(_strikes_of(self.plan.plan, ""))
+        """It has not been carried out; where it goes on for as long as the job does: some part has not come to its turn even once."""
+        waits = not (is_endless(self.plan) and self._reached.issuperset(_strikes_of(self.plan.plan, "")))
+        return waits and not self.done
 
     @property
     def wake_s(self) -> float | None:

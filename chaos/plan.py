@@ -63,6 +63,7 @@ __all__ = [
     "Swizzle",
     "Trigger",
     "faults_of",
+    "is_endless",
     "parts_of",
     "read_plan",
     "schema",
@@ -220,6 +221,11 @@ def faults_of(plan: Plan) -> Iterator[Fault]:
     for part in parts_of(plan.plan):
         if isinstance(part, Inject | FlipFlop | Swizzle):
             yield part.fault
+
+
+def is_endless(plan: Plan) -> bool:
+    """It goes on for as long as the job does."""
+    return any(isinstance(part, Every) and part.times is None for part in parts_of(plan.plan))
 
 
 _INVALID = re.compile(r"Invalid (?:enum )?value '(.+)' - at `.*\.(\w+)`")
