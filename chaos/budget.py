@@ -34,11 +34,33 @@ from rackrun.chaos.faults import (
     name_of,
 )
 from rackrun.chaos.layout import Layout
-from rackrun.chaos.plan import AtStep, Burst, Every, FlipFlop, Inject, Part, Plan, Seq, Swizzle, Trigger, kind_of
+from rackrun.chaos.plan import (
+    AtStep,
+    Burst,
+    Every,
+    FlipFlop,
+    Inject,
+    Part,
+    Plan,
+    Seq,
+    Swizzle,
+    Trigger,
+    kind_of,
+    parts_of,
+)
 from rackrun.chaos.plan import Par as Together
 from rackrun.chaos.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
 
-__all__ = ["BEGUN_STEPS", "SHORT_S", "SHORT_TRAY_S", "Judgement", "Label", "check_budget", "judge_plan"]
+__all__ = [
+    "BEGUN_STEPS",
+    "SHORT_S",
+    "SHORT_TRAY_S",
+    "Judgement",
+    "Label",
+    "check_budget",
+    "check_targets",
+    "judge_plan",
+]
 
 SHORT_S = 0.7
 """Nobody is given up who stands still for so long: rackrun looks after a second."""
@@ -114,6 +136,41 @@ def check_budget(plan: Plan, layout: Layout | None) -> None:
             f"the plan expects that the job stops, and it has all it takes to go on: {because}.",
             remedy="say expect: survives, or take more from it.",
         )
+
+
+def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> None:
+    """Raises `PlanError` for a target that such a job never has."""
+    there = {
+        Subjects.RANK: [str(rank) for rank in range(ranks)],
+        Subjects.TRAY: [f"tray-{tray:02d}" for tray in range(trays or 1)],
+    }
+    there[Subjects.AGENT] = there[Subjects.TRAY]
+
+    def refuse(what: str, kind: Subjects) -> None:
+        names = there.get(kind)
+        has = f"its {kind}s are {', '.join(names)}" if names else f"it has {spares} spare{'' if spares == 1 else 's'}"
+        raise PlanError(f"the job never has {what}: {has}.", remedy="name one that there is, or make the job larger.")
+
+    def look(target: Target) -> None:
+        match target:
+            case Exactly(kind, names) if kind in there:
+                for name in names:
+                    if name not in there[kind]:
+                        refuse(f"a {kind} {name}", kind)
+            case One(Subjects.SPARE) if not spares:
+                refuse("a spare", Subjects.SPARE)
+            case Several(kind, count):
+                most = spares if kind is Subjects.SPARE else len(there.get(kind, ())) or count
+                if count > most:
+                    refuse(f"{count} {kind}s", kind)
+            case NeighbourOf(whom) | BuddyOf(whom):
+                look(whom)
+            case _:
+                pass
+
+    for part in parts_of(plan.plan):
+        if isinstance(part, Inject | FlipFlop | Swizzle):
+            look(part.target)
 
 
 # -- what strikes

@@ -118,7 +118,7 @@ def inject(
 
 
 def seq(*parts: Part) -> Seq:
-    """One after another."""
+    """One after another: the next begins when the turn of the one before is over; that of a fault with ``for_s``, when it has been taken back."""
     return Seq(parts=parts)
 
 

@@ -35,6 +35,7 @@ from rackrun.chaos.plan import (
     Seq,
     Swizzle,
     Trigger,
+    is_endless,
 )
 from rackrun.chaos.seeds import stream
 from rackrun.chaos.targets import Exactly, Place, Scene, Subject, Target, resolve
@@ -108,6 +109,8 @@ class Conductor:
         self._step_s = 0.0
         self._whole = Scene(())
         self._struck: list[Subject] = []
+        self._reached: set[str] = set()
+        """Names of parts that have struck, or had nobody to strike."""
         self._dying: dict[str, int] = {}
         """Slot -> the incarnation that was struck, until it is seen gone."""
         self._start(self._perform(plan.plan, ""))
@@ -139,6 +142,12 @@ class Conductor:
     def done(self) -> bool:
         """The plan has been carried out."""
         return not self._tasks
+
+    @property
+    def owes(self) -> bool:
+        """It has not been carried out; where it goes on for as long as the job does: some part has not come to its turn even once."""
+        waits = not (is_endless(self.plan) and self._reached.issuperset(_strikes_of(self.plan.plan, "")))
+        return waits and not self.done
 
     @property
     def wake_s(self) -> float | None:
@@ -240,6 +249,7 @@ class Conductor:
     def _swizzle(self, part: Swizzle, name: str) -> _Script:
         draw = stream(self.plan.seed, name, "swizzle")
         subjects = self._resolve(part.target, draw)
+        self._reached.add(name)
         struck: list[Record] = []
         fault = _until_taken_back(part.fault)
         began = self._now()
@@ -247,6 +257,7 @@ class Conductor:
             _moments(part.over_s, len(subjects), draw), draw.sample(subjects, len(subjects)), strict=True
         ):
             yield self._at(began + moment)
+            yield _Wait(lambda whom=(subject,): self._within_budget(fault, whom))  # type: ignore[misc]
             struck.append(self._order(fault, (subject,)))
             yield _Wait(lambda record=struck[-1]: record.took is not None)  # type: ignore[misc]
         began = self._now()
@@ -270,6 +281,7 @@ class Conductor:
             return False
 
         yield _Wait(affordable)
+        self._reached.add(name)
         if not subjects:
             return
         record = self._order(fault, subjects)
@@ -355,6 +367,23 @@ class Conductor:
     def _sight(self) -> See:
         assert self._seen is not None, "nothing is carried out before the job is seen"
         return self._seen
+
+
+def _strikes_of(part: Part, name: str) -> Iterator[str]:
+    """Names of the parts of it that strike, as `Conductor` gives them."""
+    match part:
+        case Inject() | Swizzle():
+            yield name
+        case FlipFlop(times=times):
+            yield from (f"{name}.{turn}" for turn in range(times))
+        case Seq(parts=parts) | Par(parts=parts):
+            for index, inner in enumerate(parts):
+                yield from _strikes_of(inner, f"{name}.{index}")
+        case Every(part=inner) | Burst(part=inner):
+            for turn in range(part.times or 1):
+                yield from _strikes_of(inner, f"{name}.{turn}")
+        case _:
+            pass
 
 
 def _until_taken_back(fault: Fault) -> Fault:

@@ -88,19 +88,14 @@ class Job:
         self.folder, self.run, self.inside = folder, folder / "run", folder / "inside"
         self.driver = driver
         self.undo = UndoLog(folder / "undo")
-        self._remains = Remains(folder, arguments, self.undo)
-        self.checkpoints = checkpoints_in(arguments)
-        self.clocks = ClockPages(folder / "clocks") if own_clocks else None
-        if own_disk and self.checkpoints is not None:
-            self.undo.record(Unmount(str(self.checkpoints)))
-            mount(self.checkpoints)
-        self._mark = f"{MARK}={uuid.uuid4().hex}"
         self.hosts: Hosts | None = None
         self.links: Links | None = None
-        if spread is not None:
-            self.hosts = Hosts(folder / "hosts", [f"tray-{index:02}" for index in range(spread.trays)], self.undo)
-        self.undo.record(EndJob(self._mark))  # taken back before the hosts are
-        self._watcher = Watcher(self.undo.folder)
+        self._watcher = Watcher(self.undo.folder)  # before there is anything to be taken back
+        try:
+            self._prepare(arguments, spread, own_disk=own_disk, own_clocks=own_clocks)
+        except BaseException:
+            self._watcher.close()  # which takes back what was made
+            raise
         for name in ("orders", "done", "points", "held", "agents", "witness"):
             (self.inside / name).mkdir(parents=True)
         self._step_by_step, self._may_begin = step_by_step, 0
@@ -134,6 +129,20 @@ class Job:
             raise
         self.process = self._launchers[HEAD]
         """The coordinator's."""
+
+    def _prepare(self, arguments: Sequence[str], spread: Spread | None, *, own_disk: bool, own_clocks: bool) -> None:
+        """What is there before its first process is. Raises `UsageError`, OSError."""
+        folder = self.folder
+        self._remains = Remains(folder, arguments, self.undo)
+        self.checkpoints = checkpoints_in(arguments)
+        self.clocks = ClockPages(folder / "clocks") if own_clocks else None
+        if own_disk and self.checkpoints is not None:
+            self.undo.record(Unmount(str(self.checkpoints)))
+            mount(self.checkpoints)
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        if spread is not None:
+            self.hosts = Hosts(folder / "hosts", [f"tray-{index:02}" for index in range(spread.trays)], self.undo)
+        self.undo.record(EndJob(self._mark, str(self._remains.shared or "")))  # taken back before the hosts are
 
     def _parts(self, arguments: Sequence[str]) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         """Host, what Python runs there, and more of its environment, of each launcher."""
@@ -220,7 +229,7 @@ class Job:
 
     def processes(self) -> list[Process]:
         """All that live."""
-        return marked(self._mark)
+        return marked(self._mark, self._remains.shared)
 
     def launcher(self) -> Process | None:
         found = Process.of(self.process.pid) if self.process.poll() is None else None
@@ -295,14 +304,16 @@ class Job:
 
     def close(self) -> None:
         """Take back what is in force, and end what lives."""
-        heal_all(self.undo.folder)
-        for process in self._launchers.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SETTLE_S)
-        if self.links is not None:
-            self.links.close()
-        self.beside.close()
-        self._watcher.close()
+        try:
+            heal_all(self.undo.folder)
+        finally:
+            for process in self._launchers.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SETTLE_S)
+            if self.links is not None:
+                self.links.close()
+            self.beside.close()
+            self._watcher.close()
 
     def stop(self) -> None:
         """As by Ctrl-C."""

@@ -20,6 +20,7 @@ A trigger is as reproducible as what it counts: a point in the code first, then 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ import yaml
 
 from rackrun.chaos.errors import PlanError
 from rackrun.chaos.faults import Fault, Subjects, name_of
+from rackrun.chaos.sense import nonsense_of, not_finite
 from rackrun.chaos.targets import (
     BuddyOf,
     Exactly,
@@ -61,6 +63,7 @@ __all__ = [
     "Swizzle",
     "Trigger",
     "faults_of",
+    "is_endless",
     "parts_of",
     "read_plan",
     "schema",
@@ -112,7 +115,8 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", forbid_un
 
 
 class Inject(_Part, frozen=True, kw_only=True, tag="inject"):
-    """One fault. Of several subjects, all are struck at once. Its turn is over when that has taken effect."""
+    """One fault. Of several subjects, all are struck at once. Its turn is over when that has taken effect, and, where the fault lasts
+    ``for_s``, has been taken back."""
 
     fault: Fault
     target: Target
@@ -120,7 +124,7 @@ class Inject(_Part, frozen=True, kw_only=True, tag="inject"):
 
 
 class Seq(_Part, frozen=True, kw_only=True, tag="seq"):
-    """One after another."""
+    """One after another: the next begins when the turn of the one before is over."""
 
     parts: tuple[Part, ...]
 
@@ -219,11 +223,18 @@ def faults_of(plan: Plan) -> Iterator[Fault]:
             yield part.fault
 
 
-_INVALID = re.compile(r"Invalid value '(.+)' - at `.*\.(\w+)`")
+def is_endless(plan: Plan) -> bool:
+    """It goes on for as long as the job does."""
+    return any(isinstance(part, Every) and part.times is None for part in parts_of(plan.plan))
+
+
+_INVALID = re.compile(r"Invalid (?:enum )?value '(.+)' - at `.*\.(\w+)`")
 
 
 def _remedy_of(error: str) -> str:
     """What may stand there instead."""
+    if ".names[" in error:
+        return "names are text: put numbers in quotes, as in names: ['0']."
     found = _INVALID.search(error)
     tags = {"do": Part, "fault": Fault, "who": Target, "at": Trigger}
     if found is None or found[2] not in (*tags, "of", "kind"):
@@ -289,6 +300,8 @@ def check(plan: Plan, where: str = "the plan") -> None:
                 kind = kind_of(target)
                 if kind not in fault.strikes:
                     refuse(f"{name_of(fault)} cannot strike a {kind}", f"it strikes: {', '.join(fault.strikes)}")
+                if found := nonsense_of(fault, target):
+                    refuse(f"{name_of(fault)}: {found[0]}", found[1])
                 if not isinstance(part, Inject) and not fault.lasts:
                     refuse(f"{name_of(fault)} does not last, so it cannot be taken back", "use inject, every or burst")
             case Quiet(steps=steps) if steps < 1:
@@ -299,11 +312,11 @@ def check(plan: Plan, where: str = "the plan") -> None:
                 pass
         for field in ("on_s", "off_s", "over_s", "within_s", "mean_s", "times"):
             value = getattr(part, field, None)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 refuse(f"{field} is {value}", "give something above 0")
         if isinstance(part, Inject):
             _check_trigger(part.when, refuse)
-        if isinstance(part, Inject | FlipFlop):
+        if isinstance(part, Inject | FlipFlop | Swizzle):
             _check_budget(part, plan.budget, refuse)
     limits = [(name, getattr(plan.budget, name)) for name in ("slots", "trays")]
     for name, limit in limits:
@@ -312,6 +325,8 @@ def check(plan: Plan, where: str = "the plan") -> None:
 
 
 def _check_trigger(when: Trigger, refuse: Any) -> None:
+    if found := not_finite(when):
+        refuse(*found)
     match when:
         case AtStep(step=step, plus_s=plus) if step < -1 or plus < 0:
             refuse(f"step {step} and {plus} s is before the start", "steps are counted from 0; -1 is the start")
@@ -323,7 +338,7 @@ def _check_trigger(when: Trigger, refuse: Any) -> None:
             pass
 
 
-def _check_budget(part: Inject | FlipFlop, budget: Budget, refuse: Any) -> None:
+def _check_budget(part: Inject | FlipFlop | Swizzle, budget: Budget, refuse: Any) -> None:
     """What would exceed it waits, and this would for ever."""
     kind, fault = kind_of(part.target), part.fault
     if kind in (Subjects.COORDINATOR, Subjects.STORAGE, Subjects.RACK) or not (fault.loses or fault.lasts):

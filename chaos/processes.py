@@ -13,6 +13,8 @@ import msgspec
 
 __all__ = ["Process", "kill_marked", "marked", "wait_gone"]
 
+_SHM = "/dev/shm"  # noqa: S108 - looked at
+
 
 class Process(msgspec.Struct, frozen=True):
     pid: int
@@ -53,22 +55,34 @@ class Process(msgspec.Struct, frozen=True):
         return True
 
 
-def marked(mark: str) -> list[Process]:
-    """All that live and have ``mark`` (NAME=VALUE) in the environment that they were started with."""
-    wanted, found = mark.encode(), []
+def marked(mark: str, shared: Path | None = None) -> list[Process]:
+    """All that live and have ``mark`` (NAME=VALUE) in the environment that they were started with, or, for who has cleared that, the file system
+    that is mounted at ``shared`` as their ``/dev/shm``."""
+    wanted, device, found = mark.encode(), _device_of(shared), []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+            if (
+                wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                or os.stat(f"/proc/{name}/root{_SHM}").st_dev == device
+            ):
                 process = Process.of(int(name))
                 found += [process] if process is not None and process.state else []
     return found
 
 
-def kill_marked(mark: str) -> None:
+def _device_of(shared: Path | None) -> int | None:
+    """None: nothing is mounted there, or it is everybody's."""
+    if shared is None or not os.path.ismount(shared):
+        return None
+    device = os.stat(shared).st_dev
+    return device if device != os.stat(_SHM).st_dev else None
+
+
+def kill_marked(mark: str, shared: Path | None = None) -> None:
     """Until none lives: one may have started another meanwhile."""
-    while left := marked(mark):
+    while left := marked(mark, shared):
         for process in left:
             process.send(signal.SIGKILL)
         time.sleep(0.005)

@@ -37,24 +37,25 @@ class Remains:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(caches)),
         }
         self.before: list[str] = []
-        self._shared: Path | None = None
+        self.shared: Path | None = None
+        """What is mounted here is the job's ``/dev/shm``. None: it has none of its own."""
         if can_be_private() and not any(str(SHARED) in word for word in command):
             shared = folder.resolve() / "shm"
             shared.mkdir()
             undo.record(Unmount(str(shared)))
             subprocess.run(_mount(shared), check=True)
-            self._shared, self.before = shared, [*_UNSHARE, "sh", "-c", _INSIDE, str(shared)]
+            self.shared, self.before = shared, [*_UNSHARE, "sh", "-c", _INSIDE, str(shared)]
         self._known = set(self._outside())
 
     def found(self) -> tuple[str, ...]:
         """Once no process of the job lives."""
-        mine = [f"{SHARED}/{path.name}" for path in self._shared.iterdir()] if self._shared is not None else []
+        mine = [f"{SHARED}/{path.name}" for path in self.shared.iterdir()] if self.shared is not None else []
         mine += [str(path) for path in self._temporary.iterdir() if path.name.startswith(_OURS)]
         return tuple(sorted([*mine, *set(self._outside()) - self._known]))
 
     def _outside(self) -> list[str]:
         """Where others' are, too."""
-        found = [] if self._shared is not None else [path for path in SHARED.iterdir() if path.name.startswith(_OURS)]
+        found = [] if self.shared is not None else [path for path in SHARED.iterdir() if path.name.startswith(_OURS)]
         group = own_group()
         found += [path for path in group.iterdir() if path.is_dir() and _of_the_dead(path)] if group is not None else []
         return [str(path) for path in found]
@@ -78,4 +79,9 @@ def _mount(where: Path) -> list[str]:
 def _of_the_dead(group: Path) -> bool:
     """``rackrun-filler-PID-...``, and no such process lives."""
     words = group.name.split("-")
-    return words[0] == "rackrun" and words[2:3] != [] and words[2].isdigit() and not Path(f"/proc/{words[2]}").exists()
+    return (
+        words[:2] == ["rackrun", "filler"]
+        and words[2:3] != []
+        and words[2].isdigit()
+        and not Path(f"/proc/{words[2]}").exists()
+    )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.budget import check_budget
+from rackrun.chaos.budget import check_budget, check_targets
 from rackrun.chaos.cmdline import ENTER, arguments, check_command, check_script, preloading
 from rackrun.chaos.conductor import Conductor, Order, Record, See, Strike, TakeBack
 from rackrun.chaos.diagnosis import judge_script
@@ -37,7 +37,18 @@ from rackrun.chaos.job import Ended, Job, Sight, checkpoints_in
 from rackrun.chaos.layout import layout_of
 from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.placing import check_hosts, hosts_needed, links_needed, trays_of
-from rackrun.chaos.plan import AtPoint, Every, FlipFlop, Inject, Plan, Swizzle, faults_of, kind_of, parts_of, write_plan
+from rackrun.chaos.plan import (
+    AtPoint,
+    FlipFlop,
+    Inject,
+    Plan,
+    Swizzle,
+    faults_of,
+    is_endless,
+    kind_of,
+    parts_of,
+    write_plan,
+)
 from rackrun.chaos.points import POINTS
 from rackrun.chaos.reference import Reference, Twin, make_folder, read_reference, run_reference
 from rackrun.chaos.report.write import report_on
@@ -236,14 +247,17 @@ class Performance:
     def _hear(self) -> None:
         """Of what was struck."""
         for number, injected in list(self._under_way.items()):
-            outcome = injected.outcome()
+            try:
+                outcome = injected.outcome()
+            except OSError as error:  # what it would be seen by has gone with the job
+                outcome = Outcome(False, f"nobody knows: {error}")
             if outcome is not None:
                 del self._under_way[number]
                 self._confirm(number, outcome)
 
     def _let_time_pass(self) -> None:
         """The job is over: what only waited to be taken back needs not be waited for. What was still to be done has nobody to be done to."""
-        if self._sight is None or _endless(self._plan):
+        if self._sight is None or is_endless(self._plan):
             return
         while (wake_s := self.conductor.wake_s) is not None and not self._under_way:
             see = See(max(wake_s, self._job.now_s), self._sight.step, self._sight.scene, self._job.points())
@@ -300,7 +314,10 @@ class Performance:
 def check_run(plan: Plan, command: Sequence[str]) -> None:
     """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
     check_plan(plan)
-    check_budget(plan, layout_of(command))
+    layout = layout_of(command)
+    if layout is not None:
+        check_targets(plan, ranks=layout.ranks, spares=layout.spares, trays=layout.trays)
+    check_budget(plan, layout)
     check_hosts(plan, command)
     check_command(command)
     _check_storage(plan, command)
@@ -333,14 +350,9 @@ def _points(plan: Plan) -> list[str]:
 # -- after
 def _undone(conductor: Conductor, ended: Ended) -> str:
     stops = conductor.plan.expect == "stops" and ended.exit_code != 0
-    if conductor.done or stops or _endless(conductor.plan):
+    if stops or not conductor.owes:
         return ""
     return f"the job ended (exit code {ended.exit_code}) before the plan was carried out"
-
-
-def _endless(plan: Plan) -> bool:
-    """It goes on for as long as the job does."""
-    return any(isinstance(part, Every) and part.times is None for part in parts_of(plan.plan))
 
 
 def _summary(

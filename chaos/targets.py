@@ -187,7 +187,7 @@ def resolve(target: Target, scene: Scene, draw: random.Random) -> tuple[Subject,
 def _some(kind: Subjects, count: int, scene: Scene, draw: random.Random) -> tuple[Subject, ...]:
     there = scene.names(kind)
     if not 1 <= count <= len(there):
-        raise NoTarget(f"{count} of {len(there)} {kind}(s)")
+        raise NoTarget(f"{count} {kind}(s) were to be struck, and there are {len(there)}")
     chosen = draw.sample(there, count)
     return tuple(Subject(kind, name) for name in there if name in chosen)
 

@@ -17,18 +17,17 @@ from typing import Literal, NamedTuple, NoReturn, TypedDict, Unpack
 import msgspec
 import pytest
 
+from rackrun.chaos.budget import check_targets
 from rackrun.chaos.build import make_plan
 from rackrun.chaos.cmdline import check_command
 from rackrun.chaos.diagnosis import judge_script
 from rackrun.chaos.errors import PlanError
 from rackrun.chaos.evidence import Trace
-from rackrun.chaos.faults import Subjects
 from rackrun.chaos.mild import draw_plan
-from rackrun.chaos.plan import AtStep, FlipFlop, Inject, Part, Plan, Swizzle, parts_of, read_plan
+from rackrun.chaos.plan import AtStep, Inject, Part, Plan, parts_of, read_plan
 from rackrun.chaos.reference import run_reference
 from rackrun.chaos.run import Summary, check_run, run_plan
 from rackrun.chaos.seeds import stream
-from rackrun.chaos.targets import BuddyOf, Exactly, NeighbourOf, One, Several, Target
 from rackrun.chaos.words import explain
 from rackrun.errors import RackrunError, UsageError
 
@@ -208,41 +207,6 @@ class Chaos:
         if plan is None or isinstance(plan, Plan):
             return plan
         return read_plan(self._find(plan)) if isinstance(plan, str | Path) else make_plan(plan)
-
-
-def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> None:
-    """Raises `PlanError` for a target that such a job never has."""
-    there = {
-        Subjects.RANK: [str(rank) for rank in range(ranks)],
-        Subjects.TRAY: [f"tray-{tray:02d}" for tray in range(trays or 1)],
-    }
-    there[Subjects.AGENT] = there[Subjects.TRAY]
-
-    def refuse(what: str, kind: Subjects) -> None:
-        names = there.get(kind)
-        has = f"its {kind}s are {', '.join(names)}" if names else f"it has {spares} spare{'' if spares == 1 else 's'}"
-        raise PlanError(f"the job never has {what}: {has}.", remedy="name one that there is, or make the job larger.")
-
-    def look(target: Target) -> None:
-        match target:
-            case Exactly(kind, names) if kind in there:
-                for name in names:
-                    if name not in there[kind]:
-                        refuse(f"a {kind} {name}", kind)
-            case One(Subjects.SPARE) if not spares:
-                refuse("a spare", Subjects.SPARE)
-            case Several(kind, count):
-                most = spares if kind is Subjects.SPARE else len(there.get(kind, ())) or count
-                if count > most:
-                    refuse(f"{count} {kind}s", kind)
-            case NeighbourOf(whom) | BuddyOf(whom):
-                look(whom)
-            case _:
-                pass
-
-    for part in parts_of(plan.plan):
-        if isinstance(part, Inject | FlipFlop | Swizzle):
-            look(part.target)
 
 
 def _check_steps(plan: Plan, steps: int) -> None:

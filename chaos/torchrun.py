@@ -115,7 +115,9 @@ def run_outside(
     records, conductor = performance.conductor.records, performance.conductor
     struck_s = [performance.began_wall_s + performance.begun_s[one.strike.number] for one in records if one.took]
     missed = [*conductor.nobody, *(one.detail or "the job ended first" for one in records if not one.took)]
-    missed += [] if conductor.done else [f"the job ended (exit code {ended.exit_code}) before the plan was carried out"]
+    missed += (
+        [] if not conductor.owes else [f"the job ended (exit code {ended.exit_code}) before the plan was carried out"]
+    )
     found = compare(without, read_told(performance.folder / "told"), struck_s)
     outside = Outside(
         **msgspec.structs.asdict(found),

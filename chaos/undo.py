@@ -106,9 +106,10 @@ class SetClock(_Undo, frozen=True, tag="set_clock"):
 
 
 class EndJob(_Undo, frozen=True, tag="end_job"):
-    """All processes with this mark in their environment."""
+    """All processes with this mark in their environment, or with what is mounted at ``shared`` as their ``/dev/shm``."""
 
     mark: str
+    shared: str = ""
 
 
 class RemoveRules(_Undo, frozen=True, tag="remove_rules"):
@@ -172,13 +173,20 @@ class UndoLog:
 
 
 def heal_all(folder: Path) -> list[str]:
-    """The newest first. Returns what was taken back."""
-    healed = []
-    for path in sorted(folder.glob("*.json"), reverse=True):
-        undo = _decode(path.read_bytes())
-        _take_back(undo)
-        path.unlink(missing_ok=True)
-        healed.append(str(undo))
+    """The newest first. Returns what was taken back. What cannot be keeps nothing else from it, and stays written down; then it is raised."""
+    healed, errors = [], []
+    for path in sorted(folder.glob("[0-9]*.json"), reverse=True):
+        try:
+            undo = _decode(path.read_bytes())
+            _take_back(undo)
+            path.unlink(missing_ok=True)
+        except (OSError, msgspec.MsgspecError) as error:
+            error.add_note(f"taking back {path}")
+            errors.append(error)
+        else:
+            healed.append(str(undo))
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(errors) + len(healed)} could not be taken back", errors)
     return healed
 
 
@@ -222,8 +230,8 @@ def _take_back(undo: Undo) -> None:  # noqa: PLR0912 - one for each kind
             for page in pages:
                 with contextlib.suppress(FileNotFoundError):
                     move(Path(page), 0.0)
-        case EndJob(mark):
-            kill_marked(mark)
+        case EndJob(mark, shared):
+            kill_marked(mark, Path(shared) if shared else None)
         case RemoveTree(path):
             shutil.rmtree(path, ignore_errors=True)
         case Unmount(path):
@@ -273,8 +281,11 @@ def _run(*words: str) -> None:
 
 def _main() -> int:
     folder, *flags = sys.argv[1:] or [""]
-    if not folder or flags not in ([], ["--watch"]):
-        print("usage: python -m rackrun.chaos.undo FOLDER", file=sys.stderr)
+    if not folder or flags not in ([], ["--watch"]) or not Path(folder).is_dir():
+        print(
+            "usage: python -m rackrun.chaos.undo FOLDER: OUT/faulted/undo or OUT/reference/undo of a run",
+            file=sys.stderr,
+        )
         return 2
     if flags:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -283,8 +294,11 @@ def _main() -> int:
         sys.stdout.flush()
         sys.stdin.buffer.read()
         sys.stdout = sys.stderr
-    for healed in heal_all(Path(folder)):
+    found = heal_all(Path(folder))
+    for healed in found:
         print(f"taken back: {healed}")
+    if not (found or flags):
+        print(f"{folder}: there is nothing to take back")
     return 0
 
 

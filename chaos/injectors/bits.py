@@ -94,8 +94,10 @@ def _flip(fd: int, at: int, bit: int) -> None:
 
 def _descriptors(process: Process, name: str) -> Iterator[int]:
     """Of our own, for what ``process`` holds open under names that begin so."""
-    folder = f"/proc/{process.pid}/fd"
-    for one in sorted(os.listdir(folder), key=int):
+    folder, names = f"/proc/{process.pid}/fd", []
+    with contextlib.suppress(OSError):  # it is gone, and all that it held
+        names = sorted(os.listdir(folder), key=int)
+    for one in names:
         with contextlib.suppress(OSError):
             if os.readlink(f"{folder}/{one}").startswith(name):
                 yield os.open(f"{folder}/{one}", os.O_RDWR | os.O_CLOEXEC)

@@ -25,6 +25,9 @@ def judge(evidence: Evidence) -> Verdict:
         expected = {sample for of in reference.samples.get(step, {}).values() for sample in of}
         if expected and not set(ids) <= expected:
             return Verdict(holds=False, because=f"step {step} counted samples that are not its own")
+    if trace.gates and not any(gate_of(gate).samples for gate in trace.gates.values()):
+        why = "no step counts any samples: what is not read by run.loader is in no ledger"
+        return Verdict(holds=None, because=why)
     if not trace.samples and trace.gates:
         return Verdict(holds=None, because="the journal has no sample ids: leave out --ledger digest")
     return Verdict(holds=True, because=f"{counted} in {len(trace.gates)} gates, the same, each once")

@@ -19,6 +19,8 @@ def judge(evidence: Evidence) -> Verdict:
             )
     if evidence.undone:
         missing.append(evidence.undone)
+    if not (missing or evidence.records):
+        missing.append("nothing was struck")
     if missing:
         return Verdict(holds=None, because="; ".join(missing))
     return Verdict(holds=True, because=f"{len(evidence.records)} of {len(evidence.records)}")

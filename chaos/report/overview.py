@@ -26,7 +26,7 @@ _CLASS = {True: "holds", False: "fails", None: "unknown"}
 
 
 def write_overview(tally: Path, path: Path) -> list[Line]:
-    """Raises `UsageError` when ``tally`` is none."""
+    """Raises `UsageError` when ``tally`` is none, or ``path`` cannot be written."""
     command, lines = read_lines(tally)
     wrong = sorted((line for line in lines if line.holds is not True), key=lambda line: line.holds is None)
     cells = [[line.seed, _CLASS[line.holds], _hint(line)] for line in lines[:CELLS]]
@@ -39,8 +39,14 @@ def write_overview(tally: Path, path: Path) -> list[Line]:
     ]
     partial = path.with_name(f".{path.name}.part")
     seeds = {"cells": cells, "left_out": max(0, len(lines) - CELLS)}
-    partial.write_text(document(f"{tally.name}: {len(lines)} runs", parts, {"seeds": seeds}), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(document(f"{tally.name}: {len(lines)} runs", parts, {"seeds": seeds}), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}.",
+            remedy=f"copy {tally} to where it can: the page is made beside it.",
+        ) from error
     return lines
 
 

@@ -28,6 +28,7 @@ def write_page(material: Material, path: Path) -> None:
     parts = [
         _banner(summary),
         _section("What happened", _happened(summary)),
+        _section("What differs first, and why", _why(summary)) if summary.diagnosis else "",
         _section("What next", _list(next_steps(summary))),
         _section("Verdicts", _verdicts(summary)),
         figure(
@@ -122,6 +123,14 @@ def _happened(summary: Summary) -> str:
     )
     end = f"<p>{escape(end + (': ' + summary.because if summary.because else ''))}.</p>"
     return f'<ol class="story">{items}</ol>{more}{end}'
+
+
+def _why(summary: Summary) -> str:
+    """Of its lines, those that are indented are facts."""
+    lines = summary.diagnosis.splitlines()
+    facts = [line.strip() for line in lines if line.startswith(" ")]
+    before, *after = [f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" ")]
+    return before + (_list(facts) if facts else "") + "".join(after)
 
 
 def _verdicts(summary: Summary) -> str:

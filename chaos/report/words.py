@@ -126,6 +126,7 @@ def markdown(summary: Summary) -> str:
         sentence(summary),
         "",
     ]
+    lines += [*(_cell(line) for line in summary.diagnosis.splitlines()), ""] if summary.diagnosis else []
     lines += ["| oracle | verdict | |", "|---|---|---|"]
     lines += [f"| {one.oracle} | {NAMES[one.holds]} | {_cell(one.because)} |" for one in summary.verdicts]
     if summary.faults:

@@ -12,7 +12,7 @@ from rackrun.chaos.report.page import write_page
 from rackrun.chaos.report.trace import write_trace
 from rackrun.chaos.report.words import markdown
 from rackrun.chaos.summary import Summary, write_summary
-from rackrun.errors import RackrunError
+from rackrun.errors import RackrunError, UsageError
 
 __all__ = ["make_report", "report_on"]
 
@@ -33,11 +33,17 @@ def report_on(out: Path, summary: Summary, tell: Callable[[str], None]) -> Summa
 
 
 def make_report(out: Path) -> Summary:
-    """From what ``out`` holds. Raises `UsageError` when that is no run with faults; the same files come out however often it is called."""
+    """From what ``out`` holds. Raises `UsageError` when that is no run with faults, or cannot be written; the same files come out however often it
+    is called."""
     material = read_material(out)
-    write_history(out / "history.jsonl", material.history)
-    write_summary(out, material.summary)
-    (out / "report.md").write_text(markdown(material.summary), encoding="utf-8")
-    write_trace(material, out / "trace.json")
-    write_page(material, out / "report.html")
+    try:
+        write_history(out / "history.jsonl", material.history)
+        write_summary(out, material.summary)
+        (out / "report.md").write_text(markdown(material.summary), encoding="utf-8")
+        write_trace(material, out / "trace.json")
+        write_page(material, out / "report.html")
+    except OSError as error:
+        raise UsageError(
+            f"{out} cannot be written: {error.strerror}.", remedy="copy it to where it can: reports are made in it."
+        ) from error
     return material.summary

@@ -193,6 +193,7 @@ def write_run(
     holds: bool | None = True,
     verdicts: Sequence[Verdict] = (),
     notice: str = "",
+    diagnosis: str = "",
 ) -> Path:
     """What `rackrun.chaos.run.run_plan` leaves before it makes its reports."""
     kills = {7: 1} if kills is None else kills
@@ -233,6 +234,7 @@ def write_run(
         plan=plan.name,
         seed=plan.seed,
         expect="survives",
+        diagnosis=diagnosis,
         holds=holds,
         verdicts=tuple(verdicts)
         or (Verdict(oracle="losses", holds=holds, because=f"{steps} of {steps}, bit for bit"),),

@@ -172,6 +172,30 @@ def test_what_would_exceed_the_budget_waits_until_something_is_back(scene: Scene
     assert [now for now, _ in Played(scene, plan).play(30).strikes] == [2.0, 2.0, 9.0]
 
 
+def test_a_swizzle_keeps_to_the_budget(scene: Scene) -> None:
+    killed_first = Seq(parts=(KILL, Swizzle(fault=Pause(), target=One(TRAY), over_s=1)))
+    assert len(Played(scene, killed_first, budget=Budget(slots=1)).play(30).strikes) == 1
+    assert len(Played(scene, killed_first, budget=Budget(slots=4)).play(30).strikes) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "owes"),
+    [
+        (Every(mean_s=3, part=KILL), False),
+        (Every(mean_s=1e6, part=KILL), True),
+        (Par(parts=(Every(mean_s=3, part=KILL), at(5))), False),
+        (Par(parts=(Every(mean_s=3, part=KILL), at(500))), True),
+        (Seq(parts=(Every(mean_s=3, part=KILL), at(0))), True),
+        (at(500), True),
+        (Seq(parts=(at(5), Quiet(steps=1))), False),
+    ],
+)
+def test_what_has_never_struck_is_owed_though_another_part_goes_on_for_ever(
+    part: Part, owes: bool, scene: Scene
+) -> None:
+    assert Played(scene, part).play(60).conductor.owes is owes
+
+
 def test_without_a_target_nothing_is_struck_and_that_is_told(scene: Scene) -> None:
     played = Played(scene, Seq(parts=(Inject(fault=Kill(), target=Exactly(RANK, ("77",))), KILL))).play(9)
     assert len(played.strikes) == 1

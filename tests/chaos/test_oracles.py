@@ -116,6 +116,13 @@ def test_without_sample_ids_nobody_knows() -> None:
     assert said(evidence(trace=trace(samples={}))) == {"samples": None}
 
 
+def test_a_script_that_reads_its_data_by_itself_is_told_so() -> None:
+    alone = trace(gates={(step, 0): struct.pack("<3d", 1.0, 0.0, 0.0) for step in range(2)}, samples={})
+    found = evidence(trace=alone, reference=alone)
+    assert said(found) == {"samples": None}
+    assert "run.loader" in next(verdict.because for verdict in judge(found) if verdict.oracle == "samples")
+
+
 def test_other_weights_are_seen_and_missing_ones_are_unknown() -> None:
     assert said(evidence(trace=trace(held={"0": "a", "1": "c"}))) == {"weights": False}
     assert said(evidence(trace=trace(held={"0": "a"}))) == {"weights": None}
@@ -259,6 +266,12 @@ def test_another_command_than_the_core_gives_is_seen() -> None:
 def test_a_core_that_contradicts_itself_stops_for_no_honest_reason() -> None:
     broken = trace(result=result(3, "rackrun contradicts itself on WorkerExited", "please report this"))
     assert said(evidence(STOPS, trace=broken, ended=Ended(3, 5.0, ()))) == {"ending": False}
+
+
+def test_a_run_in_which_nothing_was_struck_proves_nothing() -> None:
+    assert said(evidence(records=())) == {"strikes": None}
+    stopped = trace(result=result(3, "no copy is left", "add spares"))
+    assert said(evidence(STOPS, trace=stopped, ended=Ended(3, 5.0, ()), records=())) == {"strikes": None}
 
 
 def test_wrong_outweighs_unknown() -> None:

@@ -117,12 +117,51 @@ INJECT = "{do: inject, fault: {fault: kill}, target: {who: one, of: rank}}"
         ("plan: {do: heal}\nformat: 2", "format 2 is not known"),
         ("plan: {do: heal}\nexpect: luck", "'luck'"),
         ("plan: [", r"plan.yaml:1: no YAML"),
+        ("plan: {do: inject, fault: {fault: kill}, target: {who: one, of: rnk}}", "did you mean rank"),
+        ("plan: {do: inject, fault: {fault: pause, for_s: -1}, target: {who: one, of: rank}}", "for_s is -1"),
+        ("plan: {do: inject, fault: {fault: step_clock, by_s: .inf}, target: {who: one, of: agent}}", "by_s is inf"),
+        ("plan: {do: inject, fault: {fault: slow, share: .nan}, target: {who: one, of: rank}}", "share is nan"),
+        ("plan: {do: inject, fault: {fault: raise, error: print}, target: {who: one, of: rank}}", "no error 'print'"),
+        (
+            "plan: {do: inject, fault: {fault: crash_at, point: gate.before, nth: 0}, target: {who: one, of: rank}}",
+            "the 0th time",
+        ),
+        (
+            "plan: {do: inject, when: {at: time, s: .nan}, fault: {fault: kill}, target: {who: one, of: rank}}",
+            "s is nan",
+        ),
+        (f"plan: {{do: every, mean_s: .inf, part: {INJECT}}}", "mean_s is inf"),
+        (
+            "plan: {do: swizzle, over_s: 1, fault: {fault: pause}, target: {who: several, of: rank, count: 2}}\nbudget: {slots: 1}",
+            "never fits into a budget of 1 slots",
+        ),
         ("", "Expected `object`"),
     ],
 )
 def test_what_means_nothing_is_refused_with_its_place(text: str, what: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
+    with pytest.raises(PlanError, match=what):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        ("{who: several, of: rank, count: 0}", "0 ranks"),
+        ("{who: exactly, kind: rank}", "ranks without names"),
+        ("{who: exactly, kind: rank, names: []}", "ranks without names"),
+        ("{who: exactly, kind: rank, names: ['1', '1']}", "rank 1 is named twice"),
+        ("{who: exactly, kind: rank, names: [1]}", "put numbers in quotes"),
+        ("{who: exactly, kind: coordinator, names: ['0']}", "the coordinator has no name"),
+        ("{who: neighbour_of, whom: {who: one, of: coordinator}}", "the coordinator has no neighbour"),
+        ("{who: buddy_of, whom: {who: one, of: spare}}", "a spare has no buddy"),
+        ("{who: buddy_of, whom: {who: several, of: rank, count: -1}}", "-1 ranks"),
+    ],
+)
+def test_a_target_that_is_nobody_in_any_job_is_refused(target: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"plan: {{do: inject, fault: {{fault: kill}}, target: {target}}}")
     with pytest.raises(PlanError, match=what):
         read_plan(path)
 

@@ -78,4 +78,5 @@ def test_a_control_group_of_the_dead_is_found(tmp_path: Path, undo: UndoLog, mon
     found = Remains(tmp_path, ["train.py", "/dev/shm"], undo)
     for owner in (NOBODY, os.getpid()):
         (tmp_path / "group" / f"rackrun-filler-{owner}-tray-00.0").mkdir()
+    (tmp_path / "group" / f"rackrun-chaos-{NOBODY}").mkdir()  # that of an injector of another run, whose name is drawn
     assert found.found() == (str(tmp_path / "group" / f"rackrun-filler-{NOBODY}-tray-00.0"),)

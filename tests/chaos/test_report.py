@@ -267,6 +267,34 @@ def test_who_reads_of_a_failure_is_told_what_and_where_to_look(tmp_path: Path) -
     assert r"step 8 \| is" in markdown(summary)
 
 
+def test_what_differs_first_and_why_is_on_the_page(tmp_path: Path) -> None:
+    why = "the loss of step 8 is 2 instead of 1.\n  not tracked: norm.mean on <b>rank 1</b>\nRemedy: run.track(norm=norm)."
+    out = write_run(tmp_path / "out", holds=False, diagnosis=why)
+    summary = make_report(out)
+    page = (out / "report.html").read_text()
+    told = page.partition("What differs first, and why")[2].partition("</section>")[0]
+    assert "<p>the loss of step 8 is 2 instead of 1.</p>" in told
+    assert "<li>not tracked: norm.mean on &lt;b&gt;rank 1&lt;/b&gt;</li>" in told
+    assert "<p>Remedy: run.track(norm=norm).</p>" in told
+    assert "norm.mean" in markdown(summary)
+
+
+def test_where_a_report_cannot_be_written_that_is_said(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    (out / "report.md").mkdir()
+    with pytest.raises(UsageError, match="cannot be written: Is a directory"):
+        make_report(out)
+    tally = tmp_path / "tally.jsonl"
+    tally.write_bytes(msgspec.json.encode(Head(command=("train.py",))) + b"\n")
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_overview(tally, tmp_path / "nowhere" / "page.html")
+
+
+def test_where_nothing_differs_there_is_no_reason_for_it(tmp_path: Path) -> None:
+    make_report(out := write_run(tmp_path / "out"))
+    assert "What differs first" not in (out / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [

@@ -33,7 +33,7 @@ from rackrun.chaos.plan import AtStep, Inject, Par, Part, Plan, Seq, parts_of, r
 from rackrun.chaos.processes import marked
 from rackrun.chaos.reference import Twin, run_reference
 from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import Exactly, Last, NeighbourOf, One, Target
+from rackrun.chaos.targets import Exactly, Last, NeighbourOf, One, Several, Target
 from rackrun.errors import UsageError
 from tests.chaos.test_report_trace import check_trace
 
@@ -116,7 +116,7 @@ def test_the_canary_must_fail_and_does(reference: Path, tmp_path: Path) -> None:
 
 @pytest.mark.stories
 def test_a_strike_without_a_target_makes_the_run_unknown(strike: Callable[..., Summary]) -> None:
-    nobody, somebody = at_hold(Kill(), Exactly(Subjects.RANK, ("7",))), at_hold(Raise())
+    nobody, somebody = at_hold(Kill(), Last(Subjects.SPARE)), at_hold(Raise())
     summary = strike(Seq(parts=(nobody, somebody)))
     assert summary.holds is None
     assert verdicts(summary) == {"strikes": None}
@@ -217,7 +217,8 @@ def test_a_harness_that_is_killed_leaves_nothing_of_its_job(tmp_path: Path, refe
         assert time.monotonic() < deadline
         time.sleep(0.01)
     undo = out / "faulted" / "undo"
-    mark = json.loads(min(undo.glob("*.json")).read_text())["mark"]
+    records = [json.loads(path.read_text()) for path in undo.glob("*.json")]
+    mark = next(record["mark"] for record in records if "mark" in record)
     assert marked(mark)
     os.kill(harness.pid, signal.SIGKILL)
     harness.communicate()  # the watcher holds its stderr until it has ended
@@ -254,6 +255,20 @@ def test_a_plan_whose_end_is_certain_and_another_is_refused(tmp_path: Path) -> N
         run_plan(Plan(plan=at_hold(Kill()), expect="stops"), tiny(), out=tmp_path / "out")
     with pytest.raises(UsageError, match="expects that the job survives"):
         run_plan(Plan(plan=at_hold(Kill(), One(Subjects.COORDINATOR))), tiny(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (Exactly(Subjects.RANK, ("7",)), "never has a rank 7: its ranks are 0, 1"),
+        (Exactly(Subjects.TRAY, ("tray-03",)), "never has a tray tray-03"),
+        (Several(Subjects.RANK, 3), "never has 3 ranks"),
+    ],
+)
+def test_a_target_that_the_job_never_has_is_refused(target: Target, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        run_plan(Plan(plan=at_hold(Kill(), target)), tiny(), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -47,6 +47,8 @@ from rackrun.link.boot import SNAPSHOT_JOB
 from tests.checkpoint.storage import JOB, save, store_at
 
 WAIT_S = 60.0
+NOBODY = 4_194_305
+"""Above the largest process id that Linux gives."""
 ANSWERS = "import sys\nfor line in sys.stdin:\n    print(eval(line), flush=True)\n"
 
 
@@ -225,6 +227,7 @@ def test_a_bit_of_a_sealed_snapshot_is_flipped_through_its_agents_memory() -> No
     fds = [os.memfd_create(f"rackrun-snapshot-tray-00/1-7-{which}") for which in "ab"]
     try:
         assert snapshot_bit(own_process(), "tray-00/1", 7, random.Random(3)) == "", "none is sealed"
+        assert snapshot_bit(Process(NOBODY, 1), "tray-00/1", 7, random.Random(3)) == "", "its agent is gone"
         with Arena.create(fds[1], job=SNAPSHOT_JOB, rank=4, epoch=1, slots=1, payload_bytes=4096) as arena:
             writer = arena.begin(12, 12)
             np.frombuffer(writer.payload, dtype=np.uint8)[:] = 5

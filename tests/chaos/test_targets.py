@@ -53,7 +53,7 @@ def test_several_are_different_ones_in_order(scene: Scene) -> None:
     found = names(Several(TRAY, 3), scene)
     assert found == sorted(set(found))
     assert len(found) == 3
-    with pytest.raises(NoTarget, match=r"5 of 4 tray\(s\)"):
+    with pytest.raises(NoTarget, match=r"5 tray\(s\) were to be struck, and there are 4"):
         names(Several(TRAY, 5), scene)
 
 

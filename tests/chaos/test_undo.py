@@ -67,6 +67,33 @@ def test_the_newest_is_taken_back_first(tmp_path: Path) -> None:
     assert [("/b'" in healed, "/a'" in healed) for healed in heal_all(undo.folder)] == [(True, False), (False, True)]
 
 
+def test_what_cannot_be_taken_back_keeps_nothing_else_from_it(tmp_path: Path) -> None:
+    undo = UndoLog(tmp_path / "undo")
+    first, folder, torn = tmp_path / "a", tmp_path / "b", undo.folder / "000009.json"
+    first.touch()
+    folder.mkdir()
+    for path in (first, folder):
+        undo.record(RemoveFile(str(path)))
+    torn.write_bytes(b"{")
+    with pytest.raises(ExceptionGroup, match="2 of 3 could not be taken back"):
+        heal_all(undo.folder)
+    assert not first.exists()
+    assert {path.name for path in undo.folder.iterdir()} == {"000001.json", "000009.json"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "code", "said"),
+    [("nowhere", 2, "usage"), ("", 2, "usage"), ("out", 0, "there is nothing to take back")],
+)
+def test_who_heals_by_hand_is_told_what_came_of_it(folder: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "summary.json").touch()
+    words = [sys.executable, "-m", "rackrun.chaos.undo", str(tmp_path / folder) if folder else ""]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
 def test_a_helper_has_ended_when_its_end_is_over(tmp_path: Path, victim: Process) -> None:
     undo = UndoLog(tmp_path / "undo")
     undo.heal(undo.record(EndProcess(victim)))
