@@ -53,7 +53,9 @@ def situations(draw: st.DrawFn) -> tuple[Failure, ClusterView]:
     size = draw(st.integers(1, 64))
     numbers = st.integers(0, 8)
     words = [f"{size} ranks", f"{draw(st.integers(0, min(size, 6)))} lost", f"at step {draw(st.integers(-1, 10**6))}"]
-    words += [f"{draw(numbers)} {name}" for name in ("ready", "starting", "free", "unfit", "returning", "moved", "moving")]
+    words += [
+        f"{draw(numbers)} {name}" for name in ("ready", "starting", "free", "unfit", "returning", "moved", "moving")
+    ]
     words += [
         f"rollback {draw(numbers)}",
         f"restarts {draw(st.integers(0, 2))}",
