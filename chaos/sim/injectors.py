@@ -97,6 +97,8 @@ class Injectors:
         self._crashes: list[tuple[CrashAt, Process | Agent, list[int]]] = []
         self.poison: dict[int, None] = {}
         """Units of which one sample raises."""
+        self.delayed_s = 0.0
+        """All that ranks are late by, one after the other at the worst."""
         for part in parts_of(plan.plan):
             if isinstance(part, Inject | FlipFlop | Swizzle):
                 why = _why_not(part.fault, kind_of(part.target))
@@ -208,6 +210,7 @@ class Injectors:
                 self._sim.engine.after(for_s, process.go_on)
             case DelayCollective(for_s=for_s):
                 process.late_s += for_s
+                self.delayed_s += for_s
             case Slow(share=share):
                 self._slow(process, share, undo)
             case FlipBit():

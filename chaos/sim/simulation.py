@@ -42,7 +42,8 @@ __all__ = ["Job", "Outcome", "Simulation"]
 
 EVENTS_MAX = 400_000
 LIVE_S_MAX = 4 * 3600.0
-"""Of virtual time, after the last fault: in this time it comes to its end."""
+"""Of virtual time, after the last fault: in this time it comes to its end. A rank that is alone is waited for besides, however long it is late:
+nobody waits for it and could tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class Simulation:
         for tray, agent in self.agents.items():
             if not agent.alive and tray in self._trays() and draw.random() < 0.6:
                 self.engine.after(60 * draw.random(), self.switch_on, tray)
-        self._live_until_s = self.engine.now_s + LIVE_S_MAX
+        self._live_until_s = self.engine.now_s + LIVE_S_MAX + self.injectors.delayed_s
 
     def _ended(self, stop: StopJob) -> None:
         if stop.exit_code == 0:

@@ -306,7 +306,8 @@ class Process:
                 self.state, self.between_units = "parked", False
                 self.sim.eras[self.generation].leave(self)
                 costs, draw = self.sim.costs, self.sim.draw["parks"]
-                late_s = 8 * draw.random() if self.sim.buggify("worker: parks late") else 0.0
+                most_s = 4 if self.sim.job.must_survive else 8  # so late that it is given up: that is one more loss
+                late_s = most_s * draw.random() if self.sim.buggify("worker: parks late") else 0.0
                 self.later(costs.of(costs.park_s, draw) + late_s, self._park, command.generation)
             case ResumeGeneration():
                 self._take(command.plan)
