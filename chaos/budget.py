@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 from rackrun.chaos.errors import PlanError
 from rackrun.chaos.faults import (
+    CrashAt,
     DiskFails,
     DiskFull,
     Duplicate,
@@ -227,12 +228,25 @@ def _alike(strikes: list[_Struck], layout: Layout) -> str:
     """The same error of two ranks in one step is taken for the script's, which stops the job."""
     crashes: Counter[str] = Counter()
     for fault, target, _, times in strikes:
-        crash = fault.signal if isinstance(fault, Kill) else fault.error if isinstance(fault, Raise) else ""
+        crash = _trace_of(fault)
         if kind_of(target) is Subjects.RANK and crash not in ("", "KILL", "TERM"):
             crashes[crash] += _count(target, layout) * (times or 1)
     return next(
         (f"{crash} of two ranks in one step would be the script's" for crash, n in crashes.items() if n > 1), ""
     )
+
+
+def _trace_of(fault: Fault) -> str:
+    """How a rank's end looks afterwards: a signal, an exception, an exit code."""
+    match fault:
+        case Kill(signal=signal):
+            return signal
+        case Raise(error=error):
+            return error
+        case CrashAt():
+            return "the exit code"
+        case _:
+            return ""
 
 
 def _toll(fault: Fault, target: Target, layout: Layout) -> _Toll:

@@ -146,7 +146,8 @@ class Coordinator:
         self.links.pop(tray).close()
         self.departing.discard(tray)
         self.unfit = {slot: why for slot, why in self.unfit.items() if tray_of(slot) != tray}
-        self.submit(TrayLost(tray=tray, because=because))
+        returns = self.sim.buggify("coordinator: an agent is said to be started again")
+        self.submit(TrayLost(tray=tray, because=because, returns=returns))
 
     def look_at(self, link: Link) -> None:
         """Whether it answers may have changed."""

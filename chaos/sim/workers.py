@@ -79,6 +79,8 @@ class Process:
         self.plan: Plan | None = None
         self.between_units = False
         """It pauses."""
+        self.read_in = -1
+        """The last generation whose state it has read."""
         self.own_pause, self.late_s, self.slow = 0, 0.0, 1.0
         self.progress_ns = self.silent_ns = agent.sim.engine.now_ns
         self.damaged: set[int] = set()
@@ -431,6 +433,15 @@ class Process:
         if not isinstance(found, History):
             if found is None:
                 self.later(POLL_S, self._restore)
+            return
+        self.read_in = plan.generation
+        self._go_on(plan, found)
+
+    def _go_on(self, plan: Plan, found: History) -> None:
+        """Where all read what all had before, nobody makes room for what is new until all have read."""
+        owners = [(member.slot, member.incarnation) for member in plan.members] if plan.reshard is not None else []
+        if any((one := self.sim.processes.get(owner)) is None or one.read_in != plan.generation for owner in owners):
+            self.later(POLL_S, self._go_on, plan, found)
             return
         self.history, self.layout = found, int(plan.layout)
         self.entered_in, self.torn, self.state = None, False, "running"

@@ -88,6 +88,10 @@ def test_what_leaves_nobody_or_no_copy_is_beyond(part: Part, layout: Layout) -> 
         (strike(Kill(), Several(RANK, 3)), FSDP),  # snapshots outlive their workers
         (strike(Kill(signal="ABRT"), Several(RANK, 2)), msgspec.structs.replace(DDP, slots=8, spares=2)),
         (Par(parts=(strike(Raise(), One(RANK)), strike(Raise(), One(RANK)))), msgspec.structs.replace(DDP, slots=8)),
+        (
+            Par(parts=tuple(strike(CrashAt(point=point), One(RANK)) for point in ("plan.before", "commit.after"))),
+            msgspec.structs.replace(DDP, slots=8),
+        ),
         (strike(Kill(), Majority(RANK)), msgspec.structs.replace(DDP, slots=2)),
         (Par(parts=tuple(strike(Kill(), One(RANK)) for _ in range(3))), DDP),
         (strike(Kill(), One(TRAY)), msgspec.structs.replace(TRAYS, spares=1)),  # a smaller world has other bits
