@@ -13,6 +13,7 @@ import msgspec
 
 __all__ = ["Process", "kill_marked", "marked", "wait_gone"]
 
+_KILL_S = 30.0
 _SHM = "/dev/shm"  # noqa: S108 - looked at
 
 
@@ -81,8 +82,11 @@ def _device_of(shared: Path | None) -> int | None:
 
 
 def kill_marked(mark: str, shared: Path | None = None) -> None:
-    """Until none lives: one may have started another meanwhile."""
+    """Until none lives: one may have started another meanwhile. Raises TimeoutError where one cannot die."""
+    deadline = time.monotonic() + _KILL_S
     while left := marked(mark, shared):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"killed, and not gone in {_KILL_S:.0f} s: {', '.join(str(one.pid) for one in left)}")
         for process in left:
             process.send(signal.SIGKILL)
         time.sleep(0.005)

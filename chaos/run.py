@@ -43,6 +43,7 @@ from rackrun.chaos.plan import (
     Inject,
     Plan,
     Swizzle,
+    check,
     faults_of,
     is_endless,
     kind_of,
@@ -313,6 +314,7 @@ class Performance:
 # -- before
 def check_run(plan: Plan, command: Sequence[str]) -> None:
     """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
+    check(plan)
     check_plan(plan)
     layout = layout_of(command)
     if layout is not None:

@@ -258,6 +258,11 @@ def test_a_plan_whose_end_is_certain_and_another_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_that_means_nothing_is_refused_however_it_was_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot strike a tray"):
+        run_plan(Plan(plan=at_hold(CrashAt(point="gate.before"), One(Subjects.TRAY))), tiny(), out=tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
