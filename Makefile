@@ -60,6 +60,9 @@ bench: $(READY)
 	@$(PY) benchmarks/slow_ranks.py $(ARGS)
 	@$(PY) benchmarks/snapshots.py $(ARGS)
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
+	@$(PY) benchmarks/compare_torchrun.py
+	@$(PY) benchmarks/planner.py
+	@$(PY) benchmarks/simulator.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,8 +67,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     seeds = range(parser.parse_args().seeds)
     result: dict[str, Any] = {"machine": machine(), "steps": STEPS, "checkpoint_every": EVERY, "runs": {}}
-    for system, run in (("rackrun", under_rackrun), ("torchrun", under_torchrun)):
-        for seed in seeds:
+    for seed in seeds:
+        for system, run in (("rackrun", under_rackrun), ("torchrun", under_torchrun)):
             with tempfile.TemporaryDirectory(prefix="rackrun-bench-") as folder:
                 found, longer_s = run(seed, Path(folder) / "out")
             told = {key: getattr(found, key) for key in Compared.__struct_fields__}
