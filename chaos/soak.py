@@ -179,7 +179,8 @@ class _Soaking(Performance):
         self._first_s = now_s if self._first_s is None else self._first_s
         if len(places) > self._whole and not self.conductor.records:
             self._whole, self.spares = len(places), (spares, spares)
-        self.spares = (self.spares[0], spares)
+        if not self._stopped:  # afterwards they are dismissed
+            self.spares = (self.spares[0], spares)
         over = now_s - self._first_s > self._seconds
         self._note(now_s, calm=len(places) == self._whole and not self._in_force() and not self._stopped)
         if over and (spares >= self.spares[0] or now_s - self._first_s > self._seconds + _LAST_SPARE_S):
