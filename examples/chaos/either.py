@@ -85,6 +85,7 @@ def with_torchrun() -> None:
             partial = FILE.with_suffix(".part")
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
             partial.replace(FILE)
+    dist.barrier()  # gloo may hang where one rank leaves while another still sends
     dist.destroy_process_group()
 
 
