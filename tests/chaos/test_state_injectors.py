@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from rackrun.checkpoint.files import Files
 from rackrun.errors import UsageError
 from rackrun.link.boot import SNAPSHOT_JOB
 from tests.checkpoint.storage import JOB, save, store_at
+from tests.launcher.waiting import wait_until
 
 WAIT_S = 60.0
 NOBODY = 4_194_305
@@ -273,7 +275,7 @@ def test_a_fork_has_a_clock_of_its_own(answering: Callable[..., Answering], tmp_
     try:
         found = Process.of(child)
         assert found is not None
-        assert pages.mapped_by(found)
+        wait_until(partial(pages.mapped_by, found), 10)  # it answers before its child has gone on
         assert pages.path(found) != pages.path(parent.process)
         move(pages.path(parent.process), 1e6)
         assert pages.path(found).read_bytes() == bytes(8)

@@ -73,7 +73,7 @@ def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, refere
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
 
 
-@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=0, sharded=1))
+@pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=0, sharded=0))
 def test_another_is_lost_in_the_recovery(mode: str, story: Story, train: Train, reference: Reference) -> None:
     trained = train(mode, told(story), spares=2 * len(story))
     trained.assert_same_training(reference(mode), told(story))

@@ -104,6 +104,7 @@ def test_everything_dies_with_the_launcher(start_rackrun: Callable[..., Any], tm
     assert not ran.left_behind
 
 
+@pytest.mark.stories
 def test_a_killed_agent_is_replaced_under_its_own_name(
     start_rackrun: Callable[..., Any], tmp_path: Path, script: str
 ) -> None:
