@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.waiting import wait_until
+
 SCRIPT = """
 import torch
 import rackrun
@@ -53,8 +55,12 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
         "tray-01 is empty",
     ]
     assert "tray-01/0 is not used: drained: its fan" in rackctl("status", job.out_dir).out
-    shown = json.loads(rackctl("topology", "show", *run, "--json").out)
-    assert [one["trouble"] for one in shown["slots"] if one["slot"] == "tray-01/0"] == ["drained"]
+
+    def seen() -> bool:
+        shown = json.loads(rackctl("topology", "show", *run, "--json").out)
+        return [one["trouble"] for one in shown["slots"] if one["slot"] == "tray-01/0"] == ["drained"]
+
+    wait_until(seen, 20)  # it reads the journal, which is written in batches
 
     refused = rackctl("swap", 0, *run)
     assert refused.code == 1
