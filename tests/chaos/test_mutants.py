@@ -93,7 +93,7 @@ def test_a_mutant_is_caught(mutant: str, tmp_path: Path, reference: Path) -> Non
 def test_an_injector_that_does_nothing_makes_the_run_unknown(
     tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "CONFIRM_S", 0.1)
+    monkeypatch.setattr(signals, "CONFIRM_S", 0.0)
     monkeypatch.setattr(Process, "send", lambda _self, _number: True)
     summary = run(*KILLED, tmp_path / "out", reference)
     assert summary.holds is None
