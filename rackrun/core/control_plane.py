@@ -260,6 +260,8 @@ class ControlPlane:
 
     def _tray_lost(self, tray: TrayId, because: str, at_ms: int, *, returns: bool = False) -> None:
         if tray not in self._rack.trays:
+            if self._rack.returning.pop(tray, None) and self._job.world.phase is not Phase.STOPPED:
+                self._job.slot_empty(at_ms)  # who waits for it is to look again
             return
         address = self._rack.trays[tray].snapshots
         if (why := self._rack.departing.get(tray)) is not None:

@@ -22,7 +22,7 @@ from rackrun.coordinator.server import Server
 from rackrun.core.commands import StopJob
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import StopRequested
+from rackrun.core.events import StopRequested, TrayLost
 from rackrun.core.ids import TrayId
 from rackrun.launch.agents import LocalAgents
 from rackrun.launch.arguments import Options
@@ -81,6 +81,10 @@ async def host(
         link = driver.link_of(tray)
         if link is not None and link.pid == pid:
             driver.lost(tray, link, because)
+        elif link is None and not agents.returns(
+            tray
+        ):  # it died before it had joined again, and is not waited for any more
+            driver.submit(TrayLost(tray=tray, because=because))
 
     def none_left(because: str) -> None:
         if options.endpoint is None and not driver.status().trays:  # others may be there from a provider

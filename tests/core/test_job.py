@@ -123,12 +123,17 @@ def test_a_lost_tray_whose_agent_is_started_again_is_waited_for() -> None:
     assert ranks(plan_in(told.join("a", 2))) == {0: "a/0", 1: "a/1"}
 
 
-@pytest.mark.parametrize("comes", ["nothing", "smaller"])
+@pytest.mark.parametrize("comes", ["nothing", "smaller", "dies again"])
 def test_a_tray_that_should_come_back_is_not_waited_for_in_vain(comes: str) -> None:
     told = Told(config())
     told.join("a", 2)
     told.tray_lost("a", returns=True)
-    stop = stop_in(told.join("a", 1) if comes == "smaller" else told.timer("exits"))
+    ways = {
+        "nothing": lambda: told.timer("exits"),
+        "smaller": lambda: told.join("a", 1),
+        "dies again": lambda: told.tray_lost("a"),
+    }
+    stop = stop_in(ways[comes]())
     left = 1 if comes == "smaller" else 0
     assert (
         stop.because == f"ranks 0, 1 lost (a lost: lease lapsed); 2 ranks need a slot, {left} are left on {left} trays"
