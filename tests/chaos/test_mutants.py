@@ -56,7 +56,7 @@ def run(fault: Fault, target: Target, out: Path, reference: Path, mutant: str = 
     plan = Plan(
         plan=Inject(fault=fault, target=target, when=AtStep(step=step)), expect="stops" if stops else "survives", seed=3
     )
-    env = {"PYTHONPATH": f"{ROOT}:{SCRIPTS}", "RACKRUN_TEST_MUTANT": mutant}
+    env = {"PYTHONPATH": f"{ROOT}:{SCRIPTS}", "RACKRUN_TEST_MUTANT": mutant, "TINY_INSIDE": "1"}
     command = ["--preload", "mutants", *(LATER if stops else TINY)]
     summary = run_plan(
         plan,

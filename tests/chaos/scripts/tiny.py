@@ -1,6 +1,7 @@
 """tiny.py STEPS HOLD OUT STRIKES [ddp|fsdp]: a training of STEPS steps. In a run with faults everybody stands before step HOLD until STRIKES have
 begun, or (``1!``) are confirmed; there may be several of both (``6,9``, ``1,3``), and TINY_STRIKES is instead of STRIKES. TINY_UNTIL: and until
-the coordinator has given a command of this name. TINY_PACE: seconds that each step takes at the least from the first of them on."""
+the coordinator has given a command of this name. TINY_PACE: seconds that each step takes at the least from the first of them on. TINY_INSIDE:
+they stand in step HOLD, not before it: whoever is lost there, it is done again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ import rackrun
 STEPS, OUT, MODE = int(sys.argv[1]), Path(sys.argv[3]), "".join(sys.argv[5:])
 STRIKES, UNTIL = os.environ.get("TINY_STRIKES", sys.argv[4]), os.environ.get("TINY_UNTIL")
 HOLDS = dict(zip(map(int, sys.argv[2].split(",")), STRIKES.split(","), strict=True))
-PACE_S = float(os.environ.get("TINY_PACE", "0"))
+PACE_S, INSIDE = float(os.environ.get("TINY_PACE", "0")), "TINY_INSIDE" in os.environ
 WIDTH = 8
 
 
@@ -63,6 +64,8 @@ def main(run: rackrun.Run) -> None:
 
     @run.step
     def train_step(step: rackrun.Step) -> float:
+        if INSIDE and int(step) in HOLDS:
+            hold(HOLDS[int(step)])
         for x, y in data:
             step.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
@@ -70,7 +73,7 @@ def main(run: rackrun.Run) -> None:
         return step.loss
 
     for step in run.steps(STEPS):
-        if step in HOLDS:
+        if step in HOLDS and not INSIDE:
             hold(HOLDS[int(step)])
         if OUT.name == "faulted" and step >= min(HOLDS):
             time.sleep(PACE_S)
