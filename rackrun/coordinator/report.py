@@ -145,7 +145,7 @@ def read_goodput(path: Path) -> Goodput | None:
         newest = "SELECT max(max(at_ms), coalesce((SELECT max(committed_at_ms) FROM units), 0)) FROM events"
         last_ms = connection.execute(newest).fetchone()[0] or 0
         ended_ms = float(meta.get("ended_ms") or last_ms)
-        return _goodput(slowest, _recoveries(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
+        return _goodput(slowest, _recovery_s(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
 
 
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
@@ -181,7 +181,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
                 "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
             )
         ),
-        goodput=_goodput(_slowest(connection), recoveries, redone, ended_ms, _first_resume_ms(connection)),
+        goodput=_goodput(_slowest(connection), _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
         ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
         own_times=_own_times(units),
@@ -250,9 +250,24 @@ def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
     return found
 
 
+def _recovery_s(connection: sqlite3.Connection) -> float:
+    """From each fault until all computed again. A coordinator that stood still hears of that late, together with what they have computed
+    meanwhile: they began no later than it took them to compute that."""
+    began = (
+        "committed_at_ms - 1000 * sum(max(coalesce(seconds, 0), 0)) OVER (PARTITION BY generation ORDER BY step, phase)"
+    )
+    query = f"SELECT generation, min(began) FROM (SELECT generation, {began} AS began FROM units WHERE rank = 0) GROUP BY generation"  # noqa: S608 - no input in it
+    computing: dict[int, float] = dict(connection.execute(query))
+    known = [
+        (one, one.resumed_ms) for one in _recoveries(connection) if one.resumed_ms is not None and not one.overtaken
+    ]
+    ends_ms = [(one.fault_ms, min(resumed_ms, computing.get(one.generation, resumed_ms))) for one, resumed_ms in known]
+    return sum(max(end_ms - fault_ms, 0.0) / 1e3 for fault_ms, end_ms in ends_ms)
+
+
 def _goodput(
     slowest: dict[Position, float],
-    recoveries: list[Recovery],
+    recovery_s: float,
     redone: dict[Position, int],
     ended_ms: float,
     first_resume_ms: int | None,
@@ -269,7 +284,6 @@ def _goodput(
     wall_s = ended_ms / 1e3
     productive_s = sum(worth(at) for at in slowest)
     redone_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
-    recovery_s = sum(one.seconds or 0.0 for one in recoveries if not one.overtaken)
     startup_s = (first_resume_ms if first_resume_ms is not None else ended_ms) / 1e3
     since_s = wall_s - startup_s
     return Goodput(

@@ -96,6 +96,19 @@ def test_goodput_counts_each_step_once_at_its_usual_time(journal: Journal) -> No
     assert parts == pytest.approx(goodput.wall_s)
 
 
+def test_what_was_computed_while_the_coordinator_stood_still_is_no_recovery(tmp_path: Path) -> None:
+    """It hears at 2 s that all have resumed, and of ten steps of 100 ms that they have done since."""
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 500)
+    journal.unit(unit(0, 0, generation=1), 600.0)
+    for step in range(1, 11):
+        journal.unit(unit(step, 0, generation=2), 2000.0)
+    journal.recovery(msgspec.structs.replace(RECOVERY, fault_ms=600.0, resumed_ms=2000.0))
+    journal.fact("ended_ms", 2000)
+    goodput = report_of(journal).goodput
+    assert (goodput.productive_s, goodput.recovery_s) == (pytest.approx(1.1), pytest.approx(0.4))
+
+
 def test_a_whole_ledger_is_good_news(journal: Journal) -> None:
     ledger = report_of(journal).ledger
     assert ledger.ok
