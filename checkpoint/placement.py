@@ -58,8 +58,12 @@ class Labels:
         label: str | None = getattr(self, level)
         return label
 
-    def sort_key(self) -> tuple[tuple[bool, str], ...]:
-        return tuple((self.at(level) is None, self.at(level) or "") for level in reversed(LEVELS))
+    @cached_property
+    def order(self) -> tuple[object, ...]:
+        """The widest first; where a label is not known, last."""
+        power, rack, tray, gpu, process = self.power, self.rack, self.tray, self.gpu, self.process
+        wide = (power is None, power or "", rack is None, rack or "", tray is None, tray or "")
+        return (*wide, gpu is None, gpu or "", process is None, process or "")
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,7 @@ def place(
     ``replicas`` gives shard ids: ranks of equal id hold the same bytes. A rank without one has a shard of its own.
     Raises `PlacementError` when the labels cannot give the protection.
     """
-    order = sorted(labels, key=lambda rank: (labels[rank].sort_key(), rank))
+    order = sorted(labels, key=lambda rank: (labels[rank].order, rank))
     by_shard: dict[tuple[str, str | int], list[int]] = {}
     for rank in order:
         key = ("shard", replicas[rank]) if replicas is not None and rank in replicas else ("rank", rank)

@@ -107,7 +107,7 @@ class Beginning:
             return
         self.rack.ready(record)
         if record.rank is None:
-            self.recovery.decide(at_ms)
+            self.recovery.spare_ready(at_ms)
             self.look_at_swaps(at_ms)
             return
         self.elastic(at_ms)

@@ -50,6 +50,10 @@ class Control:
     replies: Replies = field(init=False)
     under_way: list[Request] = field(default_factory=list)
     """The oldest first."""
+    _looked: tuple[object, ...] = ()
+    """What `look` has seen last."""
+    _awaits: dict[Rank, None] = field(default_factory=dict)
+    """For a copy of one of these a drain was seen to wait: while it does, there is nothing new."""
     _counted: tuple[object, ...] = ()
     _short: list[Request] = field(default_factory=list)
     _edition: tuple[object, ...] = ()
@@ -83,7 +87,7 @@ class Control:
         one = Drain(event.request, event.target, slots, why, waits=event.wait)
         one.added = tuple(slot for slot in slots if slot not in self.rack.drained)
         self.rack.drain(one.added, why)
-        self.under_way.append(one)
+        self._add(one)
         ranks = one.ranks(self.world)
         if one in self._beyond():
             if not one.waits:
@@ -102,7 +106,7 @@ class Control:
         except Refused as refused:
             self.replies.refuse(event.request, what, refused)
             return
-        self.under_way.append(one)
+        self._add(one)
         if one.to:
             self.recovery.wishes[one.rank] = one.to
         if one in self._beyond():
@@ -155,7 +159,7 @@ class Control:
         one = Drain(
             f"departure:{event.tray}:{event.at_ms}", event.tray, slots, event.because, waits=True, departing=True
         )
-        self.under_way.append(one)
+        self._add(one)
         self._begin(one, f"{event.tray} is told to leave ({event.because})")
         return any(tray not in self.rack.departing for tray in self.rack.trays)
 
@@ -167,10 +171,26 @@ class Control:
                 self.replies.say(one.request, "done", f"{tray} has left before it was empty")
 
     # -- what becomes of it
-    def look(self, at_ms: int) -> None:
-        """After every event."""
-        if self.world.phase in _OVER:
-            return
+    def look(self, at_ms: int) -> bool:
+        """After every event. Whether something has changed by which a pause may be due."""
+        world, snapshots = self.world, self.recovery.snapshots
+        now = (
+            self.rack.edition,
+            world.generation,
+            world.phase,
+            world.elastic,
+            len(snapshots.told),
+            self._awaits.keys() <= snapshots.behind.keys(),
+        )
+        if now == self._looked or not self.under_way:
+            return False
+        self._looked = now
+        self._awaits.clear()
+        if world.phase not in _OVER:
+            self._see_how_far(at_ms)
+        return self._stirs()
+
+    def _see_how_far(self, at_ms: int) -> None:
         for one in list(self.under_way):
             if isinstance(one, Swap):
                 self._look_at_swap(one)
@@ -181,8 +201,7 @@ class Control:
                 if not one.waits:
                     self._call_off(one, self._too_few(one.ranks(self.world)))
 
-    def stirs(self) -> bool:
-        """Since it was asked last, something has changed by which a pause may be due."""
+    def _stirs(self) -> bool:
         edition = (self.rack.edition, self.world.generation, self.world.phase)
         if edition != self._edition:
             self._edition = edition
@@ -220,6 +239,7 @@ class Control:
         for one in self.under_way:
             if isinstance(one, Drain) and one.request == request:
                 one.patient = False
+                self._looked = ()
 
     # -- parts
     def _look_at_swap(self, one: Swap) -> None:
@@ -255,8 +275,14 @@ class Control:
         plan, seats = self.world.plan, self.world.seats
         if not one.patient or plan is None or one.target not in self.rack.trays:
             return False
+        if self._is_used(one):
+            return True
         behind, kept = self.recovery.snapshots.behind, self._kept(plan)
-        return self._is_used(one) or any(rank in seats and kept.of_rank(rank, tray_of(seats[rank])) for rank in behind)
+        needed = (rank for rank in reversed(behind) if rank in seats and kept.of_rank(rank, tray_of(seats[rank])))
+        if (rank := next(needed, None)) is None:
+            return False
+        self._awaits[rank] = None
+        return True
 
     def _is_used(self, one: Drain) -> bool:
         plan, tray = self.world.plan, one.target
@@ -317,11 +343,16 @@ class Control:
             self.rack.give_back(one.added)
         self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
 
+    def _add(self, one: Request) -> None:
+        self.under_way.append(one)
+        self._looked = ()
+
     def _begin(self, one: Request, text: str) -> None:
         one.begun = True
         self.replies.say(one.request, "begun", text)
 
     def _end(self, one: Request) -> None:
         self.under_way.remove(one)
+        self._looked = ()
         if isinstance(one, Swap):
             self.recovery.wishes.pop(one.rank, None)

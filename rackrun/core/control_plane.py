@@ -67,6 +67,9 @@ from rackrun.core.world import Phase
 __all__ = ["ControlPlane", "RankView", "SpareView", "TrayView", "View"]
 
 
+_OF_A_START = (WorkerReady, WorkerElastic)
+
+
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     slot: SlotId
@@ -126,6 +129,7 @@ class ControlPlane:
         self._config = config
         self._rack = RackMachine()
         self._job = JobMachine(config, self._rack, self._out.append)
+        self._forget_members = self._job.recovery.parked_members.forget
 
     def begin(self, at_ms: int) -> Sequence[Command]:
         """The job's time starts (with the first event, if nobody calls this): trays may join from now on."""
@@ -141,9 +145,9 @@ class ControlPlane:
             if isinstance(event, OfWorker):
                 self._of_worker(event)
             else:
-                self._job.recovery.forget_members()
+                self._forget_members()
                 self._dispatch(event)
-                self._job.recovery.forget_members()
+                self._forget_members()
             self._job.look(event.at_ms)
         if not self._out:
             return ()
@@ -209,15 +213,15 @@ class ControlPlane:
         record = self._rack.current(event)
         if record is None:
             return
-        if record.rank is None and isinstance(event, WorkerReady | WorkerElastic) and record.alive:
+        if record.rank is None and isinstance(event, _OF_A_START) and record.alive:
             self._of_living(event, record)  # which says nothing of the members
             return
-        self._job.recovery.forget_members()
+        self._forget_members()
         if isinstance(event, WorkerExited):
             self._exited(event, record)
         elif record.alive:  # of who is condemned only the exit is of interest
             self._of_living(event, record)
-        self._job.recovery.forget_members()
+        self._forget_members()
 
     def _of_living(self, event: WorkerEvent, record: WorkerRecord) -> None:
         match event:  # what comes from every rank at once comes first
@@ -225,12 +229,16 @@ class ControlPlane:
                 self._job.recovery.parked(record, event)
             case WorkerResumed():
                 self._job.recovery.resumed(record, event)
-            case SnapshotMirrored() | SnapshotDamaged() | SnapshotStriped():
+            case SnapshotMirrored() | SnapshotStriped() | SnapshotDamaged():
                 self._job.recovery.sources.heard(record, event)
-            case WorkerElastic():
-                self._job.beginning.elastic(event.at_ms)
             case WorkerReady():
                 self._job.beginning.ready(record, event, event.at_ms)
+            case WorkerElastic():
+                self._job.beginning.elastic(event.at_ms)
+            case WorkerPaused():
+                self._job.swap.paused(record, event)
+            case WorkerFinished():
+                self._job.finished(record, event.at_ms)
             case WorkerSevered():
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
@@ -239,10 +247,6 @@ class ControlPlane:
                 self._stalled(event, record)
             case ReplicasDiffer() | LossNotRepeated():
                 self._job.corruption.heard(event, record)
-            case WorkerPaused():
-                self._job.swap.paused(record, event)
-            case WorkerFinished():
-                self._job.finished(record, event.at_ms)
             case BatchChanged():
                 self._job.batches.heard(event)
             case WorkerExited():

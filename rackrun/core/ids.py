@@ -78,7 +78,8 @@ def step_of(snapshot: Step) -> Step:
 
 def steps_in(layout: Generation, snapshots: Iterable[Step]) -> tuple[Step, ...]:
     """The steps of those in this layout."""
-    return tuple([step for snapshot in snapshots if (step := step_in(layout, snapshot)) is not None])
+    before = layout << _STEP_BITS
+    return tuple([Step(snapshot - before) for snapshot in snapshots if snapshot >> _STEP_BITS == layout])
 
 
 def tray_of(slot: SlotId) -> TrayId:

@@ -379,10 +379,8 @@ class JobMachine:
         """After every event: how far is what was asked?"""
         if self.acquiring.rented:
             self.acquiring.look(at_ms)
-        if self.control.under_way:
-            self.control.look(at_ms)
-            if self.control.stirs():
-                self._look_at_swaps(at_ms)
+        if self.control.under_way and self.control.look(at_ms):
+            self._look_at_swaps(at_ms)
         if self.sizes.under_way is not None:
             self.sizes.look()
 

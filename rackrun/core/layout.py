@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -10,20 +11,14 @@ from rackrun.core.ids import SlotId, TrayId, slot_id
 __all__ = ["natural", "slot_order", "split"]
 
 
+_PARTS = re.compile("[0-9]+|[^0-9]")
+
+
 @lru_cache(maxsize=1 << 16)
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key by which ``tray-2`` stands before ``tray-10``."""
-    key: list[tuple[int, int, str]] = []
-    digits = ""
-    for char in name + "\0":  # the end closes a number too
-        if char.isascii() and char.isdigit():
-            digits += char
-            continue
-        if digits:
-            key.append((0, int(digits), digits))
-            digits = ""
-        key.append((1, 0, char))
-    return tuple(key)
+    parts = _PARTS.findall(name + "\0")
+    return tuple([(1, 0, part) if part[0] not in "0123456789" else (0, int(part), part) for part in parts])
 
 
 def slot_order(slot: SlotId) -> tuple[tuple[tuple[int, int, str], ...], int]:

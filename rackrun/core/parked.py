@@ -35,9 +35,12 @@ class ParkedMembers:
     """Since the last plan."""
     _found: Prospect | None = None
     """For as long as only spares are heard of."""
+    missing: int = 0
+    """So many spares more have to become ready before a wait that was decided can be over; 0: it is decided anew with each. As long."""
 
     def forget(self) -> None:
         self._found = None
+        self.missing = 0
 
     def look(self) -> Prospect:
         """All members have parked. Nobody is there yet for those who are lost: spares are not looked at."""

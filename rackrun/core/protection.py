@@ -90,7 +90,7 @@ def protect(config: JobConfig, seats: Mapping[Rank, SlotId], rack: RackMachine) 
     span = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
     return Protection(
         {},
-        tuple(tuple(_keeper(Rank(rank), seats, rack) for rank in members) for members in placement.sets),
+        tuple([tuple([_keeper(Rank(rank), seats, rack) for rank in members]) for members in placement.sets]),
         f"{_SNAPSHOTS}their parity over sets of {span} trays; {_any(redundancy.parity, float(placement.kept()))}",
         redundancy.parity,
     )
@@ -103,8 +103,8 @@ def _sets(redundancy: Redundancy, seats: Mapping[Rank, SlotId], rack: RackMachin
         if len(dict.fromkeys(apart.values())) < 2:
             continue
         try:
-            labels = {int(rank): Labels(tray=name) for rank, name in apart.items()}
-            return place(labels, redundancy)
+            of = {name: Labels(tray=name) for name in dict.fromkeys(apart.values())}
+            return place({int(rank): of[name] for rank, name in apart.items()}, redundancy)
         except PlacementError:
             continue
     return None

@@ -69,7 +69,7 @@ class RackMachine:
         insort(self._order, event.tray, key=natural)
         self._slots = None
         self._stores.setdefault(event.store, {})[event.tray] = None
-        self._vacant |= dict.fromkeys(slot for slot in self.slots_on(event.tray) if slot not in self.occupants)
+        self._vacant |= dict.fromkeys([slot for slot in self.slots_on(event.tray) if slot not in self.occupants])
         for index, unfit in event.unfit.items():
             self.devices.checked(slot_id(event.tray, index), unfit)
 
@@ -300,10 +300,10 @@ class RackMachine:
 
     def exited(self, record: WorkerRecord, event: WorkerExited) -> Loss:
         """Its slot is empty now."""
-        if record.alive and _counts(record, event):
+        because, was_alive = why_exited(event), record.alive
+        if was_alive and _counts(record, because):
             self._blame_slot(record)
-        because = why_exited(event)
-        if record.rank is None and record.alive:
+        if record.rank is None and was_alive:
             self.last_spare_loss = f"{record.worker.slot}: {because}"
         record.move(Trigger.EXIT, because)
         self._edition += 1
@@ -319,7 +319,7 @@ class RackMachine:
         del self.occupants[slot]
         self._clearing.pop(slot, None)
         self._pool.drop(slot)
-        if self.lives(slot):
+        if tray_of(slot) in self.trays:
             self._vacant[slot] = None
 
     def _blame_slot(self, record: WorkerRecord) -> None:
@@ -394,11 +394,11 @@ class RackMachine:
         assert self.unusable() == [slot for slot in self.slots() if not self.usable(slot)], "slots that cannot be used"
 
 
-def _counts(record: WorkerRecord, event: WorkerExited) -> bool:
+def _counts(record: WorkerRecord, because: str) -> bool:
     """Against its slot: an error, or a start that failed. A kill from outside, in mid-run, says nothing of the slot."""
     if record.state is WorkerState.RELEASED:
         return False
-    return record.state is WorkerState.STARTING or why_exited(event) not in ("SIGKILL", "SIGTERM", "gone")
+    return record.state is WorkerState.STARTING or because not in ("SIGKILL", "SIGTERM", "gone")
 
 
 def _without(slots: Sequence[SlotId], taken: Iterable[SlotId]) -> list[SlotId]:

@@ -289,6 +289,12 @@ class Recovery:
         else:
             self._decide(prospect, ready, at_ms)
 
+    def spare_ready(self, at_ms: int) -> None:
+        """Where all wait for more of them, what is short and what is coming are one less now, both: it is still best to wait."""
+        self.parked_members.missing -= 1
+        if self.parked_members.missing <= 0:
+            self.decide(at_ms)
+
     def forget_members(self) -> None:
         """Something may have become known of those who are parked: they are looked at anew. What spares do says nothing of them."""
         self.parked_members.forget()
@@ -331,6 +337,8 @@ class Recovery:
                 self._go_on(prospect, prospect.staff, ready, at_ms)
             case Rung.WAIT:
                 self._start_spares(prospect, view)
+                asked_anew = self.world.policy.function or view.provider is not None or prospect.enough
+                self.parked_members.missing = 0 if asked_anew else view.short
             case Rung.RESTART:
                 self._start_over(prospect, decision, failure.what, at_ms)
             case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):

@@ -27,8 +27,8 @@ class Sources:
     snapshots: Snapshots = field(default_factory=Snapshots)
 
     def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
-        """What a member leaves behind may be the only copy of its shard."""
-        if record.lied:
+        """What a member leaves behind may be the only copy of its shard. At the job's end nobody will want it."""
+        if record.lied or self.world.phase is Phase.ENDING:
             return
         plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
         old = self.world.old

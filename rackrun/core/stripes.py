@@ -45,7 +45,8 @@ class Rows:
                     of[rank] = replace(one, intact=False)
         self._ends[plan.generation] = end
         self._parity[plan.generation] = plan.parity
-        self._sets[plan.generation] = {one.rank: tuple(k.rank for k in of) for of in plan.sets for one in of}
+        sets = [tuple([one.rank for one in of]) for of in plan.sets]
+        self._sets[plan.generation] = {rank: ranks for ranks in sets for rank in ranks}
         self._keepers[plan.generation] = {one.rank: one for of in plan.sets for one in of}
         self._forget_old()
 

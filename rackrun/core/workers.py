@@ -13,7 +13,6 @@ Besides: ``fence`` leads from everywhere to FENCED, ``exit`` to EXITED, ``releas
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,7 +111,7 @@ class WorkerRecord:
     """Micro-batches of the global batch, as it says; 0: it has not."""
     parked: WorkerParked | None = None
     fenced_for: str = ""
-    _steps: deque[tuple[Trigger, str]] = field(default_factory=lambda: deque(maxlen=STORY_MAX))
+    _steps: list[str] = field(default_factory=list)
 
     def move(self, trigger: Trigger, note: str = "") -> None:
         """Take one step of the table; raises `InvalidTransition` where there is none, and then changes nothing."""
@@ -121,13 +120,15 @@ class WorkerRecord:
         except KeyError:
             raise InvalidTransition(self, trigger) from None
         self.state = state
-        self._steps.append((trigger, note))
+        steps = self._steps
+        steps.append(f"{trigger} ({note})" if note else trigger)
+        if len(steps) > STORY_MAX:
+            del steps[0]
 
     @property
     def story(self) -> list[str]:
         """How it came to where it stands."""
-        steps = [f"{trigger} ({note})" if note else f"{trigger}" for trigger, note in self._steps]
-        return [WorkerState.STARTING.value, *steps][-STORY_MAX:]
+        return [WorkerState.STARTING.value, *map(str, self._steps)][-STORY_MAX:]
 
     @property
     def alive(self) -> bool:
