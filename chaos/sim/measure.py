@@ -19,6 +19,7 @@ __all__ = ["STORIES", "Cost", "Story", "crowd_of", "measure", "play"]
 SLOTS = 4
 TRIES = 5
 """The fastest counts: what else the machine does only adds to it."""
+_TIMER = "an old timer"
 AT_ONCE = 16
 """One rank of so many, where very many are lost at once."""
 
@@ -157,8 +158,10 @@ def measure(ranks: int, *, repeats: int = 20_000, clock: Callable[[], float] = t
     found = [Cost(f"{ranks} ranks begin", crowd.events, crowd.cpu_s)]
     crowd.forget_costs()
     crowd.tell([TimerFired(name="resume:0")] * repeats)
-    found.append(Cost(f"{ranks} ranks, an old timer", crowd.events, crowd.cpu_s))
+    found.append(Cost(f"{ranks} ranks, {_TIMER}", crowd.events, crowd.cpu_s))
     for name in STORIES:
         tries = [play(ranks, name, clock) for _ in range(TRIES)]
         found.append(min(tries, key=lambda cost: cost.cpu_s))
-    return found
+    told = [cost for cost in found if not cost.what.endswith(_TIMER)]
+    events, cpu_s = sum(cost.events for cost in told), sum(cost.cpu_s for cost in told)
+    return [*found, Cost(f"{ranks} ranks, all of these but the timer", events, cpu_s)]

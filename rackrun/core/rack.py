@@ -208,9 +208,13 @@ class RackMachine:
     def unusable(self) -> list[SlotId]:
         """Slots of live trays that are not `usable`, in slot order: looked for where something is known against one."""
         quarantined = [slot for slot in self.faults if self.quarantined(slot)]
-        trays = dict.fromkeys((*map(tray_of, quarantined), *map(tray_of, self.drained), *self.departing))
-        known = sorted((tray for tray in trays | self.devices.doubted() if tray in self.trays), key=natural)
+        trays = self._in_doubt() | dict.fromkeys(map(tray_of, quarantined))
+        known = sorted((tray for tray in trays if tray in self.trays), key=natural)
         return [slot for tray in known for slot in self.slots_on(tray) if not self.usable(slot)]
+
+    def _in_doubt(self) -> dict[TrayId, None]:
+        """Trays with a slot that may be withdrawn, or may not be taken: all others are fit."""
+        return dict.fromkeys((*map(tray_of, self.drained), *self.departing)) | self.devices.doubted()
 
     def may_come(self, slot: SlotId) -> bool:
         """Nobody may start there now, for what may pass."""
@@ -335,7 +339,9 @@ class RackMachine:
         """Those on a GPU that is in order or, as the last choice, on its way out."""
         if not self.drained and not self.departing and self.devices.all_takeable:
             return self.spares()
-        return [record for record in self.spares() if self._is_fit(record.worker.slot)]
+        doubtful = [tray for tray in self._in_doubt() if tray in self.trays]
+        unfit = frozenset([slot for tray in doubtful for slot in self.slots_on(tray) if not self._is_fit(slot)])
+        return [record for record in self.spares() if record.worker.slot not in unfit]
 
     def is_fit_spare(self, slot: SlotId) -> bool:
         """One of `fit_spares` is there."""
