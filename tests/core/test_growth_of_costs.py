@@ -18,9 +18,6 @@ from rackrun.core.world import World
 
 SMALL, LARGE = 32, 192
 ALMOST_NOTHING = 1.1
-WITH_THOSE_WHO_START = 1.6
-"""Six times as many are lost too, and each that is ready is a decision about all of them."""
-STARTS = "many are lost, and wait for others to start"
 
 
 class Counted:
@@ -67,7 +64,7 @@ def of_a_beginning(ranks: int, monkeypatch: pytest.MonkeyPatch) -> float:
     return counted.instructions / crowd.events
 
 
-@pytest.mark.parametrize("name", [name for name in STORIES if name != STARTS])
+@pytest.mark.parametrize("name", STORIES)
 def test_an_event_costs_no_more_where_there_are_more_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (of_an_event(ranks, STORIES[name], monkeypatch) for ranks in (SMALL, LARGE))
     assert large <= ALMOST_NOTHING * small
@@ -75,11 +72,6 @@ def test_an_event_costs_no_more_where_there_are_more_ranks(name: str, monkeypatc
 
 def test_nor_does_one_while_a_world_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_a_beginning(LARGE, monkeypatch) <= ALMOST_NOTHING * of_a_beginning(SMALL, monkeypatch)
-
-
-def test_where_many_start_each_event_costs_more_by_those_who_start_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = (of_an_event(ranks, STORIES[STARTS], monkeypatch) for ranks in (SMALL, LARGE))
-    assert large <= WITH_THOSE_WHO_START * small
 
 
 def test_the_check_sees_who_looks_at_all_ranks_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
