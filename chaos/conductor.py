@@ -40,7 +40,10 @@ from rackrun.chaos.plan import (
 from rackrun.chaos.seeds import stream
 from rackrun.chaos.targets import Exactly, Place, Scene, Subject, Target, resolve
 
-__all__ = ["Conductor", "Order", "Record", "See", "Strike", "TakeBack"]
+__all__ = ["TARGET_PATIENCE_S", "Conductor", "Order", "Record", "See", "Strike", "TakeBack"]
+
+TARGET_PATIENCE_S = 10.0
+"""A strike waits so long for somebody whom it can strike: a spare that still starts, a rank that is being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ class Conductor:
 
     def _swizzle(self, part: Swizzle, name: str) -> _Script:
         draw = stream(self.plan.seed, name, "swizzle")
-        subjects = self._resolve(part.target, draw)
+        subjects = self._resolve(part.target, draw) or ()
         self._reached.add(name)
         struck: list[Record] = []
         fault = _until_taken_back(part.fault)
@@ -271,16 +274,19 @@ class Conductor:
         draw = stream(self.plan.seed, name, "target")
         subjects: tuple[Subject, ...] = ()
 
+        patient_until_s = self._now() + TARGET_PATIENCE_S
+
         def affordable() -> bool:
             nonlocal subjects
             state = draw.getstate()
-            subjects = self._resolve(target, draw)
-            if self._within_budget(fault, subjects):
+            found = self._resolve(target, draw, last=self._now() >= patient_until_s)
+            if found is not None and self._within_budget(fault, found):
+                subjects = found
                 return True
             draw.setstate(state)
             return False
 
-        yield _Wait(affordable)
+        yield _Wait(affordable, patient_until_s)
         self._reached.add(name)
         if not subjects:
             return
@@ -291,12 +297,15 @@ class Conductor:
             yield self._at(record.at_s + for_s)
             self._take_back(record)
 
-    def _resolve(self, target: Target, draw: random.Random) -> tuple[Subject, ...]:
+    def _resolve(self, target: Target, draw: random.Random, *, last: bool = True) -> tuple[Subject, ...] | None:
+        """None: there is nobody yet. Where this is the ``last`` look, that is told, and ()."""
         seen = self._sight()
         scene = Scene(seen.scene.places, seen.scene.buddies, tuple(self._struck))
         try:
             return resolve(target, scene, draw)
         except NoTarget as error:
+            if not last:
+                return None
             self.nobody.append(f"after step {seen.step}: {error}")
             return ()
 

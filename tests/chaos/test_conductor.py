@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rackrun.chaos.conductor import Conductor, Order, See, Strike, TakeBack
+from rackrun.chaos.conductor import TARGET_PATIENCE_S, Conductor, Order, See, Strike, TakeBack
 from rackrun.chaos.faults import Kill, Pause, Return, Subjects
 from rackrun.chaos.plan import (
     AtPoint,
@@ -196,10 +196,22 @@ def test_what_has_never_struck_is_owed_though_another_part_goes_on_for_ever(
     assert Played(scene, part).play(60).conductor.owes is owes
 
 
+NO_RANK = Inject(fault=Kill(), target=Exactly(RANK, ("77",)))
+
+
 def test_without_a_target_nothing_is_struck_and_that_is_told(scene: Scene) -> None:
-    played = Played(scene, Seq(parts=(Inject(fault=Kill(), target=Exactly(RANK, ("77",))), KILL))).play(9)
-    assert len(played.strikes) == 1
+    played = Played(scene, Seq(parts=(NO_RANK, KILL))).play(60)
+    assert [now for now, _ in played.strikes] == [TARGET_PATIENCE_S]
     assert "there is no rank 77 now" in played.conductor.nobody[0]
+
+
+def test_a_strike_waits_for_somebody_to_strike(scene: Scene) -> None:
+    """It draws whom it takes only then."""
+    played = Played(replace(scene, places=scene.places[:1]), Inject(fault=Kill(), target=Several(RANK, 2)))
+    assert not played.play(4).strikes
+    played.scene = played.whole = scene
+    assert played.play(5).strikes == Played(scene, played.part).play(5).strikes
+    assert not played.conductor.nobody
 
 
 def test_what_did_not_take_is_not_taken_back_and_is_not_in_the_record(scene: Scene) -> None:
