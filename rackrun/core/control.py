@@ -174,15 +174,9 @@ class Control:
     def look(self, at_ms: int) -> bool:
         """After every event. Whether something has changed by which a pause may be due."""
         world, snapshots = self.world, self.recovery.snapshots
-        now = (
-            self.rack.edition,
-            world.generation,
-            world.phase,
-            world.elastic,
-            len(snapshots.told),
-            self._awaits.keys() <= snapshots.behind.keys(),
-        )
-        if now == self._looked or not self.under_way:
+        now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told))
+        nothing_new = now == self._looked and self._awaits.keys() <= snapshots.behind.keys()
+        if nothing_new or not self.under_way:
             return False
         self._looked = now
         self._awaits.clear()
