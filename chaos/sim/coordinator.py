@@ -115,6 +115,7 @@ class Coordinator:
         self._asleep: deque[tuple[Link, object] | Event] | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._costs_told = False
+        self._checkpoint: int | None = None
         self._encode = msgspec.msgpack.Encoder().encode
 
     def trace(self) -> str:
@@ -312,10 +313,20 @@ class Coordinator:
         """What the real shell draws from telemetry: told once it is known."""
         if unit >= 2 and not self._costs_told:
             self._costs_told = True
-            costs = self.sim.costs
-            self.submit(CostsMeasured(step_s=costs.step_s, state_bytes=1e9, copy_bytes_per_s=1e9 / costs.takeover_s))
+            self._tell_costs()
         if unit % LOOK_EVERY == LOOK_EVERY - 1:
             self._look_for_slow_ranks()
+
+    def checkpointed(self, agent: Agent, step: int) -> None:
+        """One is whole on disk, as the last to write of it tells."""
+        if agent.is_heard:
+            self._checkpoint = max(self._checkpoint or step, step)
+            self._tell_costs()
+
+    def _tell_costs(self) -> None:
+        costs = self.sim.costs
+        told = {"step_s": costs.step_s, "state_bytes": 1e9, "copy_bytes_per_s": 1e9 / costs.takeover_s}
+        self.submit(CostsMeasured(**told, checkpoint=self._checkpoint))  # type: ignore[arg-type]
 
     def _look_for_slow_ranks(self) -> None:
         """As the shell does it from steps: told when others are slow than before."""

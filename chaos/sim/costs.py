@@ -28,6 +28,10 @@ class SimCosts:
     seal_s: float = 0.3
     copy_s: float = 0.4
     """A sealed snapshot to other trays."""
+    write_s: float = 1.5
+    """A rank's part of a checkpoint, to disk."""
+    read_s: float = 1.0
+    """One from disk, by a world that begins."""
     see_exit_s: float = 0.005
     """From a process's end to its agent's knowing."""
     latency_s: float = 0.0005

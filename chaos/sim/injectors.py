@@ -10,6 +10,8 @@ from rackrun.chaos.errors import Unsupported
 from rackrun.chaos.faults import (
     CrashAt,
     DelayCollective,
+    DiskFails,
+    DiskFull,
     ExhaustMemory,
     Fault,
     FlipBit,
@@ -49,11 +51,13 @@ _LEFT_OPEN_S = 0.2
 
 _RESET = "it was reset"
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
-def _why_not(fault: Fault, kind: Subjects) -> str:
+def _why_not(fault: Fault, kind: Subjects, *, disk: bool) -> str:
     """Why the model cannot have it; "": it can."""
+    if kind is Subjects.STORAGE:
+        return "" if disk else "nothing is written to disk"
     match fault:
         case Kill() | CrashAt() if kind is Subjects.COORDINATOR:
             return "its coordinator does not end before the job"
@@ -101,7 +105,7 @@ class Injectors:
         """All that ranks are late by, one after the other at the worst."""
         for part in parts_of(plan.plan):
             if isinstance(part, Inject | FlipFlop | Swizzle):
-                why = _why_not(part.fault, kind_of(part.target))
+                why = _why_not(part.fault, kind_of(part.target), disk=bool(sim.job.checkpoint_every))
                 if why:
                     raise Unsupported(
                         f"the simulator cannot have the fault {name_of(part.fault)}: {why}.",
@@ -166,6 +170,8 @@ class Injectors:
             return True  # wall clocks are read by nobody here, as in the core
         if subject.kind is Subjects.COORDINATOR:
             return self._coordinator(undo)
+        if subject.kind is Subjects.STORAGE:
+            return self._storage(fault, undo, number)
         if subject.kind in (Subjects.RANK, Subjects.SPARE):
             process = self._process(subject)
             return process is not None and self._worker(fault, process, undo, number)
@@ -173,6 +179,13 @@ class Injectors:
         for agent in agents:
             self._agent(fault, agent, subject.kind, undo)
         return bool(agents)
+
+    def _storage(self, fault: Fault, undo: list[Undo], number: int) -> bool:
+        if isinstance(fault, FlipBit):
+            return self._sim.disk.rot()
+        assert isinstance(fault, DiskFull | DiskFails)
+        undo.append(self._sim.disk.strike(fault, number))
+        return True
 
     def _coordinator(self, undo: list[Undo]) -> bool:
         sim = self._sim

@@ -19,6 +19,7 @@ from rackrun.chaos.seeds import stream
 from rackrun.chaos.sim.agents import Agent
 from rackrun.chaos.sim.coordinator import Coordinator
 from rackrun.chaos.sim.costs import SimCosts
+from rackrun.chaos.sim.disk import Disk
 from rackrun.chaos.sim.engine import FIRST, LAST, NS, Engine
 from rackrun.chaos.sim.eras import Era
 from rackrun.chaos.sim.injectors import Injectors
@@ -61,6 +62,8 @@ class Job:
     exact: bool = True
     reenters: bool = False
     snapshot_every: int = 2
+    checkpoint_every: int = 0
+    """Units; 0: there is no disk."""
     faults_s: float = 60.0
     """So long faults strike, from the start."""
     requests: int = 0
@@ -96,7 +99,7 @@ class Simulation:
         self.job, self.costs, self.drift = job, job.costs, job.drift
         self.engine, self.marks, self.buggify = Engine(), Marks(), Buggify(job.seed)
         self.draw = _Streams(job.seed)
-        self.truth, self.memory = Truth(job.units), Memory(self)
+        self.truth, self.memory, self.disk = Truth(job.units), Memory(self), Disk(self)
         self.cuts: dict[TrayId, Cuts] = defaultdict(Cuts)
         self.agents: dict[TrayId, Agent] = {}
         """The newest of each tray."""
@@ -114,6 +117,7 @@ class Simulation:
         self._stirred = False
         self._wake_ms = -1
         self._newest = -1
+        self._lives: list[int] = []
 
     # -- from start to end
     def run(self) -> Outcome:
@@ -215,6 +219,10 @@ class Simulation:
         found = FoundTray(host=tray, rack=f"rack of {clique}", gpus=gpus, clique=CliqueId(clique, 1))
         return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
 
+    def life(self, generation: int) -> int:
+        """The start of the world that ``generation`` is one of."""
+        return max(one for one in self._lives if one <= generation)
+
     def class_of(self, rank: int | None) -> str:
         if rank is None or self.job.shards == "unique":
             return ""
@@ -233,6 +241,7 @@ class Simulation:
         self.planned_ns = self.engine.now_ns
         if launch:
             self._newest = -1
+            self._lives.append(plan.generation)
         for name, seen in (
             ("the world began again", launch and before is not None),
             ("a rollback was planned", plan.rollback is not None),

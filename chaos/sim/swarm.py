@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from rackrun.chaos.faults import (
     CrashAt,
     DelayCollective,
+    DiskFails,
+    DiskFull,
     ExhaustMemory,
     Fault,
     FlipBit,
@@ -139,6 +142,37 @@ def _few_faults(draw: random.Random) -> Part:
 
 def draw_job(seed: int) -> Job:
     """The job of this seed."""
+    job, draw = _without_disk(seed), stream(seed, "swarm", "disk")
+    if draw.random() < 0.6:
+        return job
+    config = msgspec.structs.replace(job.config, start_over=True)
+    plan = job.plan if job.must_survive or draw.random() < 0.5 else _with_disk(job.plan, draw)
+    return replace(job, config=config, plan=plan, checkpoint_every=draw.randint(1, 5))
+
+
+def _with_disk(plan: Plan, draw: random.Random) -> Plan:
+    """It fails as well, and at times so much that nothing is left in memory."""
+    for_s = draw.choice([1.0, 10.0, 60.0])
+    faults: list[Fault] = [
+        DiskFull(for_s=for_s),
+        DiskFails(call="fsync", for_s=for_s),
+        DiskFails(call="rename", error="EROFS", for_s=for_s),
+        DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s),
+        DiskFails(call="write", error="torn", for_s=for_s),
+        DiskFails(call="read", for_s=for_s),
+        FlipBit(of="checkpoint"),
+    ]
+    fault = draw.choice(faults)
+    fails = Inject(fault=fault, target=One(Subjects.STORAGE))
+    parts: list[Part] = [plan.plan, Every(mean_s=15.0, part=fails, times=draw.randint(1, 3))]
+    if draw.random() < 0.5:
+        when = AtStep(step=draw.randint(3, 15))
+        parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=when))
+        parts.append(Inject(fault=Kill(), target=One(TRAY), when=when))
+    return msgspec.structs.replace(plan, plan=Par(parts=tuple(parts)))
+
+
+def _without_disk(seed: int) -> Job:
     draw = stream(seed, "swarm")
     if draw.random() < 0.15:
         return _a_job_that_survives(seed, draw)

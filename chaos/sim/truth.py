@@ -47,6 +47,15 @@ class History:
             at = at.before
         return found[::-1]
 
+    def worlds(self) -> list[int]:
+        """How many ranks computed each unit: with a reduction that is not exact, its bits depend on that."""
+        found: list[int] = []
+        at: History | None = self
+        while at is not None and at.before is not None:
+            found.append(at.world)
+            at = at.before
+        return found[::-1]
+
     def __repr__(self) -> str:
         return f"after {self.unit} in generation {self.generation}"
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rackrun.chaos.sim.disk import Unusable
 from rackrun.chaos.sim.memory import Damaged, named
 from rackrun.chaos.sim.sealing import Sealing
 from rackrun.chaos.sim.truth import History, must
@@ -83,6 +84,8 @@ class Process:
         """The last generation whose state it has read."""
         self.own_pause, self.late_s, self.slow = 0, 0.0, 1.0
         self.progress_ns = self.silent_ns = agent.sim.engine.now_ns
+        self.saved = -1
+        """The last unit after which it has begun to write a checkpoint."""
         self.damaged: set[int] = set()
         """Snapshots of its own that it has found damaged."""
         self._told_to_pause = self._told_to_drain = -1
@@ -169,6 +172,7 @@ class Process:
         self._watch.begin()
 
     def _ready(self) -> None:
+        costs = self.sim.costs
         if self.sim.crashes("worker: ready", self):
             return
         if self.agent.tray in self.sim.provider.broken:
@@ -186,9 +190,20 @@ class Process:
         )
         self.state = "waiting" if self.rank is None else "running"
         if self.rank is not None:
-            self.history = self.sim.truth.began
             self.sim.eras[self.generation].takes_part(self, self.rank)
-            self._compute()
+            self.later(costs.of(costs.read_s, self.sim.draw["disk"]) if job.checkpoint_every else 0.0, self._begin)
+
+    def _begin(self) -> None:
+        """With the world."""
+        try:
+            self.history = self.sim.disk.begins(self.generation)
+        except Unusable:
+            self.end(
+                code=1, bug="no checkpoint can be used. Remedy: look at the disk.", kind="rackrun.errors.StateLost"
+            )
+            return
+        self.saved = self.passed
+        self._compute()
 
     def end(
         self, *, signal: int | None = None, code: int | None = None, bug: str = "", kind: str = "ValueError"
@@ -251,6 +266,10 @@ class Process:
         self.sim.passed(self)
         if self.passed % self.sim.job.snapshot_every == self.sim.job.snapshot_every - 1:
             self.sealing.soon()
+        every = self.sim.job.checkpoint_every
+        if every and self.passed % every == every - 1 and self.passed > self.saved:  # else it is done again, and there
+            self.saved = self.passed
+            self.sim.disk.save(self)
         if gate.draining:
             self._finish()
         elif gate.pausing:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rackrun.chaos.errors import Unsupported
-from rackrun.chaos.faults import CrashAt, DiskFull, Fault, FlipBit, Kill, Partition, Pause, Slow, Subjects
+from rackrun.chaos.faults import (
+    CrashAt,
+    DiskFails,
+    DiskFull,
+    Fault,
+    FlipBit,
+    Kill,
+    Partition,
+    Pause,
+    Return,
+    Slow,
+    Subjects,
+)
 from rackrun.chaos.plan import AtStep, Inject, Part, Plan, Seq
 from rackrun.chaos.sim.costs import SimCosts
+from rackrun.chaos.sim.disk import _Files
 from rackrun.chaos.sim.engine import FIRST, LAST, Engine
 from rackrun.chaos.sim.simulation import Job, Outcome, Simulation
 from rackrun.chaos.sim.truth import Truth, Violation
@@ -17,10 +32,21 @@ from rackrun.core.config import JobConfig
 RANK, TRAY = Subjects.RANK, Subjects.TRAY
 
 
-def job(part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30) -> Job:
-    config = JobConfig(trays_min=trays, trays_max=trays, spares=spares)
+def job(
+    part: Part, *, spares: int = 1, trays: int = 2, shards: str = "replicas", units: int = 30, checkpoint_every: int = 0
+) -> Job:
+    config = JobConfig(trays_min=trays, trays_max=trays, spares=spares, start_over=bool(checkpoint_every))
     plan = Plan(plan=part, seed=1)
-    return Job(seed=1, config=config, trays=trays, slots=2, units=units, plan=plan, shards=shards)
+    return Job(
+        seed=1,
+        config=config,
+        trays=trays,
+        slots=2,
+        units=units,
+        plan=plan,
+        shards=shards,
+        checkpoint_every=checkpoint_every,
+    )
 
 
 def at(step: int, fault: Fault, target: Target, plus_s: float = 0.5) -> Inject:
@@ -72,6 +98,60 @@ def test_a_worker_crashes_at_the_point_that_is_named() -> None:
     outcome = run(Seq(parts=(at(2, point, Exactly(RANK, ("0",))), at(3, Kill(), Exactly(RANK, ("1",))))), spares=2)
     assert outcome.marks["a worker crashed at a point"] == 1
     assert outcome.marks["a loss came while others parked"] >= 1
+
+
+# -- the disk
+ALL_TRAYS = Seq(parts=tuple(at(14, Kill(), Exactly(TRAY, (tray,)), 0.0) for tray in ("tray-0", "tray-1")))
+BACK = Seq(parts=tuple(Inject(fault=Return(), target=Exactly(TRAY, (tray,))) for tray in ("tray-0", "tray-1")))
+LOST = (ALL_TRAYS, BACK)
+"""With the last copy of everything."""
+DISK = One(Subjects.STORAGE)
+
+
+def on_disk(*parts: Part) -> Outcome:
+    """A checkpoint after steps 4, 9, 14, ...: that of step 14 is not whole when all is lost."""
+    config = JobConfig(trays_min=2, trays_max=2, spares=0, start_over=True, repair_patience_ms=60_000)
+    told = replace(job(Seq(parts=parts), checkpoint_every=5, shards="unique"), config=config)
+    outcome = Simulation(told).run()
+    assert not outcome.violation
+    assert outcome.stopped is not None
+    return outcome
+
+
+def test_a_world_that_has_lost_all_begins_from_the_newest_checkpoint_that_is_whole() -> None:
+    outcome = on_disk(*LOST)
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a world began from a checkpoint"] == 1
+    again = on_disk(at(2, DiskFull(), DISK), *LOST)
+    assert "a world began from a checkpoint" not in again.marks
+    assert again.marks["a checkpoint was given up"] >= 4
+    assert again.virtual_s - outcome.virtual_s > 8  # ten steps more are done again
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one() -> None:
+    outcome = on_disk(at(12, FlipBit(of="checkpoint"), DISK), *LOST)
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code == 0
+    assert outcome.marks["a damaged checkpoint was passed over"] == 1
+    assert outcome.marks["a world began from a checkpoint"] == 1
+
+
+def test_a_job_whose_checkpoints_cannot_be_read_stops_instead_of_beginning_anew() -> None:
+    outcome = on_disk(at(12, DiskFails(call="read"), DISK), *LOST)
+    assert outcome.stopped is not None
+    assert outcome.stopped.exit_code != 0
+    assert "StateLost" in outcome.stopped.because
+
+
+def test_parts_of_two_trainings_make_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reduction that is not exact, what fewer ranks have computed is another training."""
+    simulation = Simulation(replace(job(Seq(parts=()), checkpoint_every=5), exact=False))
+    began = simulation.truth.began
+    both = _Files({0: began.then(1, 3), 1: began.then(1, 2)})
+    monkeypatch.setattr(simulation.disk, "_whole", {0: both})
+    with pytest.raises(Violation, match="two trainings"):
+        simulation.disk.begins(1)
 
 
 def test_a_slow_rank_makes_all_slow() -> None:

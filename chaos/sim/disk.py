@@ -1,0 +1,129 @@
+"""The file system that all ranks write checkpoints to, and that a world reads which begins again.
+
+A checkpoint is whole when every rank of one world has written its part of it in one life of the job (from one start to the next); the first
+that is whole stays. All ranks of a world that begins agree on the newest that can be used: one that turns out to be damaged is never looked
+at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.faults import DiskFails, DiskFull
+from rackrun.chaos.sim.truth import History, must
+
+if TYPE_CHECKING:
+    from rackrun.chaos.sim.simulation import Simulation
+    from rackrun.chaos.sim.workers import Process
+
+__all__ = ["Disk", "Unusable"]
+
+
+class Unusable(Exception):
+    """There are checkpoints, and none of them can be used."""
+
+
+@dataclass(slots=True)
+class _Files:
+    """Parts of one checkpoint, by rank."""
+
+    parts: dict[int, History] = field(default_factory=dict)
+    torn: bool = False
+    """One of them is not what was written."""
+
+
+class Disk:
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._begun: dict[tuple[int, int, int], _Files] = {}
+        """(step, life, world) -> what is there of it."""
+        self._whole: dict[int, _Files] = {}
+        self._damaged: dict[int, None] = {}
+        self._began: dict[int, History | None] = {}
+        """Generation that began the world -> with what; None: with none of those that there are."""
+        self._faults: dict[int, DiskFull | DiskFails] = {}
+
+    # -- faults
+    def strike(self, fault: DiskFull | DiskFails, number: int) -> Callable[[], object]:
+        """Returns what takes it back."""
+        self._faults[number] = fault
+        return lambda: self._faults.pop(number, None)
+
+    def rot(self) -> bool:
+        """The newest that is whole. False: there is none."""
+        there = [step for step in self._whole if step not in self._damaged]
+        if there:
+            self._whole[max(there)].torn = True
+        return bool(there)
+
+    def _failing(self, call: str) -> DiskFull | DiskFails | None:
+        for fault in self._faults.values():
+            if (isinstance(fault, DiskFull) and call == "write") or (
+                isinstance(fault, DiskFails) and fault.call == call
+            ):
+                return fault
+        return None
+
+    # -- writing
+    def save(self, process: Process) -> None:
+        """``process`` has passed a gate, after which all write."""
+        key = (process.passed, self._sim.life(process.generation), self._sim.eras[process.generation].world)
+        self._later(process, self._sim.costs.write_s, self._write, process, key, process.its_rank, process.state_now)
+
+    def _later(self, process: Process, seconds: float, do: Callable[..., None], *args: object) -> None:
+        """In a thread of its own: nothing that all are told breaks it off, but its end does."""
+        self._sim.engine.after(self._sim.costs.of(seconds, self._sim.draw["disk"]), process.do, do, *args)
+
+    def _write(self, process: Process, key: tuple[int, int, int], rank: int, history: History) -> None:
+        torn = False
+        for call in ("write", "fsync", "rename"):
+            fault = self._failing(call)
+            if isinstance(fault, DiskFails) and fault.error == "slow":
+                self._later(process, fault.slow_s, self._write, process, key, rank, history)
+                return
+            torn |= isinstance(fault, DiskFails) and fault.error == "torn"
+            if fault is not None and not torn:
+                self._sim.marks.sometimes("a checkpoint was given up")
+                return
+        files = self._begun.setdefault(key, _Files())
+        files.parts[rank], files.torn = history, files.torn or torn
+        step, _, world = key
+        if len(files.parts) == world and step not in self._whole:
+            self._whole[step] = files
+            self._sim.coordinator.checkpointed(process.agent, step)
+
+    # -- reading
+    def begins(self, generation: int) -> History:
+        """With what the world of ``generation`` begins: the same on all its ranks. Raises `Unusable`."""
+        if generation not in self._began:
+            self._began[generation] = self._newest()
+        found = self._began[generation]
+        if found is None:
+            raise Unusable
+        return found
+
+    def _newest(self) -> History | None:
+        for step in sorted(self._whole.keys() - self._damaged.keys(), reverse=True):
+            if self._failing("read") is not None:
+                continue  # it may be whole
+            files = self._whole[step]
+            if files.torn:
+                self._damaged[step] = None
+                self._sim.marks.sometimes("a damaged checkpoint was passed over")
+                continue
+            self._sim.marks.sometimes("a world began from a checkpoint")
+            return self._joined(step, files)
+        return None if self._whole else self._sim.truth.began
+
+    def _joined(self, step: int, files: _Files) -> History:
+        """All parts together: each may be of another generation, where the step was done again, but of the same training."""
+        found = list(files.parts.values())
+        must(all(one.unit == step for one in found), f"a checkpoint of step {step} with parts of other steps")
+        if not self._sim.job.exact:
+            must(
+                len({tuple(one.worlds()) for one in found}) == 1,
+                f"a checkpoint of step {step} in parts of two trainings",
+            )
+        return found[0]
