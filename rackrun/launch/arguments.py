@@ -104,6 +104,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     lease_s: float
     signals: tuple[signal.Signals, ...]
+    of_steps: tuple[str, ...]
+    """Options that were given, and do nothing for a script without ``@rackrun.elastic``."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -210,6 +212,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         grace_s=_grace_s(args.shutdown_timeout),
         lease_s=_lease_s(args.lease),
         signals=_signals(args.signals_to_handle),
+        of_steps=_of_steps(args),
     )
 
 
@@ -228,6 +231,20 @@ def _min_ranks(given: int, ranks: int, rules: Rules) -> int:
             remedy="leave one of them out.",
         )
     return given
+
+
+def _of_steps(args: argparse.Namespace) -> tuple[str, ...]:
+    given = {
+        "--checkpoint-dir": args.checkpoint_dir,
+        "--check-replicas": args.check_replicas,
+        "--nan-probation": args.nan_probation,
+        "--snapshot-copies": args.snapshot_copies != "mirror",
+        "--slow-ranks": args.slow_ranks not in ("notice", "off"),
+        "--policy": args.policy,
+        "--provider": args.provider,
+        "--filler": args.filler,
+    }
+    return tuple(option for option, is_given in given.items() if is_given)
 
 
 def _refuse_unknown_choices(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

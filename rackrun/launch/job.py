@@ -57,8 +57,9 @@ async def host(
     )
     config = _config(options)
     journal.fact("config", msgspec.json.encode(config).decode())
+    core = ControlPlane(config)
     driver = Driver(
-        ControlPlane(config),
+        core,
         journal,
         run_id=endpoint.run_id,
         observer=screen,
@@ -113,6 +114,9 @@ async def host(
             _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
         ):
             over = await asyncio.shield(driver.finished)
+            if options.of_steps and over.exit_code == 0 and not core.view().elastic:
+                told = "did nothing: the script has no @rackrun.elastic, and what is lost begins again from the start"
+                screen.say(f"{', '.join(options.of_steps)} {told}")
             if racks is not None:
                 await racks.end(_AT_ONCE_S if requests > 1 else RELEASE_S)
             await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)

@@ -55,8 +55,10 @@ def up(tmp_path: Path, restarts: int, ranks: int = 2) -> Callable[[], bool]:
 
 
 def test_a_plain_script_runs_and_the_run_is_tidy(run_rackrun: Callable[..., Any], script: str) -> None:
-    ran = run_rackrun(["--standalone", "--nproc-per-node", "3", "--spares", "1", script])
+    idle = ["--checkpoint-dir", "checkpoints", "--check-replicas", "5"]
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "3", "--spares", "1", *idle, script])
     assert ran.exit_code == 0, ran
+    assert "--checkpoint-dir, --check-replicas did nothing: the script has no @rackrun.elastic" in ran.stderr
     assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2 restart 0", "rank 1 of 2 restart 0"]
     assert result(ran.out_dir)["exit_code"] == 0
     assert not (ran.out_dir / "token").exists()
