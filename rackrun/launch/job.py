@@ -41,13 +41,7 @@ _AGAIN_S = 20.0
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
-async def host(
-    options: Options, place: RunPlace, listening: socket.socket, agents: LocalAgents, endpoint: Endpoint, token: str
-) -> StopJob:
-    """Run the job to its end. Raises JournalError when there can be no journal."""
-    began = time.monotonic()
-    loop = asyncio.get_running_loop()
-    screen = Screen(quiet=options.quiet)
+def _journal(options: Options, place: RunPlace, endpoint: Endpoint, screen: Screen, config: JobConfig) -> Journal:
     journal = Journal(
         place.journal,
         run_id=endpoint.run_id,
@@ -55,8 +49,32 @@ async def host(
         ledger=options.ledger,
         on_trouble=screen.say,
     )
-    config = _config(options)
     journal.fact("config", msgspec.json.encode(config).decode())
+    return journal
+
+
+def _close(journal: Journal, over: StopJob, ended_ms: float) -> None:
+    for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", ended_ms)):
+        journal.fact(key, value)
+    journal.close()
+
+
+def _idle(options: Options, core: ControlPlane, over: StopJob) -> str:
+    """What was asked for, and cannot have done anything; "": nothing."""
+    if not options.of_steps or over.exit_code != 0 or core.view().elastic:
+        return ""
+    why = "the script has no @rackrun.elastic, and what is lost begins again from the start"
+    return f"{', '.join(options.of_steps)} did nothing: {why}"
+
+
+async def host(
+    options: Options, place: RunPlace, listening: socket.socket, agents: LocalAgents, endpoint: Endpoint, token: str
+) -> StopJob:
+    """Run the job to its end. Raises JournalError when there can be no journal."""
+    began = time.monotonic()
+    screen = Screen(quiet=options.quiet)
+    config = _config(options)
+    journal = _journal(options, place, endpoint, screen, config)
     core = ControlPlane(config)
     driver = Driver(
         core,
@@ -102,7 +120,7 @@ async def host(
         exit_code = 128 + number
         late = StopJob(exit_code=exit_code, because=f"{number.name}; no step boundary within {options.grace_s:.0f} s")
         driver.submit(StopRequested(because=number.name, exit_code=exit_code))
-        loop.call_later(options.grace_s if requests == 1 else 0.0, driver.stop, late)
+        asyncio.get_running_loop().call_later(options.grace_s if requests == 1 else 0.0, driver.stop, late)
         if requests == 1 and driver.over is None:
             screen.say(f"{number.name}: stopping at the next step boundary; once more stops at once")
         elif requests > 1:
@@ -114,9 +132,8 @@ async def host(
             _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
         ):
             over = await asyncio.shield(driver.finished)
-            if options.of_steps and over.exit_code == 0 and not core.view().elastic:
-                told = "did nothing: the script has no @rackrun.elastic, and what is lost begins again from the start"
-                screen.say(f"{', '.join(options.of_steps)} {told}")
+            if idle := _idle(options, core, over):
+                screen.say(idle)
             if racks is not None:
                 await racks.end(_AT_ONCE_S if requests > 1 else RELEASE_S)
             await agents.end(_AT_ONCE_S if requests > 1 else options.grace_s + _AGENT_S)
@@ -126,9 +143,7 @@ async def host(
             one.close()
         agents.kill()
         driver.close()
-        for key, value in (("exit_code", over.exit_code), ("because", over.because), ("ended_ms", driver.now_ms())):
-            journal.fact(key, value)
-        journal.close()
+        _close(journal, over, driver.now_ms())
         screen.close()
     place.finish(
         Result(
