@@ -172,14 +172,28 @@ class Process:
         self._watch.begin()
 
     def _ready(self) -> None:
-        costs = self.sim.costs
         if self.sim.crashes("worker: ready", self):
             return
         if self.agent.tray in self.sim.provider.broken:
             self.end(signal=6)
             return
-        job = self.sim.job
         self.say(WorkerElastic)
+        if self.rank is not None and self.sim.job.checkpoint_every:
+            self.later(self.sim.costs.of(self.sim.costs.read_s, self.sim.draw["disk"]), self._stand)
+        else:
+            self._stand()
+
+    def _stand(self) -> None:
+        """At its first step, with the state that it begins with; or it waits for one."""
+        if self.rank is not None:
+            try:
+                self.history = self.sim.disk.begins(self.generation)
+            except Unusable:
+                what = "no checkpoint can be used. Remedy: look at the disk."
+                self.end(code=1, bug=what, kind="rackrun.errors.StateLost")
+                return
+            self.saved = self.passed
+        job = self.sim.job
         sharded = job.shards != "replicas"
         self.say(
             WorkerReady,
@@ -191,19 +205,7 @@ class Process:
         self.state = "waiting" if self.rank is None else "running"
         if self.rank is not None:
             self.sim.eras[self.generation].takes_part(self, self.rank)
-            self.later(costs.of(costs.read_s, self.sim.draw["disk"]) if job.checkpoint_every else 0.0, self._begin)
-
-    def _begin(self) -> None:
-        """With the world."""
-        try:
-            self.history = self.sim.disk.begins(self.generation)
-        except Unusable:
-            self.end(
-                code=1, bug="no checkpoint can be used. Remedy: look at the disk.", kind="rackrun.errors.StateLost"
-            )
-            return
-        self.saved = self.passed
-        self._compute()
+            self._compute()
 
     def end(
         self, *, signal: int | None = None, code: int | None = None, bug: str = "", kind: str = "ValueError"
