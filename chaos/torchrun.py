@@ -33,6 +33,8 @@ __all__ = ["Compared", "Outside", "compare", "run_outside", "told_by"]
 
 FORMAT = 1
 _TRAY = "host"
+_LOGS = "torchelastic_"
+"""A folder that torchrun makes for its logs in each run, and never removes."""
 _REFERENCE_LIMIT_S = 3600.0
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """torch 2.13: without it a restarted worker reads the gloo addresses of the attempt before, and never gets going again."""
@@ -67,7 +69,7 @@ class Outside(Compared, frozen=True, kw_only=True):
     missed: tuple[str, ...]
     """Strikes that were not done, or took no effect."""
     left: tuple[str, ...]
-    """Processes that outlived it."""
+    """Processes that outlived it, and what it has left in temporary folders."""
     seconds: float
     reference_seconds: float
     command: tuple[str, ...]
@@ -126,7 +128,7 @@ def run_outside(
         exit_code=ended.exit_code,
         struck=len(struck_s),
         missed=tuple(missed),
-        left=ended.left,
+        left=tuple(one for one in ended.left if not Path(one).name.startswith(_LOGS)),
         seconds=round(ended.seconds, 3),
         reference_seconds=round(reference_ended.seconds, 3),
         command=tuple(command),

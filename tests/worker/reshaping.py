@@ -7,6 +7,7 @@ itself, collects who is parked, and makes the plan of each `Change`.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -37,7 +38,15 @@ from rackrun.core.events import (
 from rackrun.core.ids import Generation, Position, Rank, Step
 from rackrun.core.wire import UnitCommitted
 
-__all__ = ["Change", "Reshaped", "Seen", "differences"]
+__all__ = ["Change", "Reshaped", "Seen", "differences", "noted"]
+
+
+NOTED = mmap.mmap(-1, 1)
+"""The last generation of which all have resumed, and all is noted in `Reshaped.seen`: workers can wait for that (`noted`)."""
+
+
+def noted(generation: int) -> bool:
+    return NOTED[0] >= generation
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Reshaped(TinyCluster):
         self, main: Callable[[Any], None], *, changes: Sequence[Change], distant: bool = False, **how: Any
     ) -> None:
         super().__init__(main, **how)
-        self.distant = distant
+        self.distant, NOTED[0] = distant, 0
         self._changes = list(changes)
         self._took_over = self._asked = False
         self._plan: Plan | None = None
@@ -118,7 +127,7 @@ class Reshaped(TinyCluster):
                 self.seen[-1].resumed.add(worker)
                 self.seen[-1].pages[worker] = tuple(sorted(self._children[worker].page.snapshots()))
                 if self.seen[-1].resumed >= set(self._members()):
-                    self._old = None
+                    self._old, NOTED[0] = None, event.generation
             case SnapshotDamaged():
                 self.damaged.append(event)
                 if self._parked is None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from harness import Ended, TinyCluster, _hash, say
-from reshaping import Change, Reshaped, differences
+from reshaping import Change, Reshaped, differences, noted
 from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,6 +84,12 @@ def waits_for_a_break_in(generation: int) -> Callable[[Run], None]:
             run._world.wait_broken()
 
     return wait
+
+
+def waits_until_it_is_noted(run: Run, _step: int) -> None:
+    """What is of the world before goes when the first gate of the new one has passed."""
+    while run.generation > 1 and not noted(run.generation) and not run._world.broken:
+        time.sleep(0.001)
 
 
 def script(
@@ -178,7 +184,7 @@ def reshape() -> Iterator[Reshape]:
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
     """The fourth of the second time was a spare."""
     ended, cluster = reshape(
-        script(fsdp, holds={1: HOLD, 2: HOLD_AGAIN}),
+        script(fsdp, holds={1: HOLD, 2: HOLD_AGAIN}, before_a_step=waits_until_it_is_noted),
         Change((0, 1, 2), told_after=Position(HOLD)),
         Change((0, 1, 2, 4), told_after=Position(HOLD_AGAIN)),
         spares=1,
