@@ -108,7 +108,9 @@ def test_a_failure_and_runs_of_which_little_is_left_are_shown_too(browser: Brows
 
 
 def test_a_campaign_is_shown(browser: Browser, tmp_path: Path) -> None:
-    tally = write_tally(tmp_path / "tally.jsonl", *(line_of(seed, holds=seed % 7 != 3) for seed in range(500)))
+    folder = tmp_path / ("a-long-name-" * 9)
+    folder.mkdir()
+    tally = write_tally(folder / "tally.jsonl", *(line_of(seed, holds=seed % 7 != 3) for seed in range(500)))
     write_overview(tally, tmp_path / "tally.html")
     for width in (1100, 390):
         assert opened(browser, tmp_path / "tally.html", width) == {"seeds": "plot"}
