@@ -79,14 +79,17 @@ class Disk:
     def _write(self, process: Process, key: tuple[int, int, int], rank: int, history: History) -> None:
         torn = False
         for call in ("write", "fsync", "rename"):
-            fault = self._failing(call)
-            if isinstance(fault, DiskFails) and fault.error == "slow":
-                self._later(process, fault.slow_s, self._write, process, key, rank, history)
-                return
-            torn |= isinstance(fault, DiskFails) and fault.error == "torn"
-            if fault is not None and not torn:
-                self._sim.marks.sometimes("a checkpoint was given up")
-                return
+            match self._failing(call):
+                case None:
+                    pass
+                case DiskFails(error="torn"):
+                    torn = True
+                case DiskFails(error="slow", slow_s=slow_s):
+                    self._later(process, slow_s, self._write, process, key, rank, history)
+                    return
+                case _:
+                    self._sim.marks.sometimes("a checkpoint was given up")
+                    return
         files = self._begun.setdefault(key, _Files())
         files.parts[rank], files.torn = history, files.torn or torn
         step, _, world = key
