@@ -9,6 +9,7 @@ as far as steps and times can.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -154,8 +155,10 @@ class Conductor:
 
     @property
     def wake_s(self) -> float | None:
-        """When it wants to see the job next, if nothing happens before."""
-        return min((wait.wake_s for _, wait in self._tasks if wait.wake_s is not None), default=None)
+        """When it wants to see the job next, if nothing happens before. What was to come until then and has not, comes with what happens."""
+        now_s = -math.inf if self._seen is None else self._seen.now_s
+        moments = [wait.wake_s for _, wait in self._tasks if wait.wake_s is not None and wait.wake_s > now_s]
+        return min(moments, default=None)
 
     def resolved(self) -> Plan:
         """What was done, with its targets by name: every strike once more after as many steps."""

@@ -214,6 +214,13 @@ def test_a_strike_waits_for_somebody_to_strike(scene: Scene) -> None:
     assert not played.conductor.nobody
 
 
+def test_a_strike_that_waits_for_its_budget_asks_for_no_other_look(scene: Scene) -> None:
+    """It comes when somebody is back; until then there is nothing to see."""
+    played = Played(scene, Seq(parts=(KILL, KILL)), budget=Budget(slots=1)).play(60)
+    assert len(played.strikes) == 1
+    assert played.conductor.wake_s is None
+
+
 def test_what_did_not_take_is_not_taken_back_and_is_not_in_the_record(scene: Scene) -> None:
     pause = Inject(fault=Pause(for_s=2), target=One(TRAY))
     played = Played(scene, Seq(parts=(pause, KILL)), fails=frozenset({0})).play(9)
