@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -245,10 +245,9 @@ class Conductor:
     def _flip_flop(self, part: FlipFlop, name: str) -> _Script:
         fault = _until_taken_back(part.fault)
         for turn in range(part.times):
-            first = len(self.records)
-            yield from self._strike(fault, part.target, f"{name}.{turn}")
+            record = yield from self._strike(fault, part.target, f"{name}.{turn}")
             yield self._after(part.on_s)
-            for record in self.records[first : first + 1]:
+            if record is not None:
                 self._take_back(record)
             yield self._after(part.off_s)
 
@@ -273,17 +272,17 @@ class Conductor:
             yield self._at(began + moment)
             self._take_back(record)
 
-    def _strike(self, fault: Fault, target: Target, name: str) -> _Script:
+    def _strike(self, fault: Fault, target: Target, name: str) -> Generator[_Wait, None, Record | None]:
+        """Returns its record; None: there was nobody to strike."""
         draw = stream(self.plan.seed, name, "target")
         subjects: tuple[Subject, ...] = ()
-
         patient_until_s = self._now() + TARGET_PATIENCE_S
 
         def affordable() -> bool:
             nonlocal subjects
             state = draw.getstate()
             found = self._resolve(target, draw, last=self._now() >= patient_until_s)
-            if found is not None and self._within_budget(fault, found):
+            if found is not None and (not found or self._within_budget(fault, found)):
                 subjects = found
                 return True
             draw.setstate(state)
@@ -292,13 +291,14 @@ class Conductor:
         yield _Wait(affordable, patient_until_s)
         self._reached.add(name)
         if not subjects:
-            return
+            return None
         record = self._order(fault, subjects)
         yield _Wait(lambda: record.took is not None)
         for_s = getattr(fault, "for_s", None)
         if fault.lasts and for_s is not None and record.took:
             yield self._at(record.at_s + for_s)
             self._take_back(record)
+        return record
 
     def _resolve(self, target: Target, draw: random.Random, *, last: bool = True) -> tuple[Subject, ...] | None:
         """None: there is nobody yet. Where this is the ``last`` look, that is told, and ()."""

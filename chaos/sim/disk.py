@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rackrun.chaos.faults import DiskFails, DiskFull
+from rackrun.chaos.sim.memory import Owner
 from rackrun.chaos.sim.truth import History, must
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from rackrun.chaos.sim.workers import Process
 
 __all__ = ["Disk", "Unusable"]
+
+
+_CALLS = ("write", "fsync", "rename")
 
 
 class Unusable(Exception):
@@ -39,6 +43,8 @@ class Disk:
         self._sim = sim
         self._begun: dict[tuple[int, int, int], _Files] = {}
         """(step, life, world) -> what is there of it."""
+        self._writing: dict[Owner, int] = {}
+        """The step of which each process still writes its part; -1: of none."""
         self._whole: dict[int, _Files] = {}
         self._damaged: dict[int, None] = {}
         self._began: dict[int, History | None] = {}
@@ -59,37 +65,52 @@ class Disk:
         return bool(there)
 
     def _failing(self, call: str) -> DiskFull | DiskFails | None:
-        for fault in self._faults.values():
-            if (isinstance(fault, DiskFull) and call == "write") or (
-                isinstance(fault, DiskFails) and fault.call == call
-            ):
-                return fault
-        return None
+        """The worst that comes of it: what fails is neither slow nor torn."""
+        order = ("slow", "torn")
+        full = [fault for fault in self._faults.values() if isinstance(fault, DiskFull) and call == "write"]
+        fails = [fault for fault in self._faults.values() if isinstance(fault, DiskFails) and fault.call == call]
+        fails.sort(key=lambda fault: order.index(fault.error) if fault.error in order else -1)
+        found: list[DiskFull | DiskFails] = [*full, *fails]
+        return found[0] if found else None
 
     # -- writing
-    def save(self, process: Process) -> None:
-        """``process`` has passed a gate, after which all write."""
+    def save(self, process: Process) -> bool:
+        """``process`` has passed a gate, after which all write. False: it still writes an older one, and passes this over."""
+        if self._writing.get(process.owner, -1) >= 0:
+            return False
+        self._writing[process.owner] = process.passed
         key = (process.passed, self._sim.life(process.generation), self._sim.eras[process.generation].world)
-        self._later(process, self._sim.costs.write_s, self._write, process, key, process.its_rank, process.state_now)
+        what = (key, process.its_rank, process.state_now, _CALLS)
+        self._later(process, self._sim.costs.write_s, self._write, process, *what)
+        return True
 
     def _later(self, process: Process, seconds: float, do: Callable[..., None], *args: object) -> None:
         """In a thread of its own: nothing that all are told breaks it off, but its end does."""
         self._sim.engine.after(self._sim.costs.of(seconds, self._sim.draw["disk"]), process.do, do, *args)
 
-    def _write(self, process: Process, key: tuple[int, int, int], rank: int, history: History) -> None:
-        torn = False
-        for call in ("write", "fsync", "rename"):
+    def _write(
+        self,
+        process: Process,
+        key: tuple[int, int, int],
+        rank: int,
+        history: History,
+        calls: tuple[str, ...],
+        torn: bool = False,
+    ) -> None:
+        for at, call in enumerate(calls, 1):
             match self._failing(call):
                 case None:
                     pass
                 case DiskFails(error="torn"):
                     torn = True
                 case DiskFails(error="slow", slow_s=slow_s):
-                    self._later(process, slow_s, self._write, process, key, rank, history)
+                    self._later(process, slow_s, self._write, process, key, rank, history, calls[at:], torn)
                     return
                 case _:
+                    self._writing[process.owner] = -1
                     self._sim.marks.sometimes("a checkpoint was given up")
                     return
+        self._writing[process.owner] = -1
         files = self._begun.setdefault(key, _Files())
         files.parts[rank], files.torn = history, files.torn or torn
         step, _, world = key

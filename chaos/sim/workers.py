@@ -270,8 +270,7 @@ class Process:
             self.sealing.soon()
         every = self.sim.job.checkpoint_every
         if every and self.passed % every == every - 1 and self.passed > self.saved:  # else it is done again, and there
-            self.saved = self.passed
-            self.sim.disk.save(self)
+            self.saved = self.passed if self.sim.disk.save(self) else self.saved
         if gate.draining:
             self._finish()
         elif gate.pausing:

@@ -290,7 +290,8 @@ class Recovery:
             self._decide(prospect, ready, at_ms)
 
     def spare_ready(self, at_ms: int) -> None:
-        """Where all wait for more of them, what is short and what is coming are one less now, both: it is still best to wait."""
+        """Where all wait for more of them, what is short and what is coming are one less now, both: they go on waiting. (That starts take longer
+        than was known when it was decided is weighed when something else happens.)"""
         self.parked_members.missing -= 1
         if self.parked_members.missing <= 0:
             self.decide(at_ms)

@@ -334,7 +334,7 @@ class UnitRunner:
             self._judge_late_breaks(at)
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
-            self._committed(at, attempt, time.monotonic() - began)
+            self._committed(at, attempt, time.monotonic() - began - self._world.waited_s)
             if self._to_pause(at):
                 self._pause.stand(at, last=at.step == self._last_step)
         else:

@@ -117,6 +117,8 @@ class World:
         self._entered = BEGIN
         self._in_gate = False
         self.in_phase = False
+        self.waited_s = 0.0
+        """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
         self.may_leave_phase: Callable[[], bool] = lambda: True
         self._gate: tuple[float, ...] = ()
         self._released = False
@@ -304,7 +306,9 @@ class World:
                     self.deals.agree()
                 return
         self.own_time.disturbed()
+        began = time.monotonic()
         self.wait_plan()  # which carries the verdict
+        self.waited_s = time.monotonic() - began
         if self._passed < at:
             raise Abandoned
         self.unit_passed = True
@@ -314,7 +318,7 @@ class World:
         raise Abandoned
 
     def begin_unit(self, *, phase: bool) -> None:
-        self.in_phase = phase
+        self.in_phase, self.waited_s = phase, 0.0
         self.order.begin_unit()
         self.own_time.begin()
         self.meetings.begin_unit()

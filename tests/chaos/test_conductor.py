@@ -214,6 +214,27 @@ def test_a_strike_waits_for_somebody_to_strike(scene: Scene) -> None:
     assert not played.conductor.nobody
 
 
+def test_a_flip_flop_that_waits_for_its_target_takes_back_its_own_fault_alone(scene: Scene) -> None:
+    flip = FlipFlop(fault=Pause(), target=Several(RANK, 2), on_s=2, off_s=1, times=1)
+    pause = Inject(fault=Pause(for_s=60), target=One(RANK), when=AtTime(s=2))
+    played = Played(replace(scene, places=scene.places[:1]), Par(parts=(flip, pause))).play(5)
+    played.scene = played.whole = scene
+    played.play(9)
+    taken_back = [order.number for _, order in played.log if isinstance(order, TakeBack)]
+    assert [len(names) for _, names in played.strikes] == [1, 2]
+    assert taken_back == [1]
+
+
+def test_a_strike_without_a_target_waits_for_no_budget(scene: Scene) -> None:
+    missing = replace(scene, places=scene.places[1:])
+    played = Played(scene, NO_RANK, budget=Budget(slots=0))
+    played.play(1)
+    played.scene = missing
+    played.play(60)
+    assert len(played.conductor.nobody) == 1
+    assert played.conductor.done
+
+
 def test_a_strike_that_waits_for_its_budget_asks_for_no_other_look(scene: Scene) -> None:
     """It comes when somebody is back; until then there is nothing to see."""
     played = Played(scene, Seq(parts=(KILL, KILL)), budget=Budget(slots=1)).play(60)

@@ -144,6 +144,24 @@ def test_a_job_whose_checkpoints_cannot_be_read_stops_instead_of_beginning_anew(
     assert "StateLost" in outcome.stopped.because
 
 
+def test_a_disk_that_is_full_is_neither_slow_nor_torn() -> None:
+    disk = Simulation(job(Seq(parts=()), checkpoint_every=5)).disk
+    for number, fault in enumerate((DiskFails(call="write", error="torn"), DiskFails(call="write", error="slow"))):
+        disk.strike(fault, number)
+    assert disk._failing("write") == DiskFails(call="write", error="slow")
+    heal = disk.strike(DiskFull(), 9)
+    assert disk._failing("write") == DiskFull()
+    heal()
+    assert disk._failing("write") == DiskFails(call="write", error="slow")
+
+
+def test_a_checkpoint_that_is_due_while_an_older_one_is_written_is_passed_over() -> None:
+    usual, slow = (
+        on_disk(at(2, DiskFails(call="fsync", error="slow", slow_s=seconds), DISK), *LOST) for seconds in (0.1, 6.5)
+    )
+    assert usual.virtual_s + 4 < slow.virtual_s  # from step 9, and from step 4
+
+
 def test_parts_of_two_trainings_make_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reduction that is not exact, what fewer ranks have computed is another training."""
     simulation = Simulation(replace(job(Seq(parts=()), checkpoint_every=5), exact=False))
