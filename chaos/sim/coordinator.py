@@ -50,7 +50,7 @@ from rackrun.core.events import (
     TrayLost,
     WorkerExited,
 )
-from rackrun.core.ids import SlotId, TrayId, slot_id, tray_of
+from rackrun.core.ids import SlotId, Step, TrayId, slot_id, tray_of
 
 if TYPE_CHECKING:
     from rackrun.chaos.sim.agents import Agent
@@ -115,7 +115,7 @@ class Coordinator:
         self._asleep: deque[tuple[Link, object] | Event] | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._costs_told = False
-        self._checkpoint: int | None = None
+        self._checkpoint: Step | None = None
         self._encode = msgspec.msgpack.Encoder().encode
 
     def trace(self) -> str:
@@ -320,13 +320,13 @@ class Coordinator:
     def checkpointed(self, agent: Agent, step: int) -> None:
         """One is whole on disk, as the last to write of it tells."""
         if agent.is_heard:
-            self._checkpoint = max(self._checkpoint or step, step)
+            self._checkpoint = Step(max(self._checkpoint or step, step))
             self._tell_costs()
 
     def _tell_costs(self) -> None:
-        costs = self.sim.costs
-        told = {"step_s": costs.step_s, "state_bytes": 1e9, "copy_bytes_per_s": 1e9 / costs.takeover_s}
-        self.submit(CostsMeasured(**told, checkpoint=self._checkpoint))  # type: ignore[arg-type]
+        step_s, copied = self.sim.costs.step_s, 1e9 / self.sim.costs.takeover_s
+        known = self._checkpoint
+        self.submit(CostsMeasured(step_s=step_s, state_bytes=1e9, copy_bytes_per_s=copied, checkpoint=known))
 
     def _look_for_slow_ranks(self) -> None:
         """As the shell does it from steps: told when others are slow than before."""

@@ -43,8 +43,8 @@ class Disk:
         self._sim = sim
         self._begun: dict[tuple[int, int, int], _Files] = {}
         """(step, life, world) -> what is there of it."""
-        self._writing: dict[Owner, int] = {}
-        """The step of which each process still writes its part; -1: of none."""
+        self._writing: dict[Owner, None] = {}
+        """Processes that still write their part of a checkpoint."""
         self._whole: dict[int, _Files] = {}
         self._damaged: dict[int, None] = {}
         self._began: dict[int, History | None] = {}
@@ -76,9 +76,9 @@ class Disk:
     # -- writing
     def save(self, process: Process) -> bool:
         """``process`` has passed a gate, after which all write. False: it still writes an older one, and passes this over."""
-        if self._writing.get(process.owner, -1) >= 0:
+        if process.owner in self._writing:
             return False
-        self._writing[process.owner] = process.passed
+        self._writing[process.owner] = None
         key = (process.passed, self._sim.life(process.generation), self._sim.eras[process.generation].world)
         what = (key, process.its_rank, process.state_now, _CALLS)
         self._later(process, self._sim.costs.write_s, self._write, process, *what)
@@ -107,10 +107,10 @@ class Disk:
                     self._later(process, slow_s, self._write, process, key, rank, history, calls[at:], torn)
                     return
                 case _:
-                    self._writing[process.owner] = -1
+                    self._writing.pop(process.owner, None)
                     self._sim.marks.sometimes("a checkpoint was given up")
                     return
-        self._writing[process.owner] = -1
+        self._writing.pop(process.owner, None)
         files = self._begun.setdefault(key, _Files())
         files.parts[rank], files.torn = history, files.torn or torn
         step, _, world = key

@@ -40,19 +40,17 @@ class History:
 
     def units(self) -> list[int]:
         """All that were applied, oldest first."""
-        found: list[int] = []
-        at: History | None = self
-        while at is not None and at.before is not None:
-            found.append(at.unit)
-            at = at.before
-        return found[::-1]
+        return [one.unit for one in self._applied()]
 
     def worlds(self) -> list[int]:
         """How many ranks computed each unit: with a reduction that is not exact, its bits depend on that."""
-        found: list[int] = []
+        return [one.world for one in self._applied()]
+
+    def _applied(self) -> list[History]:
+        found: list[History] = []
         at: History | None = self
         while at is not None and at.before is not None:
-            found.append(at.world)
+            found.append(at)
             at = at.before
         return found[::-1]
 
