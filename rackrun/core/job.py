@@ -407,6 +407,9 @@ class JobMachine:
         self._look_at_swaps(at_ms)
         self.shifting.look()
 
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
+        self.finale.retired(losses, at_ms)
+
     def _look_at_swaps(self, at_ms: int) -> None:
         if self.finale.stopping is None:
             self.swap.look(at_ms)

@@ -295,6 +295,7 @@ class World:
             finally:
                 self._in_gate = False
             values = on_device.cpu()
+            self.page.collectives_over()
         with self._changed:
             sums = None if self._broken else agreed(values.tolist(), self.size, at)
             if sums is not None and refuses(at, GateSums(*sums)):
