@@ -300,6 +300,7 @@ class Tray:
                 exit_code=exit_code,
                 signal=signal_,
                 failure=failure,
+                early=worker.page.early,
                 step=worker.step(),
                 snapshots=worker.snapshots(),
             )

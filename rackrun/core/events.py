@@ -248,6 +248,8 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     failure: Failure | None = None
+    early: bool = False
+    """The script failed before it had made a process group: other ranks have no part in it."""
     step: Step = Step(-1)
     """The step it was in, read from its heartbeat page."""
     snapshots: tuple[Step, ...] = ()

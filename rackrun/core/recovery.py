@@ -137,6 +137,7 @@ class Recovery:
             rank = loss.record.rank
             assert rank is not None
             self.world.lose(rank)
+            self.standstill.window.forget(rank)
             self.forget_members()
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
@@ -485,6 +486,7 @@ class Recovery:
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
         told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
         self._settle()
+        self.standstill.forget()  # ranks may have other numbers; what lasts is told again
         self.planner.resume(prospect, chosen, told, at_ms)
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:

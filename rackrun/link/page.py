@@ -29,7 +29,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
     range(11)
 )
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
-_BUSY_MS, _PLACE_ASKED, _PLACE_TOLD = 15, 16, 17
+_BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -147,6 +147,15 @@ class HeartbeatPage:
         """The step that was wanted last, if another tray could not be given it; else -1."""
         done = int(self._words[_MIRROR_DONE])
         return -done - 1 if done < 0 and -done == int(self._words[_MIRROR_WANTED]) else -1
+
+    # -- written when the script has ended
+    def failed_early(self) -> None:
+        """It ended with an error, before it could meet another rank."""
+        self._words[_EARLY] = 1
+
+    @property
+    def early(self) -> bool:
+        return bool(self._words[_EARLY])
 
     # -- where the main thread is: asked by the agent, told by the control thread
     def ask_place(self) -> None:
