@@ -14,6 +14,8 @@ __all__ = ["Patience", "Signs"]
 
 _BUSY_SHARE = 0.05
 _BYTES_PER_S, _WAKES_PER_S = 1 << 20, 5.0
+_COMPUTES = 30
+"""A thread that competes for processors waits at most so many times as long as it runs; one that only wakes waits hundreds of times as long."""
 
 
 class Signs(NamedTuple):
@@ -21,8 +23,8 @@ class Signs(NamedTuple):
 
     at_ns: int
     cpu_ns: int
-    waits_ns: Mapping[int, int]
-    """By thread: ready to run, without a processor."""
+    waits_ns: Mapping[int, tuple[int, int]]
+    """By thread: how long it ran, and how long it was ready to run, without a processor."""
     io_bytes: int
     wakes: int
     """Of the main thread: how often it had slept by itself."""
@@ -31,8 +33,14 @@ class Signs(NamedTuple):
 
 
 def starved_ns(before: Signs, now: Signs) -> int:
-    """For so long some thread waited for a processor. They may wait for each other: the longest wait counts."""
-    return max((waited - before.waits_ns.get(thread, waited) for thread, waited in now.waits_ns.items()), default=0)
+    """For so long some thread that computes waited for a processor. They may wait for each other: the longest wait counts. Threads that only
+    wake and sleep again (for the interpreter's lock, for the time) do not."""
+    longest = 0
+    for thread, (ran, waited) in now.waits_ns.items():
+        ran_before, waited_before = before.waits_ns.get(thread, (ran, waited))
+        if _COMPUTES * (ran - ran_before) >= waited - waited_before:
+            longest = max(longest, waited - waited_before)
+    return longest
 
 
 def works(before: Signs, now: Signs) -> bool:

@@ -56,13 +56,13 @@ def _cpu_ns(pid: int) -> int:
     return _TICK_NS * sum(int(field) for field in _stat_fields(pid)[11:15])
 
 
-def _waits_ns(pid: int) -> dict[int, int]:
-    found: dict[int, int] = {}
+def _waits_ns(pid: int) -> dict[int, tuple[int, int]]:
+    found: dict[int, tuple[int, int]] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
             if len(fields) == 3:
-                found[int(thread)] = int(fields[1])
+                found[int(thread)] = int(fields[0]), int(fields[1])
     return found
 
 

@@ -157,7 +157,9 @@ class Watch:
         self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
 
 
-def _stall(worker: Worker, *, silent: bool = False, over: bool = False, for_ms: int = 0, where: str = "") -> WorkerStalled:
+def _stall(
+    worker: Worker, *, silent: bool = False, over: bool = False, for_ms: int = 0, where: str = ""
+) -> WorkerStalled:
     page = worker.page
     return WorkerStalled(
         slot=worker.slot,

@@ -303,7 +303,9 @@ class JobMachine:
         losses = self._with_held(losses)
         told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
         before = " before the first step" if self.world.elastic else ""
-        self._restart.early(f"{told} lost ({_because(losses[0]) if before else losses[0].because}){before}", losses, at_ms)
+        self._restart.early(
+            f"{told} lost ({_because(losses[0]) if before else losses[0].because}){before}", losses, at_ms
+        )
 
     def _with_held(self, losses: Sequence[Loss]) -> list[Loss]:
         """And those that failed before, and waited for others to fail alike."""

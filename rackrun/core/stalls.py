@@ -93,7 +93,9 @@ class StallWindow:
             places = self._places(dict.fromkeys(behind))
             again = self._again(behind)
             return Blame(behind, f"at collective {low}{others} ({heard}){self._told(behind)}", again if places else ())
-        where = f"all stand at collective {low}" if low == high else f"most ranks stand at collective {low}, some at {high}"
+        where = (
+            f"all stand at collective {low}" if low == high else f"most ranks stand at collective {low}, some at {high}"
+        )
         apart = len({report.where for report in self.reports.values()}) > 1
         told = self._told(tuple(self.reports)) if apart else ""
         again = self._again(tuple(self.reports)) if apart and self._places(self.reports) else ()
@@ -112,21 +114,33 @@ class StallWindow:
 
     def _told(self, behind: Sequence[Rank]) -> str:
         """Where they stand, and where those that wait do. "": nobody knows."""
-        groups: dict[str, list[Rank]] = {}
+        groups: dict[tuple[bool, str], list[Rank]] = {}
         for rank, report in sorted(self.reports.items(), key=lambda item: (item[0] not in behind, item[0])):
             if report.unit or report.where:
-                groups.setdefault(stands(report), []).append(rank)
+                groups.setdefault((report.waiting, _place(report)), []).append(rank)
         if not groups:
             return ""
-        where = "; ".join(f"{named(ranks)} {place}" for place, ranks in groups.items())
-        own = [self.reports[rank] for rank in behind if not self.reports[rank].waiting and self.reports[rank].allowed_ms]
+        where = "; ".join(
+            f"{named(ranks)} {_verb(waiting, len(ranks))} in {place}" for (waiting, place), ranks in groups.items()
+        )
+        own = [
+            self.reports[rank] for rank in behind if not self.reports[rank].waiting and self.reports[rank].allowed_ms
+        ]
         hint = "; run.expect(seconds) allows more than " + _seconds(own[0].allowed_ms) if own else ""
         return f": {where}{hint}"
 
 
 def stands(report: WorkerStalled) -> str:
     """``waits in phase evaluate at train.py:31``."""
-    return f"{'waits' if report.waiting else 'stands'} in {report.unit or 'its code'}{f' at {report.where}' if report.where else ''}"
+    return f"{_verb(report.waiting, 1)} in {_place(report)}"
+
+
+def _verb(waiting: bool, ranks: int) -> str:
+    return f"{'wait' if waiting else 'stand'}{'s' if ranks == 1 else ''}"
+
+
+def _place(report: WorkerStalled) -> str:
+    return f"{report.unit or 'its code'}{f' at {report.where}' if report.where else ''}"
 
 
 def _seconds(milliseconds: int) -> str:
@@ -258,5 +272,9 @@ class Standstill:
             return  # the machine is slow, or what all of them read from: the resume timeout is the judge
         for_ms = min(late[rank].for_ms for rank in behind)
         told = ", ".join(dict.fromkeys(stands(late[rank]) for rank in behind if late[rank].unit))
-        what = f"did not come to the recovery, {told}, for {for_ms} ms" if told else f"not at run.steps() again, for {for_ms} ms in main"
+        what = (
+            f"did not come to the recovery, {told}, for {for_ms} ms"
+            if told
+            else f"not at run.steps() again, for {for_ms} ms in main"
+        )
         self.condemn([members[rank] for rank in behind], what, at_ms)

@@ -81,13 +81,14 @@ class Pace:
         self._units.setdefault(name, UnitTimes()).took(seconds)
 
     def allowance(self, name: str, *, between: bool = False) -> Allowance:
-        """Of such a unit, which begins now. ``between``: what was expected (`expect`) holds for the step or phase after it too."""
+        """Of such a unit, which begins now. ``between``: it is the script's code between two units, and what was
+        expected (`expect`) holds for the unit after it too."""
         expected = self._expected_s
         if not between:
             self._expected_s = 0.0
         times = self._units.get(name) or UnitTimes()
         copies = _COPY_FACTOR * self._copy_s
-        found = times.allowance(self.median_s, self._patience)
+        found = times.allowance(self.median_s, self._patience, mixed=between)
         return Allowance(*(limit + math.ceil(1e3 * copies) for limit in found)).at_least(math.ceil(1e3 * expected))
 
     def step_deadline_ms(self, *, copying: bool = False, work: float = 1.0) -> int:

@@ -68,14 +68,17 @@ class UnitTimes:
         idle, busy = (math.ceil(factor * longest_ms) for factor in (_FACTOR, _BUSY_FACTOR))
         return Allowance(max(idle, ENTERS_AGAIN.idle_ms), max(busy, ENTERS_AGAIN.busy_ms))
 
-    def allowance(self, step_s: float, patience: float = 1.0) -> Allowance:
-        """``step_s``: of a usual step. ``patience``: so many times as much, after what looked like a hang was none."""
+    def allowance(self, step_s: float, patience: float = 1.0, *, mixed: bool = False) -> Allowance:
+        """``step_s``: of a usual step. ``patience``: so many times as much, after what looked like a hang was none. ``mixed``: it is not
+        always the same code, so what was regular may be something else the next time."""
         if not self._seconds:
             return UNKNOWN
         if self.regular:
             idle, busy = _IDLE_FLOOR_S, _BUSY_FLOOR_S
         else:
             idle, busy = max(_IDLE_FLOOR_S, _STEPS_IDLE * step_s), max(_VARIED_BUSY_FLOOR_S, _STEPS_BUSY * step_s)
+        if mixed:
+            busy = max(busy, _VARIED_BUSY_FLOOR_S)
         idle = patience * max(idle, _FACTOR * self.longest_s)
         busy = max(patience * max(busy, _BUSY_FACTOR * self.longest_s), idle)
         return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy))
