@@ -287,7 +287,7 @@ class JobMachine:
             self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
 
     def _lost_before_steps(self, losses: Sequence[Loss], at_ms: int) -> None:
-        if any([self._convicted(loss) for loss in losses if self._may_convict(loss)]):
+        if any(self._convicted(loss) for loss in losses if self._may_convict(loss)):
             return
         bugs = self.start_bugs
         if bugs.waits(losses, at_ms):

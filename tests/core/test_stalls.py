@@ -171,7 +171,7 @@ def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(tra
     training.finishes("a/1")
     training.exits("a/1", signal=9)
     assert every(BreakGeneration, training.exits("b/0", signal=9))
-    assert sorted(plan_in(training.park_all(passed=4)).restores, key=lambda one: one.rank)[0].rank == 1
+    assert min(plan_in(training.park_all(passed=4)).restores, key=lambda one: one.rank).rank == 1
 
 
 @pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 6}])
