@@ -245,11 +245,8 @@ class ControlPlane:
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
                 self._job.recovery.unbuilt(record, event)
-            case WorkerStalled():
-                self._stalled(event, record)
-            case WorkerBusy():
-                if record.rank is not None:
-                    self._job.recovery.standstill.works(record, event)
+            case WorkerStalled() | WorkerBusy():
+                self._stands_still(event, record)
             case ReplicasDiffer() | LossNotRepeated():
                 self._job.corruption.heard(event, record)
             case BatchChanged():
@@ -293,8 +290,12 @@ class ControlPlane:
         else:
             self._job.lost([loss], event.at_ms)
 
-    def _stalled(self, event: WorkerStalled, record: WorkerRecord) -> None:
+    def _stands_still(self, event: WorkerStalled | WorkerBusy, record: WorkerRecord) -> None:
         """A member's stall is a matter of the world; a spare's is its own."""
+        if isinstance(event, WorkerBusy):
+            if record.rank is not None:
+                self._job.recovery.standstill.works(record, event)
+            return
         because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
         because += f": {stands(event)}" if event.unit else f": {event.where}" if event.where else ""
         if event.over:

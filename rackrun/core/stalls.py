@@ -185,8 +185,8 @@ class Standstill:
         else:
             self._tell(
                 f"long {record.rank} {event.unit}",
-                f"rank {record.rank} works in {place}, for {_seconds(event.for_ms)} without progress, longer than ever there; "
-                f"it has {_seconds(event.allowed_ms)}, and run.expect(seconds) allows more",
+                f"rank {record.rank} works in {place}, for {_seconds(event.for_ms)} without progress; as long as it works it may for "
+                f"{_seconds(event.allowed_ms)} there, and run.expect(seconds) allows more",
             )
 
     def _tell(self, once: str, text: str) -> None:
