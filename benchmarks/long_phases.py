@@ -85,7 +85,10 @@ def main() -> None:
                 print(f"    {line}", flush=True)
     total = {name: sum(job[name] for job in jobs) for name in ("phases", "killed", "done_twice", "not_done")}
     print(total)
-    save(arguments.name, {"machine": machine(), "busy": arguments.busy, "step_s": arguments.step, "total": total, "jobs": jobs})
+    save(
+        arguments.name,
+        {"machine": machine(), "busy": arguments.busy, "step_s": arguments.step, "total": total, "jobs": jobs},
+    )
     bad = total["killed"] or total["done_twice"] or total["not_done"] or any(job["exit_code"] for job in jobs)
     sys.exit(os.EX_SOFTWARE if bad else 0)
 

@@ -38,7 +38,9 @@ def spend(way: str, seconds: float) -> None:
     if way == "sleep":
         time.sleep(seconds)
     elif way == "child":
-        subprocess.run([sys.executable, "-S", "-c", f"import time\nwhile time.process_time() < {seconds}: pass"], check=True)
+        subprocess.run(
+            [sys.executable, "-S", "-c", f"import time\nwhile time.process_time() < {seconds}: pass"], check=True
+        )
     elif way == "write":
         block, until = os.urandom(1 << 20), time.thread_time() + seconds / 4
         with open(FOLDER / f"save-{os.getpid()}", "wb") as file:
@@ -71,7 +73,11 @@ def main(run: rackrun.Run) -> None:
     def phase(number: int, who: str) -> None:
         """``who``: all ranks, or one that is drawn."""
         rng = random.Random(f"{SEED} {now} {number}")
-        seconds, way, one = STEP_S * math.exp(rng.uniform(math.log(0.1), math.log(100.0))), rng.choice(WAYS), rng.randrange(run.world_size)
+        seconds, way, one = (
+            STEP_S * math.exp(rng.uniform(math.log(0.1), math.log(100.0))),
+            rng.choice(WAYS),
+            rng.randrange(run.world_size),
+        )
         told = FOLDER / f"phases-{run.rank}"
         with told.open("a") as file:
             file.write(f"begin {now} {number} {way} {seconds:.3f}\n")
