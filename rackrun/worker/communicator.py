@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rackrun.link.exchange import TCPSTORE_KEY
 
-__all__ = ["Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
+__all__ = ["COLLECTIVE_TIMEOUT", "Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Hangs are found by the agent, from observed step times; a collective itself need not give up."""
