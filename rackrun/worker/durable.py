@@ -191,7 +191,7 @@ class DurableCheckpoints:
             return
         payload = memoryview(memory)[: shard.layout.total_bytes]
         rank, ranks = self._world.rank, self._world.size
-        later = {path for path in shard.tensors if self._state.is_settled(path)}
+        later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, payload)
         for path in shard.tensors.keys() - later:
             write_tensor(shard.layout, path, shard.tensors[path], payload)
