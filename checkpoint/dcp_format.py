@@ -125,7 +125,7 @@ def find(path: Id | None) -> Found:
         if plain.startswith(MAGIC):  # else another part of rackrun has written it, and has its own there
             try:
                 decoded = msgspec.msgpack.decode(memoryview(plain)[len(MAGIC) :], type=_Plain)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise IntegrityError(
                     f"the plain part of {shard.path} is none: {error}.", remedy="save again."
                 ) from error

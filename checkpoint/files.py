@@ -116,6 +116,11 @@ class Files:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
+    def forget(self, fd: int) -> None:
+        """What is read next comes from the disk, as far as the system can be asked for that."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 

@@ -204,7 +204,8 @@ class CheckpointManager:
         """Begin a generation of the state as it is now. What forward and backward may change is copied before this returns;
         parameters and optimizer state must not change before `before_optimizer_step`, which optimizers call themselves.
 
-        ``durable``: whether it goes to disk as well; None: as ``durable_every`` says. What goes wrong is in the handle, on
+        ``durable``: whether it goes to disk as well; None: as ``durable_every`` says, unless an older one is still being written. One
+        that is asked for with True is never passed over: it waits its turn. What goes wrong is in the handle, on
         stderr and in `counters`; only `MemoryPlanError` (the first save may have to make the arena) and `LayoutMismatch` are
         raised.
         """
@@ -214,7 +215,7 @@ class CheckpointManager:
         self._sources.close()
         self._saver.wait_committed()
         due = durable if durable is not None else self._durable_every is not None and step % self._durable_every == 0
-        handle = self._saver.save(contents.describe(), step, due=due)
+        handle = self._saver.save(contents.describe(), step, due=due, asked=durable is True)
         self.counters.saves += 1
         self.counters.stall_s += time.monotonic() - began
         return handle
@@ -255,13 +256,20 @@ class CheckpointManager:
         self._saver.finish()
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Collective. The arenas go when all ranks have come here, unless ``keep_memory``."""
+        """Collective. When what was due last is not on disk yet, the newest generation is written. The arenas go when all ranks have come here, unless ``keep_memory``,
+        and unless the newest that was due could not be written: that is said, and the same job finds it in memory."""
         if self._closed:
             return
         remove = not keep_memory
         if self._contents is not None:
             self._saver.finish()
             try:
+                owed = self._peers.gather("owed", self._saver.owed(), seconds=_SECONDS)
+                if owed[0] >= 0 and len(set(owed)) == 1:
+                    self._saver.write_newest()
+                if self._saver.owed() >= 0 and remove and self._memory is not None:
+                    self._saver.complain("what is in memory was due on disk and is not there: the arenas stay")
+                    remove = False
                 remove = all(self._peers.gather("close", remove, seconds=_SECONDS))
             except PeersGone as error:
                 remove = False

@@ -164,7 +164,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
                 remedy="read it with the rackrun that wrote it.",
             )
         body = msgspec.json.decode(encoded, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as error:  # RecursionError: JSON nested too deep
         raise IntegrityError(
             f"{where} is no {kind.__name__.lower()}: {error}.", remedy="use another generation."
         ) from error

@@ -77,7 +77,7 @@ class Remains:
                 self._slots += [(one.path, arena, info) for info in arena.slots()]
             except CheckpointError as error:
                 self.unused[one.path] = error.what
-        records = newest_records(record for place in self._places for record in commits_in(place))
+        records = newest_records(record for place in self._places for record in commits_in(place)[0])
         self._records = {record.generation: record for record in records}
         self.arenas = len(found) - len(self.unused)
 

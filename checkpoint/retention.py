@@ -86,8 +86,10 @@ def choose(
     pins: Collection[int],
     newest_verified: int | None,
     barred: Collection[int] = (),
+    superseded: int | None = None,
 ) -> Choice:
-    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk."""
+    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk.
+    ``superseded``: the newest step that is verified in this run; what is of later steps stays. None: of any."""
     keep: dict[int, str] = {}
     spans: set[int] = set()
     for info in sorted(generations, key=lambda info: info.generation):
@@ -105,6 +107,9 @@ def choose(
         keep |= {generation: "none is verified" for generation in newest if generation not in keep}
     else:
         keep[newest_verified] = "the newest verified"
+    if superseded is not None:
+        later = [info.generation for info in generations if info.step > superseded and info.generation not in keep]
+        keep |= dict.fromkeys(later, f"this run has nothing verified of a step after {superseded}")
     return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
 
 
@@ -117,9 +122,12 @@ def collect(
     orphan_ttl_s: float,
     pins: Collection[int] = (),
     finished: int = -1,
+    began: int | None = None,
 ) -> Collected:
     """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, those of
-    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``began``: the generation
+    that the run of ``epoch`` has restored, -1 when there was none; what is not superseded by a verified one of its own, or of those it
+    began from, stays (its own were read back when they were written). None: no run asks, and any verified one will do. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
 
     Reads all bytes of the newest generation when none is marked as verified yet.
     """
@@ -133,7 +141,14 @@ def collect(
         probation = Probation(store.directory)
         barred = {*probation.barred(), *(info.generation for info in generations if info.path in store.doubtful)}
         newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
-        choice = choose(generations, retention, pins=pins, newest_verified=newest_verified, barred=barred)
+        choice = choose(
+            generations,
+            retention,
+            pins=pins,
+            newest_verified=newest_verified,
+            barred=barred,
+            superseded=None if began is None else _superseded(generations, epoch, began, newest_verified),
+        )
         done.kept = choice.keep
         if choice.drop:
             crash_point("retention.marking")
@@ -152,6 +167,18 @@ def collect(
     except (OSError, CheckpointError) as error:
         done.failures.append(failure_of(error))
     return done
+
+
+def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, newest_verified: int | None) -> int:
+    """The newest step that is verified in the run of ``epoch``, which has begun from ``began``."""
+    own = [
+        info.step
+        for info in generations
+        if info.epoch == epoch
+        or info.generation == began
+        or (info.generation < began and (info.verified or info.generation == newest_verified))
+    ]
+    return max(own, default=-1)
 
 
 def _exists(store: DurableStore) -> bool:

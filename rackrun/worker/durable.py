@@ -275,6 +275,7 @@ class DurableCheckpoints:
                 now=time.time,
                 orphan_ttl_s=_ORPHANS_S,
                 finished=step if not last else -1,
+                began=self._state.lineage.began,
             )
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, Unreadable
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, is_damage
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.probation import Probation
@@ -29,9 +29,6 @@ from rackrun.worker.state import TrackedState
 from rackrun.worker.world import World
 
 __all__ = ["Resumption", "say"]
-
-_LISTED_MAX = 32
-_TRIED_MAX = 5
 
 
 class Resumption:
@@ -57,16 +54,18 @@ class Resumption:
                 f"the checkpoint directory {self._store.root} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
-        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole[:_LISTED_MAX]]
-        unusable = {g: [str(why), not isinstance(why, Unreadable)] for g, why in list(left_out.items())[:_LISTED_MAX]}
+        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole]
+        unusable = {g: [str(why), is_damage(why)] for g, why in left_out.items()}
         barred = self._probation.barred() if self._world.rank == 0 else {}
         everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
+        for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
+            self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
         for *_, theirs in everyone:
             self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
-        if not common and any(seen) and not self._unusable:
+        if not common and any(seen) and not any(theirs for *_, theirs in everyone):
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
@@ -83,7 +82,6 @@ class Resumption:
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """The same on all ranks. A resumption is remembered before anything is trained on it."""
-        tried = 0
         for generation in there:
             if generation in barred:
                 if self._world.rank == 0:
@@ -97,9 +95,6 @@ class Resumption:
                 if self._world.rank == 0:
                     self._probation.restored(generation)
                 return position
-            tried += 1
-            if tried == _TRIED_MAX:
-                break
         return None
 
     def _try(self, generation: int) -> Position | None:
@@ -110,8 +105,7 @@ class Resumption:
                 step, world_size = reader.step, reader.world_size
                 self._fill_from(reader)
         except CheckpointError as error:
-            problem = str(error)
-            damaged = isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
+            problem, damaged = str(error), is_damage(error)
         said = [one for one in self._gather((problem, damaged)) if one[0]]
         if said:
             self._pass_over(generation, said[0][0], any(one[1] for one in said))
@@ -134,7 +128,7 @@ class Resumption:
         layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
-        manifest = manifest_in(bytes(reader.read(own, *layouts[own].extents[PLAIN])))
+        manifest = manifest_in(_plain_in(reader, own, layouts[own]))
         if manifest.lineage.facts != self._facts:
             raise UsageError(
                 f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
@@ -144,7 +138,7 @@ class Resumption:
         if not same:
             holders = tuple(range(reader.world_size))
             manifests = (
-                manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN]))) for rank, layout in enumerate(layouts)
+                manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts)
             )
             check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
 
@@ -174,6 +168,15 @@ def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
     shard = reader.reader(rank)
     length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
     return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes:
+    if PLAIN not in layout.extents:
+        raise IntegrityError(
+            f"the shard of rank {rank} in {reader.directory} has no state that is not tensors.",
+            remedy="it was not written by an elastic job: give another --checkpoint-dir.",
+        )
+    return bytes(reader.read(rank, *layout.extents[PLAIN]))
 
 
 def _story(barred: dict[int, str], common: list[int]) -> str:
