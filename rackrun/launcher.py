@@ -75,9 +75,10 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     from rackrun.launch.agents import LocalAgents
     from rackrun.launch.job import host
     from rackrun.launch.place import Endpoint
+    from rackrun.link.address import join
 
-    own = f"http://{_authority(*listening.getsockname()[:2])}"
-    url = f"http://{_authority(*options.endpoint)}" if options.endpoint else own
+    own = f"http://{join(*listening.getsockname()[:2])}"
+    url = f"http://{join(*options.endpoint)}" if options.endpoint else own
     place.write_token(token)
     for what in preload(options.script.preload):
         print(f"rackrun: could not import {what}", file=sys.stderr)
@@ -96,9 +97,10 @@ def _follow(options: Options, run_id: str, token: str) -> StopJob:
     from rackrun.agent.fork_server import preload
     from rackrun.launch.agents import LocalAgents
     from rackrun.launch.job import follow
+    from rackrun.link.address import join
 
     assert options.endpoint is not None
-    url = f"http://{_authority(*options.endpoint)}"
+    url = f"http://{join(*options.endpoint)}"
     preload(options.script.preload)
     log_dir = options.log_dir or (str(options.out_dir / "logs") if options.out_dir else os.devnull)
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
@@ -155,8 +157,11 @@ def _tray_names(options: Options) -> list[str]:
 
 
 def _advertise(options: Options) -> str:
-    """The address under which this host reaches the coordinator is one under which others reach this host."""
-    if options.local_addr:
+    """The address under which this host reaches the coordinator is one under which others reach this host. Where there are no others it is
+    one that only this host can reach."""
+    from rackrun.link.address import is_loopback
+
+    if options.local_addr and (options.endpoint is not None or is_loopback(options.local_addr)):
         return options.local_addr
     if options.endpoint is None:
         return "127.0.0.1"
@@ -164,10 +169,6 @@ def _advertise(options: Options) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: it only chooses the route
         return str(probe.getsockname()[0])
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _explain(over: StopJob, *, hidden: bool) -> None:

@@ -31,6 +31,7 @@ import msgspec
 from rackrun.agent import proc
 from rackrun.agent.child import exec_fresh, run_worker
 from rackrun.agent.config import ScriptConfig
+from rackrun.link import descriptors
 from rackrun.link.boot import Boot
 
 __all__ = ["ForkServer", "Forked", "Reaped", "preload", "unsound_because"]
@@ -112,6 +113,7 @@ class ForkServer:
         command = [sys.executable, "-m", "rackrun.agent.fork_server", str(theirs.fileno()), str(os.getpid())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        descriptors.give_back(process.pid)
         theirs.close()
         process.returncode = 0  # the agent reaps it itself
         return cls._introduce(process.pid, ours, script)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import math
 import socket
@@ -68,6 +69,7 @@ from rackrun.core.policy import parse_policy
 from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.errors import UsageError
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
+from rackrun.link.listener import Listener, http_token
 
 __all__ = ["ALONE_S", "Server"]
 
@@ -119,6 +121,7 @@ class Server:
         self._token = token.encode()
         self._lease_s = lease_s
         self._links: set[_AgentLink] = set()
+        self._listener: Listener | None = None
         self._alone, self._back_s = False, -math.inf
         """Nobody is heard; and when somebody was again."""
         app = web.Application(client_max_size=64 * 1024)
@@ -144,17 +147,25 @@ class Server:
 
     async def start(self, listening: socket.socket) -> None:
         await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        assert self._runner.server is not None, "it is set up"
+        health = {"/healthz": json.dumps(self._health()).encode()}
+        examine = http_token(self._token.decode(), open_to_all=health, refusal=self._no_token())
+        self._listener = Listener(listening, examine, self._runner.server)
 
     async def close(self) -> None:
         """Say what is still to be said, then close every connection and the port."""
+        if self._listener is not None:
+            await self._listener.close()
         for link in list(self._links):
             await link.close()
         await self._runner.cleanup()
 
     # -- people and machines
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.json_response({"run_id": self._run_id, "protocol": PROTOCOL})
+        return web.json_response(self._health())
+
+    def _health(self) -> dict[str, str | int]:
+        return {"run_id": self._run_id, "protocol": PROTOCOL}
 
     async def _status(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -218,12 +229,12 @@ class Server:
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
-            raise web.HTTPUnauthorized(
-                headers={"WWW-Authenticate": "Bearer"},
-                text=f"wrong or missing job token for run {self._run_id}. Remedy: every host of a job needs the same "
-                f"--token-file.",
-            )
+        shown = token.strip().encode("utf-8", "surrogateescape")
+        if scheme != "Bearer" or not hmac.compare_digest(shown, self._token):
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=self._no_token())
+
+    def _no_token(self) -> str:
+        return f"wrong or missing job token for run {self._run_id}. Remedy: every host of a job needs the same --token-file."
 
     # -- agents
     async def _agent(self, request: web.Request) -> web.StreamResponse:

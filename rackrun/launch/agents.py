@@ -22,6 +22,7 @@ from rackrun.agent import proc
 from rackrun.agent.config import JOB_IS_OVER, AgentConfig
 from rackrun.agent.fork_server import unsound_because
 from rackrun.core.ids import TrayId
+from rackrun.link import descriptors
 
 __all__ = ["LocalAgents"]
 
@@ -189,6 +190,7 @@ def _spawn_agent(config: AgentConfig) -> int:
             pass_fds=(fd,),
             start_new_session=True,
         )
+        descriptors.give_back(process.pid)
         process.returncode = 0  # reaped through its pidfd
         return process.pid
     finally:

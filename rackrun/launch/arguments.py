@@ -34,6 +34,7 @@ from rackrun.launch.provider import Provider, provider
 from rackrun.launch.rack import Axes, RackHere, mesh_text
 from rackrun.launch.redundancy import redundancy
 from rackrun.launch.size import size_of
+from rackrun.link.address import host_and_port
 
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
@@ -348,19 +349,15 @@ def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | Non
                 remedy=f"give --rdzv-endpoint HOST[:PORT] (default port {DEFAULT_PORT}), the same on every host.",
             )
         text, port = args.master_addr, args.master_port or 29500
-    host, colon, tail = text.rpartition(":")
-    if not colon or (tail and not tail.isdigit() and "]" in tail):
-        host = text
-    else:
-        try:
-            port = int(tail)
-        except ValueError as error:
-            raise UsageError(f"--rdzv-endpoint {text!r} has no port number.", remedy="give HOST:PORT.") from error
-    if not host or not 0 < port < 65536:
-        raise UsageError(f"--rdzv-endpoint {text!r} names no host and port.", remedy="give HOST:PORT.")
-    if nodes_max == 1 and host in {"localhost", "127.0.0.1"} and port == 0:
+    if nodes_max == 1 and text in {"localhost:0", "127.0.0.1:0", "[::1]:0"}:
         return None
-    return host.strip("[]"), port
+    try:
+        return host_and_port(text, port)
+    except ValueError as error:
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} names no host and port ({error}).",
+            remedy="give HOST:PORT; an IPv6 address in brackets, as in [fd00::1]:29400.",
+        ) from error
 
 
 def _checkpoints(args: argparse.Namespace) -> dict[str, str]:

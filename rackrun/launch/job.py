@@ -28,6 +28,7 @@ from rackrun.launch.agents import LocalAgents
 from rackrun.launch.arguments import Options
 from rackrun.launch.place import Endpoint, Result, RunPlace
 from rackrun.launch.screen import Screen, status_text
+from rackrun.link import descriptors
 
 __all__ = ["follow", "host"]
 
@@ -72,6 +73,7 @@ async def host(
 ) -> StopJob:
     """Run the job to its end. Raises JournalError when there can be no journal."""
     began = time.monotonic()
+    descriptors.raise_limit()  # every agent holds a connection, and every other host one more
     screen = Screen(quiet=options.quiet)
     config = _config(options)
     journal = _journal(options, place, endpoint, screen, config)

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rackrun.link.address import host_and_port
+from rackrun.link.boot import current
 from rackrun.link.exchange import TCPSTORE_KEY
 
 __all__ = ["Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
@@ -48,8 +50,8 @@ def build_communicator(
 ) -> Communicator:
     """Blocks until all ``size`` ranks have come. Raises RuntimeError after ``timeout``: run it in a thread that may be left."""
     if device.type == "cuda":
-        host, _, port = store.get(TCPSTORE_KEY).decode().rpartition(":")  # NCCL's own threads read it, long after
-        real = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        host, port = host_and_port(store.get(TCPSTORE_KEY).decode())  # NCCL's own threads read it, long after
+        real = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         return NcclCommunicator(device, dist.PrefixStore(prefix, real), rank, size)
     return GlooCommunicator(store, rank, size, timeout)
 
@@ -63,7 +65,7 @@ class GlooCommunicator:
         options._timeout = timeout
         with _listener_lock:
             before = _sockets()
-            options._devices = [gloo.create_default_device()]
+            options._devices = [_gloo_device()]
             mine = [
                 port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))
             ]
@@ -92,6 +94,19 @@ class GlooCommunicator:
                 return
             if connection.getsockname()[1] in self._mine or connection.getpeername()[1] in self._peers:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _gloo_device() -> Any:
+    """On the interface that the user names (GLOO_SOCKET_IFNAME), else on the address that other hosts are told of this one. torch's own
+    choice is what this host's name leads to: another family than the job's, all interfaces, or nothing."""
+    gloo = dist.ProcessGroupGloo
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return gloo.create_device(interface=interface)
+    boot = current()
+    if boot is not None and boot.advertise:
+        with contextlib.suppress(RuntimeError):  # an address that is translated on the way: it is not ours to listen on
+            return gloo.create_device(hostname=boot.advertise)
+    return gloo.create_default_device()
 
 
 def _sockets() -> dict[int, int]:
