@@ -106,6 +106,15 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
             help="Strike exactly at steps, and say what the first difference is: ranks write down what they hold, and wait for the harness. Slower.",
         ),
     ] = False,
+    may_differ: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--may-differ",
+            metavar="NAME",
+            help="Not tracked, and goes into no training: a list for a plot, a cache. More than once; * stands for anything.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the job without faults, and with those of PLAN, and compare: losses, samples and weights bit for bit, the ending, what is left.
@@ -136,6 +145,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         reference=reference,
         limit_s=limit,
         step_by_step=step_by_step,
+        may_differ=may_differ or (),
         tell=tell,
     )
     if as_json:
@@ -304,15 +314,16 @@ def reduce(
     Exit codes: 0 it was reduced; 2 bad usage; 3 it does not fail in so many runs.
     """
     told = Console(stderr=True)
-    found = read_plan(plan)
+    found, beside = read_plan(plan), read_json(plan.resolve().parent / "summary.json", Summary)
     try:
         reduced = reduce_plan(
             found,
-            command or _command_beside(plan),
+            command or _command_of(beside, plan),
             out=out or plan.resolve().parent / "reduced",
             repeats=repeats,
             reference=plan.resolve().parent / "reference",
             limit_s=limit,
+            may_differ=beside.may_differ if beside is not None else (),
             tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False),
         )
     except NotFailing as error:
@@ -326,8 +337,7 @@ def reduce(
     print(f"{reduced.runs} runs; again: {reduced.out}/repro.sh")
 
 
-def _command_beside(plan: Path) -> list[str]:
-    found = read_json(plan.resolve().parent / "summary.json", Summary)
+def _command_of(found: Summary | None, plan: Path) -> list[str]:
     if found is None:
         raise UsageError(f"there is no summary.json beside {plan}.", remedy="give the command that was run, after --.")
     return list(found.command)

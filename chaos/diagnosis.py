@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rackrun.chaos.evidence import Trace, gate_of
+from rackrun.chaos.evidence import Evidence, Trace, gate_of
+from rackrun.chaos.oracles.untracked import differences, remedy_for
 from rackrun.chaos.witness import Held
 
-__all__ = ["Diagnosis", "Difference", "first_difference", "judge_script"]
+__all__ = ["Diagnosis", "Difference", "first_difference", "judge_script", "judge_untracked"]
 
 NAMED_MAX = 6
 
@@ -94,6 +95,30 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
         "itself. If there is nothing, it is a bug of rackrun: please report it with this folder."
         if found.equal is not None
         else "run it step by step (--step-by-step), which says what differs.",
+    )
+
+
+def judge_untracked(evidence: Evidence) -> Diagnosis | None:
+    """What a process that took over did not get, where nothing that is compared shows it yet; None: there is no such thing."""
+    found = differences(evidence)
+    if not found:
+        return None
+    names = list(dict.fromkeys(one.name for one in found))
+    newcomer = next((one for one in found if one.since > 0), None)
+    who = (
+        f"the process that took over as rank {newcomer.rank} did not get it"
+        if newcomer
+        else "where a step was done again it was not put back"
+    )
+    return Diagnosis(
+        kind="untracked",
+        step=max(found[0].since, 0),
+        what=f"the losses and all that is tracked are the same, but {_some(names)}, which the script reaches, {'is' if len(names) == 1 else 'are'} not tracked: {who}.",
+        facts=(
+            *(f"not tracked: {one}" for one in found[:NAMED_MAX]),
+            *([f"not tracked: and {len(found) - NAMED_MAX} more"] * (len(found) > NAMED_MAX)),
+        ),
+        remedy=remedy_for(found),
     )
 
 

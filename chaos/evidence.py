@@ -15,7 +15,7 @@ from rackrun.chaos.conductor import Record
 from rackrun.chaos.job import Ended
 from rackrun.chaos.plan import Plan
 from rackrun.chaos.replay import Replayed, replay
-from rackrun.chaos.witness import Held, read_witness
+from rackrun.chaos.witness import End, Held, read_ends, read_witness
 from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.reading import resume_of
 from rackrun.coordinator.recoveries import Recovery
@@ -51,6 +51,8 @@ class Trace:
     """Rank -> digest of all that it held at its end."""
     witness: list[Held] = field(default_factory=list)
     """What ranks held before every step, by step and rank, where the run was looked at step by step."""
+    ends: dict[int, End] = field(default_factory=dict)
+    """Rank -> what its script reached at its end besides."""
     recoveries: list[Recovery] = field(default_factory=list)
     plans: list[WorldPlan] = field(default_factory=list)
     """In the order in which they were on disk."""
@@ -85,6 +87,10 @@ class Evidence:
     """Strike -> the slots that it struck."""
     began_wall_s: float | None = None
     """When the run with faults was started: `Record.at_s` is counted from there."""
+    again: Trace | None = None
+    """A second run without faults, where there was a difference to be explained."""
+    may_differ: tuple[str, ...] = ()
+    """Names of what is not tracked and need not be the same, as patterns: ``history``, ``*.cache``."""
     late_s: float = 0.0
     """At the most, of the harness, which wants to look at the job every 20 ms: how busy the machine was."""
 
@@ -105,7 +111,7 @@ def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
     trace = Trace(result=read_json(run / "result.json", Result))
     if (inside / "held").is_dir():
         trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
-    trace.witness = read_witness(inside)
+    trace.witness, trace.ends = read_witness(inside), read_ends(inside)
     path = run / "journal.sqlite"
     if path.exists():
         with closing(sqlite3.connect(path)) as journal:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "last_words"]
 
-_SAME = ("losses", "samples", "weights")
+_SAME = ("losses", "samples", "weights", "untracked")
 """One cause, as a rule: it is told once."""
 
 

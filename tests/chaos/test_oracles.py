@@ -18,6 +18,7 @@ from rackrun.chaos.oracles import judge, overall
 from rackrun.chaos.plan import Inject, Plan
 from rackrun.chaos.replay import Replayed
 from rackrun.chaos.targets import One, Subject
+from rackrun.chaos.witness import End
 from rackrun.coordinator.recoveries import LostRank, Recovery
 from rackrun.coordinator.report import Goodput
 from rackrun.core.commands import Plan as WorldPlan
@@ -47,8 +48,14 @@ def trace(**changes: Any) -> Trace:
     gates = {(step, 0): struct.pack("<3d", 1.0 / (step + 3), 4.0, 77.0 + step) for step in range(2)}
     samples = {step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)}
     fine = Trace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
+    fine.ends = {rank: end(rank) for rank in range(2)}
     fine.began_wall_s, fine.goodput, fine.replayed = 1000.5, GOODPUT, Replayed(events=9, commands=7)
     return replace(fine, **changes)
+
+
+def end(rank: int, since: int = 0, **changes: str) -> End:
+    """An average, which all ranks have alike, and a counter, which is a rank's own."""
+    return End(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
 
 
 def world(generation: int, committed: int, rollback: int | None = None) -> WorldPlan:
@@ -134,6 +141,53 @@ def test_where_all_hold_the_same_a_smaller_world_can_be_told_from_any_other() ->
     assert not said(evidence(reference=both, trace=trace(held={"0": "a", "1": "a", "2": "a"})))
     assert said(evidence(reference=both, trace=trace(held={"0": "b"}))) == {"weights": False}
     assert said(evidence(reference=both, trace=trace(held={}))) == {"weights": None}
+
+
+def because(of: Evidence, oracle: str) -> str:
+    return next(verdict.because for verdict in judge(of) if verdict.oracle == oracle)
+
+
+def test_what_a_newcomer_did_not_get_is_named_whatever_the_losses_are() -> None:
+    found = evidence(trace=trace(ends={0: end(0), 1: end(1, since=4, **{"ema.mean": "0.1"})}))
+    assert said(found) == {"untracked": False}
+    told = because(found, "untracked")
+    assert "ema.mean on rank 1, another process since step 4, is 0.1, and 0.5 without faults" in told
+    allowed = replace(found, may_differ=("ema",))
+    assert not said(allowed)
+    assert not said(replace(found, may_differ=("*mean",)))
+    assert said(replace(found, may_differ=("em",))) == {"untracked": False}
+
+
+def test_what_two_runs_without_faults_do_not_have_alike_is_nobodys_mistake() -> None:
+    found = evidence(trace=trace(ends={0: end(0, clock="1"), 1: end(1, clock="2")}))
+    reference = trace(ends={0: end(0, clock="7"), 1: end(1, clock="7")})
+    again = trace(ends={0: end(0, clock="8"), 1: end(1, clock="9")})
+    assert said(replace(found, reference=reference)) == {"untracked": False}
+    assert not said(replace(found, reference=reference, again=again))
+
+
+def test_a_variable_that_is_not_bound_differs_from_nothing_and_a_missing_key_does() -> None:
+    reference = trace(ends={rank: end(rank, **{"best": "3", "seen['a']": "1", "seen['b']": "2"}) for rank in range(2)})
+    late = {0: reference.ends[0], 1: end(1, since=4, **{"seen['a']": "1"})}
+    found = evidence(reference=reference, trace=trace(ends=late))
+    assert "seen['b'] on rank 1, another process since step 4, is not there, and 2" in because(found, "untracked")
+    assert "best" not in because(found, "untracked")
+
+
+def test_in_a_world_that_was_resized_a_newcomer_is_compared_with_who_stayed() -> None:
+    resized = [world(1, -1), msgspec.structs.replace(world(2, 0), world_size=1), world(3, 1)]
+    stayed = end(0, **{"count": "9", "ema.mean": "0.7"})
+    grown = trace(plans=resized, ends={0: stayed, 1: end(1, since=4, **{"ema.mean": "0.7"})})
+    assert not said(evidence(trace=grown))
+    lost = trace(plans=resized, ends={0: stayed, 1: end(1, since=4)})
+    assert said(evidence(trace=lost)) == {"untracked": False}
+    assert "is 0.5, and 0.7 on rank 0" in because(evidence(trace=lost), "untracked")
+
+
+def test_nobody_knows_what_nobody_has_looked_at() -> None:
+    assert said(evidence(reference=trace(ends={}))) == {"untracked": None}
+    assert said(evidence(trace=trace(ends={}))) == {"untracked": None}
+    assert not said(evidence(STOPS, trace=trace(ends={}, result=result(3, "lost", "add")), ended=Ended(3, 5.0, ())))
 
 
 def test_another_ending_is_seen() -> None:
