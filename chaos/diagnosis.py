@@ -71,7 +71,7 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
     if again is not None and (found := first_difference(reference, again)) is not None:
         return _not_repeatable(found)
     found = first_difference(reference, trace, noise=_noise(reference, again))
-    if found is None:
+    if found is None or _only_rounded(found, trace):
         return None
     if found.where == "world":
         return Diagnosis(
@@ -79,8 +79,10 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
             step=found.step,
             what=f"the run with faults is another training: {found.what}.",
             facts=("sums over another number of ranks are rounded otherwise",),
-            remedy='have a spare for every rank that the plan takes away, or use reduction="exact" in @rackrun.elastic; where it is used, what a step '
-            "computes and reads may not depend on run.world_size or run.rank.",
+            remedy='what a step computes and reads may not depend on run.world_size or run.rank; with that, reduction="exact" gives the same bits on any '
+            "number of ranks. Or have a spare for every rank that the plan takes away."
+            if trace.exact
+            else 'have a spare for every rank that the plan takes away, or use reduction="exact" in @rackrun.elastic.',
         )
     facts = _facts(found)
     if found.reached:
@@ -120,6 +122,11 @@ def judge_untracked(evidence: Evidence) -> Diagnosis | None:
         ),
         remedy=remedy_for(found),
     )
+
+
+def _only_rounded(found: Difference, trace: Trace) -> bool:
+    """It comes with another number of ranks, where nobody promises the same bits."""
+    return trace.exact is False and trace.resized is not None and found.step >= trace.resized[0]
 
 
 def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> Difference | None:
@@ -172,6 +179,9 @@ class _Both:
 
     def _another_world(self, step: int) -> str | None:
         """Than that of the run without faults, in a step."""
+        if not self._mine and self._trace.resized is not None and step >= self._trace.resized[0]:  # nobody has looked
+            begins, ranks = self._trace.resized
+            return f"from step {begins} on it has {ranks} ranks instead of {self._trace.sizes[0][1]}"
         usual = {held.world for held in self._reference.witness}
         sizes = {held.world for held in self._mine.get(step, [])} - usual
         if not sizes:

@@ -102,7 +102,12 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
     tell(f"the run with faults, seed {plan.seed}")
     performance = Performance(plan, command, out, env, tell, step_by_step=step_by_step)
-    ended = performance.play(limit_s)
+    try:
+        ended = performance.play(limit_s)
+    except KeyboardInterrupt:
+        for line in performance.so_far():
+            tell(line)
+        raise
     conductor = performance.conductor
     evidence = Evidence(
         plan,
@@ -121,6 +126,8 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
         ),
         performance.places,
         performance.began_wall_s,
+        began_monotonic_s=performance.began_monotonic_s,
+        struck_s=performance.struck_s,
         may_differ=tuple(may_differ),
         late_s=performance.late_s,
     )
@@ -171,6 +178,8 @@ class Performance:
         self._sight: Sight | None = None
         self.places: dict[int, tuple[str, ...]] = {}
         self.began_wall_s = 0.0
+        self.began_monotonic_s = 0.0
+        self.struck_s: dict[int, float] = {}
         self.late_s = 0.0
         self.begun_s: dict[int, float] = {}
         """Strike -> when it was done; finding whom it strikes takes a moment."""
@@ -181,6 +190,7 @@ class Performance:
             self._start() as job,
         ):
             self._job, self._history, self.began_wall_s = job, History(file), time.time() - job.now_s
+            self.began_monotonic_s = job.started_s
             self._write("started", 0.0, pid=job.process.pid, monotonic_s=job.started_s, wall_s=self.began_wall_s)
             while not job.over and job.now_s < limit_s:
                 self._look()
@@ -199,6 +209,17 @@ class Performance:
             self._write("ended", exit_code=ended.exit_code, left=list(ended.left))
         self._close()
         return ended
+
+    def so_far(self) -> list[str]:
+        """Of a run that was interrupted."""
+        step = -1 if self._sight is None else self._sight.step
+        words = {True: "took effect", False: "took no effect", None: "nobody knows whether it took effect"}
+        struck = [
+            f"struck after step {one.step}: {name_of(one.strike.fault)} of {', '.join(map(str, one.strike.subjects))}: {words[one.took]}"
+            for one in self.conductor.records
+        ]
+        where = f"after step {step}" if step >= 0 else "before the first step"
+        return [f"it was interrupted {where}", *(struck or ["nothing was struck"])]
 
     def _start(self) -> Job:
         rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
@@ -307,6 +328,8 @@ class Performance:
 
     def _confirm(self, number: int, outcome: Outcome) -> None:
         struck_s = None if outcome.struck_s is None else outcome.struck_s - self._job.started_s
+        if struck_s is not None:
+            self.struck_s[number] = struck_s
         self._write("confirmed", strike=number, took=outcome.took, detail=outcome.detail, struck_s=struck_s)
         if not outcome.took:
             self._tell(f"it did not take effect: {outcome.detail}")
