@@ -139,14 +139,15 @@ def run_campaign(
     jobs: int = 2,
     tell: Callable[[str], None] = lambda _line: None,
     draw: Callable[[int], Drawn] | None = None,
+    sums: Sums | None = None,
 ) -> Sums:
     """The sums of the whole tally, with what was there before. ``command``: rackrun's options that hold for all, the script, its arguments;
     ``{wrap}`` and ``{reduction}`` in it become what is drawn. ``limit_s``: no seed is begun after that. ``jobs``: so many side by side.
-    Raises `UsageError`."""
+    ``sums``: they grow here, so that they are known also where this is interrupted, or fails. Raises `UsageError`."""
     for word in command:
         if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
             raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
-    sums, known = Sums(), set()
+    sums, known = Sums() if sums is None else sums, set()
     for line in read_tally(tally, command):
         sums.add(line)
         known.add(line.seed)

@@ -3,7 +3,7 @@
 ``RACKRUN_CHAOS_INSIDE`` is a folder. Injectors put ``orders/PID/NUMBER`` there; the process takes one at the place that it is for, writes
 ``done/NUMBER-PID`` first, and carries it out. ``points/NAME`` grows by a byte whenever anybody comes to that point, of those in
 ``RACKRUN_CHAOS_POINTS``. What strikes whoever comes to it lies in ``storage/`` and ``poison/``. At its end each rank writes a digest of
-all that it holds to ``held/RANK``; the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
+all that it holds to ``held/RANK``, and what its script reaches besides to ``ends/RANK.json`` (`rackrun.chaos.witness`); the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
 each rank writes what it holds before every step, and waits there for the harness (`rackrun.chaos.witness`).
 """
 
@@ -16,8 +16,9 @@ import hashlib
 import importlib
 import os
 import random
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from rackrun.chaos.faults import (
 )
 from rackrun.chaos.points import FUNCTIONS, surround
 from rackrun.chaos.stopwatch import watch_restores
-from rackrun.chaos.witness import STEP_BY_STEP, Witness
+from rackrun.chaos.witness import STEP_BY_STEP, Ends, Witness
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,7 @@ def _install(folder: Path, points: list[str]) -> None:
     from rackrun.chaos.inside_files import install_files
     from rackrun.worker import group, units
 
-    for name in ("orders", "done", "points", "held", "agents", "witness"):
+    for name in ("orders", "done", "points", "held", "agents", "witness", "ends"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     hooks, runner = _Hooks(folder), units.UnitRunner
     install_data(hooks, folder)
@@ -224,6 +225,32 @@ def _install(folder: Path, points: list[str]) -> None:
         )
     if os.environ.get(STEP_BY_STEP) == "1":
         _hook_witness(Witness(folder))
+    _hook_ends(Ends(folder))  # the outermost: it is given the user's function
+
+
+def _hook_ends(ends: Ends) -> None:
+    from rackrun.worker import run, units
+
+    runner = units.UnitRunner
+    do, finish, steps = runner.run, runner.finish, run.Run.steps
+
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+        if not at.phase:
+            ends.began(at.step, body)
+        return do(self, at, body)
+
+    def hooked_steps(self: Any, total: int) -> Iterator[int]:
+        try:
+            yield from steps(self, total)
+        finally:  # also where the loop is left early
+            if not (self._units.leaving or self._world.broken):
+                ends.look(self._state, sys._getframe(1))
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        ends.write(self._world.rank, self._world.size)
+
+    runner.run, runner.finish, run.Run.steps = hooked_run, hooked_finish, hooked_steps  # type: ignore[method-assign]
 
 
 def _hook_witness(witness: Witness) -> None:

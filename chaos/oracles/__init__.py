@@ -19,6 +19,7 @@ from rackrun.chaos.oracles import (
     samples,
     strikes,
     time,
+    untracked,
     weights,
 )
 
@@ -28,6 +29,7 @@ ORACLES: dict[str, Callable[[Evidence], Verdict]] = {
     "losses": losses.judge,
     "samples": samples.judge,
     "weights": weights.judge,
+    "untracked": untracked.judge,
     "ending": ending.judge,
     "time": time.judge,
     "leftovers": leftovers.judge,
