@@ -107,9 +107,7 @@ def test_what_no_optimizer_trains_is_put_back(size: int, unseen: bool) -> None:
     model, optimizer = trained()
     codebook, shadow, frozen = Codebook(size), copy.deepcopy(model), nn.Linear(size, 1)
     average = torch.optim.swa_utils.AveragedModel(model)
-    state = tracked(
-        model=model, optimizer=optimizer, codebook=codebook, shadow=shadow, frozen=frozen, average=average
-    )
+    state = tracked(model=model, optimizer=optimizer, codebook=codebook, shadow=shadow, frozen=frozen, average=average)
 
     def change() -> None:
         for tensor in (codebook.codes, *shadow.parameters(), *average.parameters()):
@@ -420,9 +418,7 @@ def adversaries(run: Run) -> None:
     for_maker, for_judge = adam(maker), torch.optim.SGD(judge.parameters(), lr=0.01, momentum=0.5)
     average = Average(maker)
     schedule = torch.optim.lr_scheduler.StepLR(for_maker, 2, 0.7)
-    run.track(
-        maker=maker, judge=judge, for_maker=for_maker, for_judge=for_judge, average=average, schedule=schedule
-    )
+    run.track(maker=maker, judge=judge, for_maker=for_maker, for_judge=for_judge, average=average, schedule=schedule)
     data = run.loader(Samples())
     losses: dict[int, float] = {}
 
@@ -483,7 +479,7 @@ def random_choices_between_steps(run: Run) -> None:
     optimizer = adam(model)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Samples())
-    random.random(), np.random.rand(run.rank + 1), torch.rand(run.rank + 1)  # noqa: B018, NPY002
+    random.random(), np.random.rand(run.rank + 1), torch.rand(run.rank + 1)  # noqa: NPY002
 
     @run.step
     def step(step: Step, scale: float, flip: bool, noise: torch.Tensor) -> None:
@@ -540,7 +536,9 @@ def places(reference: Ended, rank: int, step: int, phase: int = 0) -> list[int]:
 
 def spread(all_of_them: Sequence[int], count: int) -> list[int]:
     """``count`` of them, the last two among them."""
-    return sorted({all_of_them[round(i * (len(all_of_them) - 1) / (count - 1))] for i in range(count)} | {*all_of_them[-3:]})
+    return sorted(
+        {all_of_them[round(i * (len(all_of_them) - 1) / (count - 1))] for i in range(count)} | {*all_of_them[-3:]}
+    )
 
 
 def killed_in(train: Train, main: Script, step: int, *, phase: int = 0, count: int = 4, rank: int = 1) -> None:
