@@ -169,7 +169,11 @@ class Run:
                 )
             at = Position(self._looping)
             self._looping = None
-            return self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            result = self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            reseed(
+                self.batch.seed, "after", at.step
+            )  # what the loop's body draws is the same on every rank, whoever joined when
+            return result
 
         return committed
 
@@ -206,6 +210,7 @@ class Run:
                 break
             self._looping = number
             self._world.scope = Scope.OUTSIDE
+            reseed(self.batch.seed, "before", number)
             yield number
             if self._looping is not None:
                 raise StepError(
@@ -216,6 +221,7 @@ class Run:
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)
         self._world.scope = Scope.OUTSIDE
+        reseed(self.batch.seed, "after", total)
         self._runtime.page.enter(Activity.BETWEEN)
 
     def log(self, **values: float | str) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import fsdp
+from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests
@@ -46,6 +47,7 @@ class TrackedState:
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
         _refuse(name, thing)
+        thing = as_tracked(thing)
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):

@@ -36,7 +36,7 @@ from rackrun.worker.state import TrackedState, local_part
 from rackrun.worker.tensor_bytes import digests
 from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 
-__all__ = ["Undo"]
+__all__ = ["Undo", "changed_between"]
 
 _SMALL_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
@@ -76,6 +76,9 @@ class Undo:
         self._ended: dict[str, int] = {}
         """Of everything, at the end of the unit before, when that was audited."""
         self._found_early: set[str] = set()
+        self.changed_between = ""
+        """Something that had another content at the end of the unit before than when the one in hand began: where all ranks see that it is
+        the script, and where one does it may be its memory."""
         self._phase_runs: dict[str, int] = {}
         self._place: tuple[int, torch.device | None] = 0, None
         self._told_bytes = 0
@@ -102,7 +105,7 @@ class Undo:
         if not changed and buffers != self._buffer_versions():
             changed = "a buffer (by a forward in training mode, perhaps)"
         if changed or plain != self._state.encode_plain():
-            raise _changed_between(changed or "tracked state (a scheduler, an optimizer setting, ...)")
+            raise changed_between(changed or "tracked state (a scheduler, an optimizer setting, ...)")
 
     def versions(self) -> list[int]:
         """Of all parameters, this rank's part: equal as long as nothing was written to them."""
@@ -205,13 +208,14 @@ class Undo:
         return self._place[1] if size else None
 
     def _check_between(self, free: Mapping[str, torch.Tensor]) -> None:
-        """Raises `StepError` when something has changed since the end of the unit before, if that was audited."""
+        """What has changed since the end of the unit before, if that was audited."""
+        self.changed_between = ""
         if self._ended:
             ended, self._ended = self._ended, {}
             now = _digests({path: t for path, t in {**self._state.owned(), **free}.items() if path in ended})
             for path, digest in now.items():
                 if digest != ended[path]:
-                    raise _changed_between(path)
+                    self.changed_between = path
 
     def _changed_unseen(self, path: str, tensor: torch.Tensor) -> bool:
         """Since it was copied or digested, though its version stands."""
@@ -437,7 +441,8 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
 
-def _changed_between(what: str) -> StepError:
+def changed_between(what: str) -> StepError:
+    """What a script is told that has done it."""
     return StepError(
         f"{what} was changed between two steps, where it is lost when a step is done again.",
         remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",

@@ -44,7 +44,7 @@ from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
-from rackrun.worker.undo import Undo
+from rackrun.worker.undo import Undo, changed_between
 from rackrun.worker.world import Abandoned, Scope
 
 __all__ = ["Carried", "UnitRunner"]
@@ -139,7 +139,7 @@ class UnitRunner:
         self._late_gate = False
         """That of the step in hand stands at its end."""
         self._not_put_back: list[str] = []
-        self._nobody_is_whole = False
+        self._nobody_is_whole = self._stirred = False
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
@@ -351,6 +351,12 @@ class UnitRunner:
                 self._pause.stand(at, last=at.step == self._last_step)
         elif self._nobody_is_whole:
             self._leave_torn(at)
+        elif self._stirred and self._undo.changed_between:
+            leave(
+                self._world.rank,
+                f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
+                "ranks: its memory, or a script that changes tracked state between two steps on one rank.",
+            )
         else:
             self._discard(step)
 
@@ -359,7 +365,7 @@ class UnitRunner:
             self._settle()  # a phase may change parameters
         self._logs.clear()
         self._delivered.clear()
-        self._reached_gate = self._nobody_is_whole = False
+        self._reached_gate = self._nobody_is_whole = self._stirred = False
         self._not_put_back = []
         self.step_in_hand = step
         self._begin_undo(step.at)
@@ -479,13 +485,17 @@ class UnitRunner:
             tried=tried,
             parts=float(bool(self._parts.found)),
             torn=float(bool(self._not_put_back)),
+            stirred=float(bool(self._undo.changed_between)),
         )
         self._world.pass_gate(step.at, mine, self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
-        """The same on all ranks that see the gate's sums."""
+        """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""
+        if sums.stirred == self._world.size:
+            raise changed_between(self._undo.changed_between)
         self._nobody_is_whole = sums.torn > 0
-        return self._nobody_is_whole or self._nan.refuses(at, sums)
+        self._stirred = sums.stirred > 0 and not self._corruption.on
+        return self._nobody_is_whole or self._stirred or self._nan.refuses(at, sums)
 
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import harness  # noqa: F401 - sets the number of threads before torch is imported
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -212,3 +214,38 @@ def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first
     layout = _Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
     first = {chunk.path: chunk.source for chunk in layout.chunks if chunk.start == 0}
     assert all(layout.checker[path] != source for path, source in first.items())
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator().manual_seed(3),
+        np.random.default_rng(3),
+        np.random.Generator(np.random.MT19937(3)),
+        np.random.Generator(np.random.Philox(3)),
+        np.random.RandomState(3),
+        random.Random(3),
+    ],
+    ids=lambda one: type(getattr(one, "bit_generator", one)).__name__,
+)
+def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any) -> None:
+    def draw() -> list[float]:
+        if isinstance(generator, torch.Generator):
+            return torch.randn(5, generator=generator).tolist()  # type: ignore[no-any-return]
+        return [float(generator.random()) for _ in range(5)]
+
+    state = TrackedState()
+    state.track("model", nn.Linear(2, 2))
+    state.track("generator", generator)
+    draw()
+    undo = Undo(state)
+    undo.begin()
+    first = draw()
+    assert not undo.discard(backward_open=True)
+    assert draw() == first
+    undo.begin()
+    manifest = state.manifest("")
+    tensors = {path: tensor.clone() for path, tensor in state.tensors().items()}
+    second = draw()
+    state.load_plain(manifest, tensors)
+    assert draw() == second
