@@ -40,6 +40,7 @@ from rackrun.checkpoint.contents import Contents
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.peers import Peers, PeersGone
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.restoring import RestoreReport, restore
@@ -88,7 +89,8 @@ class CheckpointManager:
         durable_every: int | None = None,
         keep: int = 3,
     ) -> None:
-        """Checkpoints of ``job`` under ``directory``, which all ranks see; nothing is touched before `prepare`.
+        """Checkpoints of ``job`` under ``directory``, which all ranks see: a path, or a place in an object store (``s3://bucket/folder``).
+        Nothing is touched before `prepare`.
 
         ``memory``: None keeps no arena that outlives this process. ``durable_every``: steps whose number is a multiple of it
         go to disk too; None: only those saved with ``durable=True``. ``keep``: durable generations that stay, beside the
@@ -99,10 +101,10 @@ class CheckpointManager:
                 f"durable_every is {durable_every}, keep {keep}.",
                 remedy="give a number of steps, or None; keep 1 or more.",
             )
-        self.directory, self.job, self.counters = Path(directory), job, Counters()
+        self.directory, self.job, self.counters = parse_location(directory), job, Counters()
         self._memory, self._durable_every, self._keep = memory, durable_every, keep
         self._store = DurableStore(self.directory, job)
-        self._probation = Probation(self._store.directory)
+        self._probation = Probation(self._store.directory, self._store.files)
         self._contents: Contents | None = None
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
@@ -317,7 +319,7 @@ class CheckpointManager:
 
     def _make_directory(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self.directory)
         except OSError as error:
             raise CheckpointError(
                 f"the directory {self.directory} cannot be made: {error.strerror or error}.",

@@ -18,7 +18,6 @@ over and they are older than a limit.
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,10 @@ from pathlib import Path
 import msgspec
 
 from rackrun.checkpoint.crashpoints import crash_point, register
-from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo, Part
 from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside, write_new
-from rackrun.checkpoint.manifest import MANIFEST, TemporaryName
+from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside
+from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
 
 __all__ = ["Choice", "Collected", "Retention", "choose", "collect"]
@@ -138,7 +137,7 @@ def collect(
             return done
         store.sync()
         crash_point("retention.synced")
-        probation = Probation(store.directory)
+        probation = Probation(store.directory, store.files)
         barred = {*probation.barred(), *(info.generation for info in generations if info.path in store.doubtful)}
         newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
         choice = choose(
@@ -155,14 +154,14 @@ def collect(
             _write_down(store, choice, epoch, done)
             crash_point("retention.marked")
         for generation in choice.drop:
-            if _set_aside(store, store.path(generation), done):
+            if _take_away(store, generation, done):
                 done.dropped.append(generation)
                 probation.forget(generation)
         before = now() - orphan_ttl_s
         _sweep(store, before)
-        for name in _orphans(store, epoch, before, finished):
-            if _set_aside(store, store.directory / name, done):
-                done.orphans.append(name)
+        for part in store.parts():
+            if _is_orphan(store, part, epoch, before, finished) and _discard(store, part.path, done):
+                done.orphans.append(part.path.name)
         _delete_trash(store, done)
     except (OSError, CheckpointError) as error:
         done.failures.append(failure_of(error))
@@ -203,10 +202,8 @@ def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo])
 
 def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
     decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
-    temporary = store.directory / f".{LOG}-{secrets.token_hex(4)}.part"
     try:
-        write_new(store.files, temporary, [memoryview(msgspec.json.encode(decision))])
-        store.files.rename(temporary, store.directory / LOG)
+        store.files.replace(store.directory / LOG, msgspec.json.encode(decision))
     except OSError as error:
         done.failures.append(failure_of(error))
 
@@ -220,6 +217,32 @@ def _sweep(store: DurableStore, before: float) -> None:
                     store.files.unlink(store.directory / name)
 
 
+def _take_away(store: DurableStore, generation: int, done: Collected) -> bool:
+    """Nobody reads it from here on."""
+    if not store.files.objects:
+        return _set_aside(store, store.path(generation), done)
+    try:
+        store.files.unlink(store.path(generation) / MANIFEST)
+    except OSError as error:
+        done.failures.append(failure_of(error))
+        return False
+    crash_point("retention.trashed")
+    return _discard(store, store.path(generation), done)
+
+
+def _discard(store: DurableStore, path: Path, done: Collected) -> bool:
+    if not store.files.objects:
+        return _set_aside(store, path, done)
+    try:
+        for _ in delete_tree(store.files, path, first=MANIFEST):
+            crash_point("retention.deleting")
+    except OSError as error:
+        done.failures.append(failure_of(error))
+        return False
+    crash_point("retention.deleted")
+    return True
+
+
 def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     try:
         gone = set_aside(store.files, path) is not None
@@ -230,20 +253,15 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _orphans(store: DurableStore, epoch: int, before: float, finished: int) -> list[str]:
-    """Temporary directories that nobody will finish."""
-    found = []
-    for name in store.files.listdir(store.directory):
-        temporary = TemporaryName.parse(name)
-        if temporary is None:
-            continue
-        if temporary.epoch == epoch and temporary.generation < finished:
-            found.append(name)
-        elif temporary.epoch < epoch:
-            with contextlib.suppress(FileNotFoundError):
-                if _last_touched(store, store.directory / name) < before:
-                    found.append(name)
-    return found
+def _is_orphan(store: DurableStore, part: Part, epoch: int, before: float, finished: int) -> bool:
+    """Nobody will finish it."""
+    if part.epoch == epoch:
+        return part.generation < finished
+    if part.epoch > epoch:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return _last_touched(store, part.path) < before
+    return False
 
 
 def _last_touched(store: DurableStore, path: Path) -> float:

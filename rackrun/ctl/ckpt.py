@@ -6,6 +6,7 @@ Exit codes: 0 all is well; 1 something is damaged or missing, or could not be do
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
 from rackrun.checkpoint.survey import Survey, stores_in, survey
@@ -126,14 +128,15 @@ def export(
     from rackrun.checkpoint.export import export as write_set
     from rackrun.checkpoint.export import tensor_names
 
-    store, out = _one(directory, job), out.expanduser().resolve()
+    store, out = _one(directory, job), local_path(out, "OUT").expanduser().resolve()
     if everything and module is not None:
         raise UsageError("--all and --module are given.", remedy="give one of them.")
     if out.exists() or not out.parent.is_dir():
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
+    passed_over: dict[int, str] = {}
     if generation is None:
-        generation = _newest(store, directory)
+        generation, passed_over = _newest(store, directory)
     with store.open(generation) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
@@ -152,9 +155,12 @@ def export(
                 "tensors": done.tensors,
                 "bytes": done.bytes,
                 "left_out": left_out,
+                "passed_over": {str(number): why for number, why in passed_over.items()},
             }
         )
         return
+    for number, why in passed_over.items():
+        print(f"generation {number} is not taken: {why}", file=sys.stderr)
     rest = f"; {left_out} of other kinds left out (--all)" if left_out else ""
     print(
         f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of generation {generation}, "
@@ -222,7 +228,7 @@ def quarantine(
     if bool(reason) == lift:
         raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
     store.whole(generation)
-    probation = Probation(store.directory)
+    probation = Probation(store.directory, store.files)
     if lift:
         probation.forget(generation)
     elif generation not in probation.quarantined():
@@ -254,11 +260,18 @@ def _one(directory: Path, job: str | None) -> DurableStore:
     return stores[0]
 
 
-def _newest(store: DurableStore, directory: Path) -> int:
-    whole = store.generations()
+def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
+    """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
+    whole, left_out = store.look()
+    story = {number: str(why) for number, why in left_out.items()}
     if not whole:
+        if story:
+            raise NoUsableGeneration(
+                f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
+            )
         raise _nothing(directory)
-    return whole[0].generation
+    newest = whole[0].generation
+    return newest, {number: why for number, why in story.items() if number > newest}
 
 
 def _nothing(directory: Path) -> NoUsableGeneration:

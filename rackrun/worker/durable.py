@@ -21,6 +21,8 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.layout import ImageLayout
+from rackrun.checkpoint.location import parse_location
+from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, collect
 from rackrun.core.ids import Position
@@ -62,7 +64,7 @@ class DurableOptions:
             return None
         every = os.environ.get("RACKRUN_CHECKPOINT_EVERY")
         keep = int(os.environ.get("RACKRUN_CHECKPOINT_KEEP", "3"))
-        return cls(Path(directory), int(every) if every else None, keep, facts)
+        return cls(parse_location(directory), int(every) if every else None, keep, facts)
 
 
 @dataclass
@@ -78,7 +80,7 @@ class DurableCheckpoints:
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
-        self._probation = Probation(self._store.directory)
+        self._probation = Probation(self._store.directory, self._store.files)
         self._flushes: list[_Flush] = []
         self._saved = self._given_up = -1
         self._doubtful = False
@@ -159,9 +161,17 @@ class DurableCheckpoints:
         """Whether the checkpoint of ``step`` is whole. Of what storage does not tell, nothing is said."""
         whole = True
         with contextlib.suppress(OSError):
-            whole = self._store.path(step).exists()
+            whole = self._is_there(step)
         self._whole = {step: whole}
         return whole
+
+    def _is_there(self, step: int) -> bool:
+        path = self._store.path(step)
+        try:
+            self._store.files.stat(path / MANIFEST if self._store.files.objects else path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _every(self, gate: GateSums) -> int:
         step_s = gate.step_s / self._world.size

@@ -36,7 +36,7 @@ class Resumption:
 
     def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
-        self._probation = Probation(store.directory)
+        self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []
         """Generations that are newer than the one that was taken."""
         self._unusable: dict[int, tuple[str, bool]] = {}
@@ -47,7 +47,8 @@ class Resumption:
         been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
         start. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
         try:
-            self._store.root.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self._store.root)
+            self._store.complete()
             whole, left_out = self._store.look()
         except (OSError, CheckpointError) as error:
             raise UsageError(
@@ -137,9 +138,7 @@ class Resumption:
         holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
         if not same:
             holders = tuple(range(reader.world_size))
-            manifests = (
-                manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts)
-            )
+            manifests = (manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts))
             check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
 
         def source(path: str, target: TensorEntry) -> int | None:
