@@ -31,7 +31,7 @@ from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside
 from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
 
-__all__ = ["Choice", "Collected", "Retention", "choose", "collect"]
+__all__ = ["Choice", "Collected", "Retention", "choose", "collect", "sweep"]
 
 register(
     "retention.synced",
@@ -112,7 +112,7 @@ def choose(
     return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
 
 
-def collect(
+def collect(  # noqa: PLR0913 - what a caller knows of the job that it is of
     store: DurableStore,
     retention: Retention,
     *,
@@ -122,11 +122,13 @@ def collect(
     pins: Collection[int] = (),
     finished: int = -1,
     began: int | None = None,
+    over: Callable[[int], bool] = lambda _: False,
 ) -> Collected:
     """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, those of
     ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``began``: the generation
     that the run of ``epoch`` has restored, -1 when there was none; what is not superseded by a verified one of its own, or of those it
-    began from, stays (its own were read back when they were written). None: no run asks, and any verified one will do. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+    began from, stays (the run's own were read back when they were written). None: no run asks, and any verified one will do. ``over``:
+    whether the job of an epoch is known to be over, so that what it left goes at once. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
 
     Reads all bytes of the newest generation when none is marked as verified yet.
     """
@@ -160,7 +162,8 @@ def collect(
         before = now() - orphan_ttl_s
         _sweep(store, before)
         for part in store.parts():
-            if _is_orphan(store, part, epoch, before, finished) and _discard(store, part.path, done):
+            gone = over(part.epoch) or _is_orphan(store, part, epoch, before, finished)
+            if gone and _discard(store, part.path, done):
                 done.orphans.append(part.path.name)
         _delete_trash(store, done)
     except (OSError, CheckpointError) as error:
@@ -178,6 +181,22 @@ def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, n
         or (info.generation < began and (info.verified or info.generation == newest_verified))
     ]
     return max(own, default=-1)
+
+
+def sweep(store: DurableStore, *, epoch: int) -> Collected:
+    """Only what is unfinished of jobs that are over, and waste: the job of ``epoch`` owns the directory, and begins."""
+    done = Collected()
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            for part in store.parts():
+                if part.epoch != epoch and _discard(store, part.path, done):
+                    done.orphans.append(part.path.name)
+            _delete_trash(store, done)
+        except FileNotFoundError:
+            raise
+        except (OSError, CheckpointError) as error:
+            done.failures.append(failure_of(error))
+    return done
 
 
 def _exists(store: DurableStore) -> bool:

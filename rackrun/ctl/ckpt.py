@@ -18,6 +18,7 @@ from rich.console import Console
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.lease import living_epoch
 from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
@@ -189,10 +190,12 @@ def gc(
     store, retention = _one(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
     if dry_run:
-        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, as_json)
+        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
         return
     _mark_one(store, found, quiet=as_json)
-    done = collect(store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S)
+    done = collect(
+        store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store)
+    )  # fmt: skip
     failures = [str(failure) for failure in done.failures]
     if as_json:
         print_json(
@@ -340,7 +343,20 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
                 return
 
 
-def _would_collect(found: Survey, retention: Retention, before_s: float, as_json: bool) -> None:
+def _over(store: DurableStore) -> Callable[[int], bool]:
+    """Whether the job of an epoch is known to be over. Raises CheckpointError when storage does not say."""
+    try:
+        known, living = living_epoch(store)
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
+        ) from error
+    return lambda epoch: known and epoch != living
+
+
+def _would_collect(
+    found: Survey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+) -> None:
     usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
     marked = next((info.generation for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.generation for info in usable), None)
@@ -349,7 +365,7 @@ def _would_collect(found: Survey, retention: Retention, before_s: float, as_json
     unfinished = [
         left.path.name
         for left in found.leftovers
-        if left.kind == "unfinished" and left.epoch < newest and left.touched_s < before_s
+        if left.kind == "unfinished" and (over(left.epoch) or (left.epoch < newest and left.touched_s < before_s))
     ]
     waste = sum(left.kind == "trash" for left in found.leftovers)
     if as_json:
