@@ -35,6 +35,7 @@ from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.digest import content_digest
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, MemoryPlanError
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.checkpoint.process import Process, begin_session, end_session, process_of
@@ -66,7 +67,7 @@ class ArenaFolder:
 
     def __init__(self, tier: MemoryTier, job: str, directory: Path, rank: int, world_size: int) -> None:
         self._tier, self._job, self._rank, self._world_size = tier, job, rank, world_size
-        self.path = job_folder(Path(tier.folder), job, directory)
+        self.path = job_folder(local_path(tier.folder, "the folder of a MemoryTier"), job, directory)
         self._base = self.path.parent
         self._me = begin_session()
         try:
@@ -206,7 +207,7 @@ class ArenaFolder:
 
 def job_folder(tier: Path, job: str, directory: Path) -> Path:
     """Where the arenas of ``job``, whose checkpoints are under ``directory``, are in ``tier``."""
-    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(directory.resolve()))[:12]}"
+    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(str(directory.resolve())))[:12]}"
 
 
 def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:

@@ -48,14 +48,13 @@ from rackrun.checkpoint.manifest import (
     fragment_name,
     seal,
     shard_name,
-    temporary_name,
     unseal,
 )
 
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable import DurableStore
 
-__all__ = ["GenerationWriter", "SealedPayload"]
+__all__ = ["GenerationWriter", "SealedPayload", "Sliced", "checked_chunks"]
 
 register(
     "durable.directory",
@@ -99,7 +98,7 @@ class GenerationWriter:
         """Why the last call answered False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(generation)
-        self._temporary = store.directory / temporary_name(store.job, generation, step, epoch, world_size)
+        self._temporary = store.attempt(generation, step, epoch, world_size)
 
     def write_shard(
         self,
@@ -195,7 +194,7 @@ class GenerationWriter:
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
-        with self._new_file(name, _checked_chunks(data, fragment)) as part:
+        with self._new_file(name, checked_chunks(data, fragment)) as part:
             crash_point("durable.data_synced")
             put_name(self._files, part, self._temporary / name)
         crash_point("durable.data_named")
@@ -366,7 +365,7 @@ class GenerationWriter:
                     pass
 
 
-def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
+def checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
     """Private copies of the chunks, each compared with its sealed CRC32C."""
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):

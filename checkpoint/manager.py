@@ -40,9 +40,12 @@ from rackrun.checkpoint.contents import Contents
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.lease import Lease
+from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.peers import Peers, PeersGone
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.restoring import RestoreReport, restore
+from rackrun.checkpoint.retention import sweep
 from rackrun.checkpoint.saver import Place, Saved, Saver
 from rackrun.checkpoint.saving import Counters, SaveHandle
 from rackrun.checkpoint.sources import Seen, Sources
@@ -88,7 +91,8 @@ class CheckpointManager:
         durable_every: int | None = None,
         keep: int = 3,
     ) -> None:
-        """Checkpoints of ``job`` under ``directory``, which all ranks see; nothing is touched before `prepare`.
+        """Checkpoints of ``job`` under ``directory``, which all ranks see: a path, or a place in an object store (``s3://bucket/folder``).
+        Nothing is touched before `prepare`.
 
         ``memory``: None keeps no arena that outlives this process. ``durable_every``: steps whose number is a multiple of it
         go to disk too; None: only those saved with ``durable=True``. ``keep``: durable generations that stay, beside the
@@ -99,10 +103,10 @@ class CheckpointManager:
                 f"durable_every is {durable_every}, keep {keep}.",
                 remedy="give a number of steps, or None; keep 1 or more.",
             )
-        self.directory, self.job, self.counters = Path(directory), job, Counters()
+        self.directory, self.job, self.counters = parse_location(directory), job, Counters()
         self._memory, self._durable_every, self._keep = memory, durable_every, keep
         self._store = DurableStore(self.directory, job)
-        self._probation = Probation(self._store.directory)
+        self._probation = Probation(self._store.directory, self._store.files)
         self._contents: Contents | None = None
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
@@ -110,6 +114,7 @@ class CheckpointManager:
         self._seen: list[Seen] = []
         """Every rank's, on rank 0."""
         self._epoch = -1
+        self._lease: Lease | None = None
         self._begun = self._closed = False
 
     # -- before training
@@ -158,6 +163,8 @@ class CheckpointManager:
         agreed = peers.hear_first("agreed", agreed, _Agreed, seconds=2 * _SECONDS)
         crash_point("restore.epoch_agreed")
         self._epoch = agreed.epoch
+        if peers.rank == 0:
+            self._own_directory()
         slots = self._memory.slots if self._memory is not None else None
         return Place(
             job=self.job,
@@ -170,7 +177,18 @@ class CheckpointManager:
             local_ranks=agreed.hosts[host],
             keep=self._keep,
             seconds=_SECONDS,
+            lost=lambda: self._lease.lost if self._lease is not None else "",
         )
+
+    def _own_directory(self) -> None:
+        """This start fences earlier ones, and removes what they have left unfinished. Storage that refuses will refuse the saves too."""
+        try:
+            self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
+            self._lease.take(by_force=True)
+            self._lease.keep()
+        except OSError as error:
+            print(f"rackrun: {self._store.directory} cannot be owned: {error}", file=sys.stderr, flush=True)
+        sweep(self._store, epoch=self._epoch)
 
     def restore(self) -> RestoreReport | None:
         """Collective, after `prepare` and before training: the newest committed generation, the same on all ranks, from this
@@ -304,6 +322,8 @@ class CheckpointManager:
         if self._contents is not None:
             self._sources.close()
             self._saver.close(seconds=2.0)
+        if self._lease is not None:
+            self._lease.leave(ended=remove)
         if self._folder is not None:
             self._folder.leave(remove=remove, epoch=self._epoch)
 
@@ -317,7 +337,7 @@ class CheckpointManager:
 
     def _make_directory(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self.directory)
         except OSError as error:
             raise CheckpointError(
                 f"the directory {self.directory} cannot be made: {error.strerror or error}.",

@@ -69,7 +69,9 @@ class Peers:
                 return [msgspec.json.decode(got, type=kind) for got in self._store.multi_get(list(keys))]
             except dist.DistNetworkError as error:
                 raise _gone(keys[0], error) from error
-            except RuntimeError as error:  # it was not there in this short while; a FileStore's timeout has no type of its own
+            except (
+                RuntimeError
+            ) as error:  # it was not there in this short while; a FileStore's timeout has no type of its own
                 if self._stopped.is_set() or left <= _WAIT_S:
                     raise _gone(keys[0], error) from error
 

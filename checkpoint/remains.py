@@ -179,7 +179,7 @@ def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None
 
 
 def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
-    directory = store.path(manifest.generation)
+    directory = store.data(manifest)
     if rank >= manifest.world_size:
         raise IntegrityError(f"{directory} is of {manifest.world_size} ranks.")
     return ShardReader(store.files, directory, manifest, manifest.shards[rank])

@@ -57,6 +57,8 @@ class Place:
     """Durable generations."""
     seconds: float
     """How long ranks wait for each other."""
+    lost: Callable[[], str] = str
+    """Why nothing goes to disk any more."""
 
 
 class Saver:
@@ -286,7 +288,7 @@ class Saver:
         flush = Flush(
             handle,
             saving.image,
-            Disk(place.store, place.epoch, place.keep, self._began),
+            Disk(place.store, place.epoch, place.keep, self._began, place.lost),
             arena,
             peers=place.peers.another(),
             former=self._flushed,

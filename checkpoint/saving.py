@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -134,6 +135,8 @@ class Disk:
     epoch: int
     keep: int
     began: int
+    lost: Callable[[], str] = str
+    """Why nothing is written any more: another job has taken the directory. Rank 0's word counts."""
 
 
 class Flush:
@@ -180,7 +183,7 @@ class Flush:
         if peers.rank != 0:
             return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
         keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
-        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "") or disk.lost()
         crash_point("flush.gathered")
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
@@ -191,7 +194,7 @@ class Flush:
             writer.give_up()  # all have said that they are done with it
         collect(
             disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
-            finished=generation, began=disk.began,
+            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not disk.lost(),
         )  # fmt: skip
         return outcome
 

@@ -64,6 +64,7 @@ class Sources:
         left_out: dict[int, str] = {}
         damaged: tuple[int, ...] = ()
         try:
+            self._store.complete()
             durable, unusable = self._store.look()
             left_out = {g: str(why) for g, why in unusable.items()}
             damaged = tuple(g for g, why in unusable.items() if is_damage(why))

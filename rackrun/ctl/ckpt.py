@@ -6,6 +6,7 @@ Exit codes: 0 all is well; 1 something is damaged or missing, or could not be do
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from rich.console import Console
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.lease import living_epoch
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
 from rackrun.checkpoint.survey import Survey, stores_in, survey
@@ -126,14 +129,15 @@ def export(
     from rackrun.checkpoint.export import export as write_set
     from rackrun.checkpoint.export import tensor_names
 
-    store, out = _one(directory, job), out.expanduser().resolve()
+    store, out = _one(directory, job), local_path(out, "OUT").expanduser().resolve()
     if everything and module is not None:
         raise UsageError("--all and --module are given.", remedy="give one of them.")
     if out.exists() or not out.parent.is_dir():
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
+    passed_over: dict[int, str] = {}
     if generation is None:
-        generation = _newest(store, directory)
+        generation, passed_over = _newest(store, directory)
     with store.open(generation) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
@@ -152,9 +156,12 @@ def export(
                 "tensors": done.tensors,
                 "bytes": done.bytes,
                 "left_out": left_out,
+                "passed_over": {str(number): why for number, why in passed_over.items()},
             }
         )
         return
+    for number, why in passed_over.items():
+        print(f"generation {number} is not taken: {why}", file=sys.stderr)
     rest = f"; {left_out} of other kinds left out (--all)" if left_out else ""
     print(
         f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of generation {generation}, "
@@ -183,10 +190,12 @@ def gc(
     store, retention = _one(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
     if dry_run:
-        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, as_json)
+        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
         return
     _mark_one(store, found, quiet=as_json)
-    done = collect(store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S)
+    done = collect(
+        store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store)
+    )  # fmt: skip
     failures = [str(failure) for failure in done.failures]
     if as_json:
         print_json(
@@ -222,7 +231,7 @@ def quarantine(
     if bool(reason) == lift:
         raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
     store.whole(generation)
-    probation = Probation(store.directory)
+    probation = Probation(store.directory, store.files)
     if lift:
         probation.forget(generation)
     elif generation not in probation.quarantined():
@@ -254,11 +263,18 @@ def _one(directory: Path, job: str | None) -> DurableStore:
     return stores[0]
 
 
-def _newest(store: DurableStore, directory: Path) -> int:
-    whole = store.generations()
+def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
+    """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
+    whole, left_out = store.look()
+    story = {number: str(why) for number, why in left_out.items()}
     if not whole:
+        if story:
+            raise NoUsableGeneration(
+                f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
+            )
         raise _nothing(directory)
-    return whole[0].generation
+    newest = whole[0].generation
+    return newest, {number: why for number, why in story.items() if number > newest}
 
 
 def _nothing(directory: Path) -> NoUsableGeneration:
@@ -327,7 +343,20 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
                 return
 
 
-def _would_collect(found: Survey, retention: Retention, before_s: float, as_json: bool) -> None:
+def _over(store: DurableStore) -> Callable[[int], bool]:
+    """Whether the job of an epoch is known to be over. Raises CheckpointError when storage does not say."""
+    try:
+        known, living = living_epoch(store)
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
+        ) from error
+    return lambda epoch: known and epoch != living
+
+
+def _would_collect(
+    found: Survey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+) -> None:
     usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
     marked = next((info.generation for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.generation for info in usable), None)
@@ -336,7 +365,7 @@ def _would_collect(found: Survey, retention: Retention, before_s: float, as_json
     unfinished = [
         left.path.name
         for left in found.leftovers
-        if left.kind == "unfinished" and left.epoch < newest and left.touched_s < before_s
+        if left.kind == "unfinished" and (over(left.epoch) or (left.epoch < newest and left.touched_s < before_s))
     ]
     waste = sum(left.kind == "trash" for left in found.leftovers)
     if as_json:

@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from rackrun.checkpoint.location import local_path
 from rackrun.coordinator.report import read_report
 from rackrun.ctl.asking import Run, ask, running
 from rackrun.ctl.chaos import WithChaos
@@ -49,6 +50,7 @@ def main() -> None:
     """Exit codes: 0 done; 1 it is not as asked for (a ledger that does not add up, a damaged checkpoint); 2 bad usage; 70 rackctl itself
     has failed, which says nothing about what it was asked; 130 interrupted."""
     try:
+        _refuse_remote(sys.argv[1:])
         app()
     except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)
@@ -62,6 +64,14 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(CRASHED)
+
+
+def _refuse_remote(words: list[str]) -> None:
+    """Only checkpoints are read from object stores, and only by `rackctl ckpt`; a command after -- is another's."""
+    for word in words[: words.index("--")] if "--" in words else words:
+        value = word.partition("=")[2] if word.startswith("--") else word
+        if "://" in value and words[0] != "ckpt":
+            local_path(value, "the place")
 
 
 @app.command(epilog="Example: rackctl status out/ --json")

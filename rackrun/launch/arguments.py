@@ -22,6 +22,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from rackrun.agent.config import FillerConfig, ScriptConfig
+from rackrun.checkpoint.location import RemotePath, absolute, local_path
+from rackrun.checkpoint.objects import files_at
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.core.config import SlowRanks
@@ -184,8 +186,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_restarts=args.max_restarts,
         endpoint=endpoint,
         node_rank=args.node_rank,
-        out_dir=Path(args.out_dir).expanduser().absolute() if args.out_dir else None,
-        log_dir=args.log_dir,
+        out_dir=local_path(args.out_dir, "--out-dir").expanduser().absolute() if args.out_dir else None,
+        log_dir=str(local_path(args.log_dir, "--log-dir")) if args.log_dir else args.log_dir,
         redirects=args.redirects,
         tee=args.tee,
         local_ranks_filter=args.local_ranks_filter,
@@ -370,7 +372,14 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
             raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
     elif not args.checkpoint_dir:
         raise UsageError("--checkpoint-dir names no directory.", remedy="say where to, or leave it out.")
-    directory = Path(args.checkpoint_dir).expanduser().absolute() if args.checkpoint_dir else ""
+    directory = absolute(args.checkpoint_dir) if args.checkpoint_dir else ""
+    if isinstance(directory, RemotePath):
+        if directory.scheme == "memory":
+            raise UsageError(
+                f"--checkpoint-dir {directory} is memory of one process, and ranks are many.",
+                remedy="give a directory, or a bucket that all hosts reach.",
+            )
+        files_at(directory)  # refused now, where the package for that store is not installed
     return {
         "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),

@@ -36,18 +36,19 @@ class Resumption:
 
     def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
-        self._probation = Probation(store.directory)
+        self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []
         """Generations that are newer than the one that was taken."""
         self._unusable: dict[int, tuple[str, bool]] = {}
         """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
 
-    def run(self) -> tuple[Position | None, int]:
+    def run(self, refused: str = "") -> tuple[Position | None, int]:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
         been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
-        start. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        start. ``refused``: why this rank may not use the directory; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
         try:
-            self._store.root.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self._store.root)
+            self._store.complete()
             whole, left_out = self._store.look()
         except (OSError, CheckpointError) as error:
             raise UsageError(
@@ -57,15 +58,17 @@ class Resumption:
         mine: list[list[Any]] = [[info.generation, info.digest] for info in whole]
         unusable = {g: [str(why), is_damage(why)] for g, why in left_out.items()}
         barred = self._probation.barred() if self._world.rank == 0 else {}
-        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable, refused))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
+        if refusal := next((why for *_, why in everyone if why), ""):
+            raise UsageError(refusal, remedy="give this job a --checkpoint-dir of its own, or end the other one.")
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
         for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
             self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
-        for *_, theirs in everyone:
+        for *_, theirs, _ in everyone:
             self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
-        if not common and any(seen) and not any(theirs for *_, theirs in everyone):
+        if not common and any(seen) and not any(theirs for *_, theirs, _ in everyone):
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
@@ -137,9 +140,7 @@ class Resumption:
         holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
         if not same:
             holders = tuple(range(reader.world_size))
-            manifests = (
-                manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts)
-            )
+            manifests = (manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts))
             check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
 
         def source(path: str, target: TensorEntry) -> int | None:
