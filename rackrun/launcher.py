@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rackrun.errors import RackrunError, UsageError
+from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
 if TYPE_CHECKING:
     from rackrun.agent.config import AgentConfig
@@ -34,8 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(
             name, "1"
         )  # torchrun's default; and before torch: a process with threads cannot be forked
+    open_closed_streams()
+    if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # else somebody looks on, as a test does
+        say_what_can_be_said()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _leave)  # until the loop takes over
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _leave)  # until the loop takes over
     try:
         over, hidden = _launch(arguments)
     except UsageError as error:

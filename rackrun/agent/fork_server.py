@@ -31,6 +31,7 @@ import msgspec
 from rackrun.agent import proc
 from rackrun.agent.child import exec_fresh, run_worker
 from rackrun.agent.config import ScriptConfig
+from rackrun.core.encodable import clean
 from rackrun.link import descriptors
 from rackrun.link.boot import Boot
 
@@ -287,7 +288,8 @@ def _reap_all() -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"rackrun: fork server: {text}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(2, clean(f"rackrun: fork server: {text}\n").encode())
 
 
 if __name__ == "__main__":

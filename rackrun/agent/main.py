@@ -38,6 +38,7 @@ from rackrun.link import descriptors
 from rackrun.link.address import join
 from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
 from rackrun.link.listener import RESERVE
+from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
 
@@ -59,11 +60,13 @@ def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: boo
     """
     if not standalone:
         proc.die_with(os.getppid() if parent is None else parent)
+    open_closed_streams()
     proc.adopt_orphans()
     gc.collect()
     gc.freeze()  # what the launcher left here must not be collected: its descriptors' numbers are about to be ours
     proc.close_other_fds(())
     open_standard_streams()
+    say_what_can_be_said()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     preload(config.script.preload)

@@ -38,7 +38,9 @@ from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.policy_host import check
+from rackrun.coordinator.validity import unlikely
 from rackrun.core.commands import Answer
+from rackrun.core.encodable import clean
 from rackrun.core.events import (
     BreakerClosed,
     CostsMeasured,
@@ -46,6 +48,7 @@ from rackrun.core.events import (
     DeviceChecked,
     DeviceJudged,
     DrainRequested,
+    Event,
     GrowRequested,
     JournalFailed,
     PolicyAnswered,
@@ -178,8 +181,8 @@ class Server:
     async def _stop(self, request: web.Request) -> web.Response:
         self._check_token(request)
         because = "rackctl stop"
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-            because = str((await request.json())["because"])[:500]
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            because = clean(str((await request.json())["because"])[:500])
         if self._driver.over is None:
             self._driver.submit(StopRequested(because=because, exit_code=143))
         return web.json_response({"stopping": True}, status=202)
@@ -325,13 +328,23 @@ class Server:
             telemetry: list[Telemetry] = []
             for upward in _decode(message.data):
                 if isinstance(upward, Telemetry):
-                    telemetry.append(upward)
+                    if self._is_believed(link, upward):
+                        telemetry.append(upward)
                 else:
                     self._event(link, upward)
             if telemetry:
                 self._driver.heard(telemetry)
         error = link.socket.exception()
         return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
+
+    def _is_believed(self, link: _AgentLink, told: Telemetry) -> bool:
+        """Telemetry is fenced as events are: only an agent that has joined, and has not been given up, tells of its own tray."""
+        if not link.joined:
+            raise _Breach(f"{type(told).__name__} before TrayJoined")
+        if (tray := tray_of(told.slot)) != link.tray:
+            raise _Breach(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
+        link.check(told)
+        return self._driver.link_of(link.tray) is link
 
     def _event(self, link: _AgentLink, event: Upward) -> None:
         assert not isinstance(event, Telemetry)
@@ -340,7 +353,8 @@ class Server:
                 raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
             if (other := self._driver.link_of(link.tray)) is not None:  # two came at the same time
                 raise _Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
-            link.joined, link.host = True, event.host
+            link.check(event)
+            link.joined, link.host, link.slots = True, event.host, event.slots
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
             raise _Breach(f"{type(event).__name__} is not an agent's to say")
@@ -351,6 +365,7 @@ class Server:
         elif (tray := _tray_of(event)) != link.tray:
             raise _Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
         elif self._driver.link_of(link.tray) is link:  # else: it has been given up
+            link.check(event)
             self._driver.submit(event)
 
 
@@ -365,8 +380,8 @@ async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
     own |= {"request": uuid.uuid4().hex, "at_ms": 0}
     try:
         return msgspec.convert({**await request.json(), **own}, kind)
-    except (ValueError, TypeError) as error:  # msgspec's is a ValueError
-        raise web.HTTPBadRequest(text=f"that cannot be asked: {error}") from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's is a ValueError
+        raise web.HTTPBadRequest(text=clean(f"that cannot be asked: {error}")) from error
 
 
 def _said(answer: Answer) -> web.Response:
@@ -399,6 +414,8 @@ class _AgentLink:
         self.tray = tray
         self.socket = socket_
         self.joined = False
+        self.slots = 0
+        """Of the tray, once it has joined."""
         self.host, self.pid = host, pid
         self.heard_s = asyncio.get_running_loop().time()
         self.woke_s = -math.inf
@@ -408,6 +425,11 @@ class _AgentLink:
         self._closing = False
         self._sender = asyncio.create_task(self._send_all(), name=f"send-{tray}")
         self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
+
+    def check(self, message: Event | Telemetry) -> None:
+        """Raises `_Breach` where no sane agent of this tray says that."""
+        if because := unlikely(message, self.slots):
+            raise _Breach(f"{type(message).__name__}: {because}")
 
     def send(self, data: bytes) -> None:
         self._outbox += data

@@ -200,8 +200,12 @@ def _spawn_agent(config: AgentConfig) -> int:
 def _children(known: Iterable[int]) -> list[int]:
     """Our children that are not agents: orphans of an agent that died."""
     ours = set(known)
-    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-        return [pid for text in file.read().split() if (pid := int(text)) not in ours]
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            found = [int(text) for text in file.read().split()]
+    except OSError:  # a kernel that does not list them
+        found = proc.children(os.getpid())
+    return [pid for pid in found if pid not in ours]
 
 
 def _reap(pid: int) -> None:

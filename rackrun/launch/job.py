@@ -289,6 +289,7 @@ async def _request_stop(session: aiohttp.ClientSession, url: str, because: str) 
 @contextlib.contextmanager
 def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
+    signals = tuple(number for number in signals if signal.getsignal(number) is not signal.SIG_IGN)  # nohup
     for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:

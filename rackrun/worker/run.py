@@ -19,6 +19,7 @@ from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.log_values import log_values
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.reports import say
@@ -226,8 +227,7 @@ class Run:
 
     def log(self, **values: float | str) -> None:
         """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
-        plain = {key: value if isinstance(value, str | int) else float(value) for key, value in values.items()}
-        self._units.report_log(plain)
+        self._units.report_log(log_values(values))
 
     def expect(self, seconds: float) -> None:
         """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""

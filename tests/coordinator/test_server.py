@@ -24,8 +24,9 @@ from rackrun.core.events import (
     WorkerExited,
 )
 from rackrun.core.ids import Incarnation, SlotId, TrayId
-from rackrun.core.wire import PROTOCOL, Upward
-from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined
+from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward
+from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined, logged, unit
+from tests.coordinator.test_journal import query
 
 GOOD = {"protocol": str(PROTOCOL), "tray": "tray-00"}
 
@@ -94,6 +95,40 @@ async def test_nothing_counts_before_the_tray_has_joined(journal: Journal) -> No
         await a.say(WorkerExited(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
         assert (await a.socket.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
         assert core.heard == []
+
+
+@pytest.mark.parametrize("told", [unit(1, 0), logged(1, 0)], ids=["committed", "logged"])
+async def test_telemetry_of_a_connection_that_has_joined_no_tray_is_not_believed(
+    journal: Journal, told: UnitCommitted | Logged
+) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, join=False) as a:
+        await a.say(told)
+        assert (await a.socket.receive(timeout=60)).type is aiohttp.WSMsgType.CLOSE
+        assert (c.driver.ledger.steps, c.seen.lines) == (0, [])
+    assert journal.flush()
+    assert (journal.rows_lost, query(journal.path, "SELECT count(*) FROM units")) == (0, [(0,)])
+
+
+async def test_telemetry_of_another_tray_costs_the_one_who_tells_it(journal: Journal) -> None:
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c, agent(c.url, tray="tray-01") as a:
+        await a.say(unit(1, 0))  # of tray-00
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 60)
+        assert core.names() == ["TrayJoined", "TrayLost"]
+        assert c.driver.ledger.steps == 0
+
+
+async def test_telemetry_of_an_agent_that_was_given_up_is_not_believed(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, answers=False) as a:
+        await taken_in(c)
+        link = c.driver.link_of(TrayId("tray-00"))
+        assert link is not None
+        c.driver.lost(TrayId("tray-00"), link, "a test")
+        await a.say(unit(1, 0))
+        await a.socket.ping()
+        while (await a.socket.receive(timeout=60)).type is not aiohttp.WSMsgType.PONG:
+            pass
+        assert c.driver.ledger.steps == 0
 
 
 async def test_the_same_tray_name_on_another_host_is_refused(journal: Journal) -> None:
