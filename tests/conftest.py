@@ -74,7 +74,9 @@ OF_LIBRARIES = ("rackrun", "torch_", "psm_", "sem.", "nccl-", "__KMP_", "cuda", 
 # Opened once, whenever something first needs it, and kept for the life of the process: not a leak of the test.
 LAZY_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/proc/", "/sys/", "/dev/pts")
 LAZY_THREADS = ("pytest_timeout", "QueueFeederThread")
-SETTLE_S = 3.0
+SETTLE_S = 30.0
+PATIENCE_S = 100.0
+"""A job is waited for at least so long: beside other programs all takes its time, and a test is about what happens, not when."""
 
 
 def children() -> dict[str, object]:
@@ -261,7 +263,7 @@ class Job:
 
     def wait_for(self, condition: Callable[[dict[str, Any]], object], timeout_s: float) -> dict[str, Any]:
         """The first status that meets ``condition``; AssertionError with the job's output when none does in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(timeout_s, PATIENCE_S)
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 status = self.status(timeout_s=1.0)
@@ -273,7 +275,7 @@ class Job:
     def finish(self, timeout_s: float) -> Ran:
         """Wait for its end, at most ``timeout_s``; whatever happens, none of its processes lives afterwards."""
         try:
-            exit_code: int | None = self.process.wait(timeout_s)
+            exit_code: int | None = self.process.wait(max(timeout_s, PATIENCE_S) if timeout_s else 0.0)
         except subprocess.TimeoutExpired:
             exit_code = None
         seconds = time.monotonic() - self._started

@@ -44,7 +44,7 @@ def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: 
         def slow(self: HostCopies, *args: Any) -> None:
             with turn:
                 if Position(3) <= run._world.passed <= Position(5):
-                    turn.wait_for(lambda: backwards[0] > backwards[1], 20)
+                    turn.wait_for(lambda: backwards[0] > backwards[1], 100)
             copy(self, *args)
 
         def computed(*_: Any) -> None:
