@@ -49,7 +49,7 @@ class Setting:
 
     ranks: int = 3
     expect: str = "equal"
-    """equal; refused or named: a mistake, which a run without faults has to refuse or to name."""
+    """equal; said: a mistake, which a run without faults has to refuse or to name."""
     shrinks: bool = False
     """Whether a run without spares is to be compared: as a whole with ``reduction="exact"``, else by magnitudes."""
     options: tuple[str, ...] = ()

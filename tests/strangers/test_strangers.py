@@ -91,9 +91,10 @@ def test_a_shrunk_world_is_compared_by_what_ranks_share() -> None:
         (1, "at moco.py:12: no. Remedy: another.", 2, "equal", Verdict.REFUSED),
         (1, "at moco.py:12: no. Remedy: another.", 4, "equal", Verdict.BARE_REFUSAL),  # late
         (1, "it does not work", 1, "equal", Verdict.BARE_REFUSAL),
-        (0, "", 4, "refused", Verdict.UNNOTICED),
-        (0, "moco.py:12: not tracked. Remedy: run.track(it)", 4, "named", Verdict.NAMED),
-        (0, "moco.py:12: not tracked. Remedy: run.track(it)", 4, "refused", Verdict.UNNOTICED),
+        (0, "", 4, "said", Verdict.UNNOTICED),
+        (0, "moco.py:12: not tracked. Remedy: run.track(it)", 4, "said", Verdict.NAMED),
+        (0, "not tracked. Remedy: run.track(it)", 4, "said", Verdict.UNNOTICED),  # without the line
+        (1, "moco.py:12: no. Remedy: another.", 1, "said", Verdict.REFUSED),
         (0, "rackrun: rank 0 lost on tray-00/0 (stalled for 1 ms)", 4, "equal", Verdict.UNPROVOKED),
         (None, "", 4, "equal", Verdict.HUNG),
     ],
@@ -111,7 +112,7 @@ def test_every_script_has_its_places_and_a_setting() -> None:
     assert len(names) >= 30
     for path in scripts():
         places, setting = find_places(path), setting_of(path)
-        assert setting.expect in {"equal", "refused", "named"}, path
+        assert setting.expect in {"equal", "said"}, path
         if not setting.plain:
             assert places.step_functions, path
             assert {"between", "before"} <= set(places.of.values()), path

@@ -112,8 +112,8 @@ def without_faults(outcome: Outcome, script: Path, expect: str) -> tuple[Verdict
         (bool(outcome.code) and named and steps <= 3, Verdict.REFUSED, tail),
         (bool(outcome.code), Verdict.BARE_REFUSAL, f"exit code {outcome.code} after {steps} steps, no fault: {tail}"),
         (bool(given_up), Verdict.UNPROVOKED, " / ".join(given_up[:4])),
-        (expect == "named" and named, Verdict.NAMED, tail),
-        (expect in {"named", "refused"}, Verdict.UNNOTICED, "exit code 0, and not a word of it"),
+        (expect == "said" and named, Verdict.NAMED, tail),
+        (expect == "said", Verdict.UNNOTICED, "exit code 0, and not a word of it"),
         (bool(outcome.left), Verdict.LEFT, "; ".join(outcome.left)),
         (bool(inconsistency(outcome.lines)), Verdict.UNSTEADY, inconsistency(outcome.lines)),
     ]
