@@ -1,4 +1,4 @@
-"""python -m tests.strangers --seeds 0:300 --tally out/strangers.jsonl [--only ema,gan] [--limit MINUTES] [--profiles]
+"""python -m tests.strangers --seeds 0:300 --tally out/strangers.jsonl [--only ema,gan] [--limit MINUTES] [--references] [--again SEED]
 
 For each seed: a script, who is lost, where in the script, when. One line of the tally for each; what is in it is not run again. A run that is not as it must be keeps its folder
 in TALLY.runs, with command.txt, output.txt and orders.json. Exit code 1 where a verdict is bad.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -26,7 +27,9 @@ WHAT = (("kill", 55), ("stop", 20), ("spin", 9), ("sleep", 11), ("gil", 5))
 
 
 def scripts() -> list[Path]:
-    return sorted(path for path in SCRIPTS.glob("*.py") if path.stem not in {"record", "__init__"})
+    """In an order of no meaning, so that a few seeds in a row are of several kinds."""
+    paths = [path for path in SCRIPTS.glob("*.py") if path.stem != "record"]
+    return sorted(paths, key=lambda path: hashlib.sha256(path.stem.encode()).hexdigest())
 
 
 class Campaign:
@@ -46,7 +49,9 @@ class Campaign:
             facts.write_text(json.dumps(asdict(outcome) | {"lines": None}))
         row = json.loads(facts.read_text())
         said, seen = kept / "said.jsonl", kept / "profile.jsonl"
-        outcome = Outcome(**row | {"lines": [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []})
+        outcome = Outcome(
+            **row | {"lines": [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []}
+        )
         profile = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
         return outcome, profile, *without_faults(outcome, script, setting.expect)
 
@@ -95,7 +100,10 @@ def judge(
     if outcome.code != 0:
         lost = len(outcome.struck)
         beyond = lost > spares and not (setting.plain or (setting.shrinks and lost < setting.ranks))
-        return Verdict.BEYOND if beyond and outcome.code == 3 else Verdict.NEEDLESS_END, f"exit code {outcome.code}: {tail}"
+        return (
+            Verdict.BEYOND if beyond and outcome.code == 3 else Verdict.NEEDLESS_END,
+            f"exit code {outcome.code}: {tail}",
+        )
     if outcome.left:
         return Verdict.LEFT, "; ".join(outcome.left)
     if exact and (words := inconsistency(outcome.lines)):
@@ -112,7 +120,9 @@ def draw(seed: int, script: Path, setting: Setting, profile: list[dict[str, Any]
     by_place: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
     for row in profile:
         for line, visits in row["visits"].items():
-            if row["rank"] >= 0 and (row["unit"] >= 0 or setting.plain and lines[int(line) - 1].startswith("        ")):
+            if row["rank"] >= 0 and (
+                row["unit"] >= 0 or (setting.plain and lines[int(line) - 1].startswith("        "))
+            ):
                 by_place[of.get(int(line), "helper")].append((row["rank"], row["unit"], int(line), visits))
     count = 2 if chance.random() < 0.35 else 1
     spares = 2 if count == 2 else chance.choice((1, 1, 2))
@@ -153,12 +163,25 @@ def summary(rows: list[dict[str, Any]]) -> str:
         counts[row["script"]][row["verdict"]] += 1
     verdicts = [str(verdict) for verdict in Verdict if any(counter[verdict] for counter in counts.values())]
     wide = max([len(name) for name in counts], default=6)
-    lines = ["  ".join([f"{'script':{wide}}", *verdicts])]
-    for name in sorted(counts):
-        lines.append("  ".join([f"{name:{wide}}", *(f"{counts[name][verdict] or '':>{len(verdict)}}" for verdict in verdicts)]))
-    totals: Counter[str] = sum(counts.values(), Counter())
-    lines.append("  ".join([f"{'all':{wide}}", *(f"{totals[verdict]:>{len(verdict)}}" for verdict in verdicts)]))
+    counts["all"] = sum(counts.values(), Counter())
+    lines = [f"{'script':{wide}}  " + "  ".join(verdicts)]
+    for name in [*sorted(set(counts) - {"all"}), "all"]:
+        cells = [f"{counts[name][verdict] or '':>{len(verdict)}}" for verdict in verdicts]
+        lines.append(f"{name:{wide}}  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def again(campaign: Campaign, rows: list[dict[str, Any]]) -> int:
+    bad = 0
+    for row in rows:
+        faults = tuple(Fault(**order) for order in row["orders"])
+        out = campaign.runs / f"again-{row['seed']}-{row['script']}"
+        new = campaign.strike(SCRIPTS / f"{row['script']}.py", row["spares"], faults, out)
+        print(
+            f"{row['script']:22} {new['verdict']:13} (was {row['verdict']})  {'; '.join(new['faults'])}\n       {new['words']}"
+        )
+        bad += not Verdict(new["verdict"]).good
+    return 1 if bad or not rows else 0
 
 
 def main() -> int:
@@ -168,8 +191,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of scripts, or parts of them, with commas")
     parser.add_argument("--limit", type=float, default=1e9, help="minutes; no run begins after them")
     parser.add_argument("--seconds", type=float, default=120.0, help="a run may take")
+    parser.add_argument(
+        "--again", type=int, metavar="SEED", help="this line of the tally once more, with its own faults"
+    )
     parser.add_argument("--references", action="store_true", help="only the runs without faults, of all scripts")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in hand is ended, too
     first, _, end = args.seeds.partition(":")
     chosen = [path for path in scripts() if not args.only or any(part in path.stem for part in args.only.split(","))]
     args.tally = args.tally.resolve()
@@ -177,9 +204,15 @@ def main() -> int:
     campaign = Campaign(args.tally, args.seconds)
     rows = [json.loads(line) for line in args.tally.read_text().splitlines()] if args.tally.exists() else []
     done = {(row["seed"], row["script"]) for row in rows}
+    if args.again is not None:
+        return again(campaign, [row for row in rows if row["seed"] == args.again and row.get("orders")])
     until = time.monotonic() + 60 * args.limit
     mine: list[dict[str, Any]] = []
-    work = [(-1, path) for path in chosen] if args.references else [(seed, chosen[seed % len(chosen)]) for seed in range(int(first), int(end))]
+    work = (
+        [(-1, path) for path in chosen]
+        if args.references
+        else [(seed, chosen[seed % len(chosen)]) for seed in range(int(first), int(end))]
+    )
     for seed, script in work:
         if (seed, script.stem) in done:
             mine += [row for row in rows if (row["seed"], row["script"]) == (seed, script.stem)]
@@ -188,14 +221,24 @@ def main() -> int:
             break
         if args.references:
             outcome, _, verdict, words = campaign.reference(script)
-            row = {"seed": -1, "script": script.stem, "verdict": verdict, "words": words, "seconds": round(outcome.seconds, 1), "faults": []}
+            row = {
+                "seed": -1,
+                "script": script.stem,
+                "verdict": verdict,
+                "words": words,
+                "seconds": round(outcome.seconds, 1),
+                "faults": [],
+            }
         else:
             row = campaign.run(seed, script)
             with args.tally.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         mine.append(row)
-        print(f"{seed:4} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}", flush=True)
-        if row["words"] and not Verdict(row["verdict"]).good or args.references:
+        print(
+            f"{seed:4} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}",
+            flush=True,
+        )
+        if row["words"] and (args.references or not Verdict(row["verdict"]).good):
             print(f"       {row['words']}", flush=True)
     print(summary(mine))
     return 0 if all(Verdict(row["verdict"]).good for row in mine) else 1

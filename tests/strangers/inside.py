@@ -70,7 +70,12 @@ class Tracer:
         line = frame.f_lineno
         visit = self._visits[line] = self._visits.get(line, 0) + 1
         for fault in self._faults:
-            if fault["unit"] == self._unit and fault["line"] == line and fault["visit"] <= visit and fault["rank"] == rank():
+            if (
+                fault["unit"] == self._unit
+                and fault["line"] == line
+                and fault["visit"] <= visit
+                and fault["rank"] == rank()
+            ):
                 self._strike(fault)
         if self._unit == AFTER:
             self._flush()
@@ -83,12 +88,12 @@ class Tracer:
 
     def _strike(self, fault: dict[str, Any]) -> None:
         try:
-            file = os.open(self._out / f"struck-{fault['id']}.partial", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            os.close(os.open(self._out / f"claimed-{fault['id']}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-        os.write(file, json.dumps({"pid": os.getpid(), "at": time.monotonic()}).encode())
-        os.close(file)
-        os.rename(self._out / f"struck-{fault['id']}.partial", self._out / f"struck-{fault['id']}")
+        note = self._out / f"note-{fault['id']}"
+        note.write_text(json.dumps({"pid": os.getpid(), "at": time.monotonic()}))
+        note.rename(self._out / f"struck-{fault['id']}")
         act = ACTS[fault["what"]]
         if fault["delay_s"]:
             timer = threading.Timer(fault["delay_s"], act)

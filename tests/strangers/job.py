@@ -49,7 +49,7 @@ class Setting:
 
     ranks: int = 3
     expect: str = "equal"
-    """equal; refused or named: a mistake, which a run without faults has to refuse or to name."""
+    """equal; said: a mistake, which a run without faults has to refuse or to name."""
     shrinks: bool = False
     """Whether a run without spares is to be compared: as a whole with ``reduction="exact"``, else by magnitudes."""
     options: tuple[str, ...] = ()
@@ -82,14 +82,22 @@ def setting_of(script: Path) -> Setting:
 
 
 def run_job(
-    script: Path, out: Path, *, spares: int, faults: tuple[Fault, ...] = (), profile: bool = False, limit_s: float = 120.0
+    script: Path,
+    out: Path,
+    *,
+    spares: int,
+    faults: tuple[Fault, ...] = (),
+    profile: bool = False,
+    limit_s: float = 120.0,
 ) -> Outcome:
     """``out`` is made, and afterwards has ``said.jsonl``, ``output.txt``, ``profile.jsonl`` and rackrun's journal."""
     setting = setting_of(script)
     shutil.rmtree(out, ignore_errors=True)
     for folder in (out, out / "tmp"):
         folder.mkdir(parents=True)
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("RACKRUN_", "PET_", "STRANGERS_"))}
+    environ = {
+        key: value for key, value in os.environ.items() if not key.startswith(("RACKRUN_", "PET_", "STRANGERS_"))
+    }
     environ |= {
         MARK: uuid.uuid4().hex,
         "TMPDIR": str(out / "tmp"),
@@ -109,13 +117,19 @@ def run_job(
     command += [str(script), str(out / "said.jsonl")]
     (out / "command.txt").write_text(" ".join(command) + "\n")
     own_shm = os.geteuid() == 0 and shutil.which("unshare") is not None
-    if own_shm:  # a /dev/shm of its own: what is left there is this job's
-        inner = 'mount -t tmpfs tmpfs /dev/shm && "$@"; code=$?; find /dev/shm ! -type d > "$0"; exit $code'
+    if own_shm:  # a /dev/shm of its own: what is left there is this job's (but the lock of a user, which stays)
+        inner = 'mount -t tmpfs tmpfs /dev/shm && "$@"; code=$?; find /dev/shm ! -type d ! -path "*/rackrun-*/lock" > "$0"; exit $code'
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inner, str(out / "shm.txt"), *command]
     begun = time.monotonic()
     with open(out / "output.txt", "wb") as output:
         process = subprocess.Popen(
-            command, env=environ, cwd=out, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environ,
+            cwd=out,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = watch(process, out, faults, begun + limit_s)
@@ -129,7 +143,9 @@ def run_job(
     said = out / "said.jsonl"
     lines = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
     struck = [fault.id for fault in faults if (out / f"struck-{fault.id}").exists()]
-    return Outcome(code, seconds, (out / "output.txt").read_text(errors="replace"), lines, struck, left if code is not None else [])
+    return Outcome(
+        code, seconds, (out / "output.txt").read_text(errors="replace"), lines, struck, left if code is not None else []
+    )
 
 
 def watch(process: subprocess.Popen[bytes], out: Path, faults: tuple[Fault, ...], deadline: float) -> int | None:

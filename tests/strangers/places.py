@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-UPDATE = re.compile(r"\b(opt\w*|\w*optimizer\w*|scaler|sgd|adam|lbfgs|sam|inner)(\[\w+\])?\.(step|first_step|second_step)\(")
+UPDATE = re.compile(r"\b(?!\w*(?:sched|plateau))\w+(\[\w+\])?\.(step|first_step|second_step)\(")
 
 
 @dataclass
@@ -31,7 +31,9 @@ def find_places(script: Path) -> Places:
     if not mains:
         return Places("", "", len(lines), {}, dict.fromkeys(range(1, len(lines) + 1), "anywhere"))
     main = mains[0]
-    loops = [node for node in ast.walk(main) if isinstance(node, ast.For) and ast.unparse(node.iter).find("run.steps(") >= 0]
+    loops = [
+        node for node in ast.walk(main) if isinstance(node, ast.For) and ast.unparse(node.iter).find("run.steps(") >= 0
+    ]
     if not loops:
         raise ValueError(f"{script}: no loop over run.steps")
     loop = loops[0]

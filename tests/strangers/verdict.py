@@ -63,7 +63,9 @@ def inconsistency(lines: list[dict[str, Any]]) -> str:
 def difference(reference: list[dict[str, Any]], lines: list[dict[str, Any]], *, exact: bool, same_world: bool) -> str:
     """The first thing that is not as in the reference; empty where there is none."""
     want, have = (table(reference), table(lines)) if same_world else (shared(reference), shared(lines))
-    for key, values in sorted(have.items(), key=lambda item: (item[0][1] if item[0][1] >= 0 else 1 << 30, str(item[0]))):
+    for key, values in sorted(
+        have.items(), key=lambda item: (item[0][1] if item[0][1] >= 0 else 1 << 30, str(item[0]))
+    ):
         if key not in want:
             return f"{describe(key)}: nobody says that without faults"
         expected = next(iter(want[key]))
@@ -100,29 +102,30 @@ def steps_said(lines: list[dict[str, Any]]) -> int:
 
 
 def without_faults(outcome: Outcome, script: Path, expect: str) -> tuple[Verdict, str]:
+    """Of a run in which nothing was struck."""
     tail = last_words(outcome.output)
-    if outcome.code is None:
-        return Verdict.HUNG, f"without a fault: {tail}"
-    if outcome.code != 0:
-        steps = steps_said(outcome.lines)
-        if names_line(outcome.output, script) and steps <= 3:
-            return Verdict.REFUSED, tail
-        return Verdict.BARE_REFUSAL, f"exit code {outcome.code} after {steps} steps, no fault: {tail}"
-    if given_up := GIVEN_UP.findall(outcome.output):
-        return Verdict.UNPROVOKED, " / ".join(given_up[:4])
-    if expect in {"named", "refused"}:
-        if expect == "named" and names_line(outcome.output, script):
-            return Verdict.NAMED, tail
-        return Verdict.UNNOTICED, f"exit code 0, and not a word: {tail}"
-    if outcome.left:
-        return Verdict.LEFT, "; ".join(outcome.left)
-    if words := inconsistency(outcome.lines):
-        return Verdict.UNSTEADY, words
-    return Verdict.EQUAL, ""
+    steps = steps_said(outcome.lines)
+    named = names_line(outcome.output, script)
+    given_up = GIVEN_UP.findall(outcome.output)
+    rows = [
+        (outcome.code is None, Verdict.HUNG, f"without a fault: {tail}"),
+        (bool(outcome.code) and named and steps <= 3, Verdict.REFUSED, tail),
+        (bool(outcome.code), Verdict.BARE_REFUSAL, f"exit code {outcome.code} after {steps} steps, no fault: {tail}"),
+        (bool(given_up), Verdict.UNPROVOKED, " / ".join(given_up[:4])),
+        (expect == "said" and named, Verdict.NAMED, tail),
+        (expect == "said", Verdict.UNNOTICED, "exit code 0, and not a word of it"),
+        (bool(outcome.left), Verdict.LEFT, "; ".join(outcome.left)),
+        (bool(inconsistency(outcome.lines)), Verdict.UNSTEADY, inconsistency(outcome.lines)),
+    ]
+    return next(((verdict, words) for holds, verdict, words in rows if holds), (Verdict.EQUAL, ""))
 
 
 def last_words(output: str) -> str:
     """The lines of an error that matter."""
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith(("step ", "^", "~"))]
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if line.strip() and not line.lstrip().startswith(("step ", "^", "~"))
+    ]
     telling = [line for line in lines if re.search(r"Error|rackrun:|Remedy|remedy|stopped|line \d+", line)]
     return " / ".join((telling or lines)[-4:])[-900:]

@@ -36,7 +36,9 @@ def block(i, o):
 def main(run):
     record = Record(sys.argv[1])
     torch.manual_seed(0)
-    net = nn.Sequential(block(3, 8), nn.MaxPool2d(2), block(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    net = nn.Sequential(
+        block(3, 8), nn.MaxPool2d(2), block(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
     model = DDP(net.to(run.device), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     run.track(model=model, optimizer=optimizer)
@@ -63,7 +65,12 @@ def main(run):
         loss = train_step(step)
         run.log(loss=loss)
         record.step(run.rank, step, loss=loss, own={"mean": net[0][1].running_mean})
-    record.end(run.rank, weights=dict(net.named_parameters()), optimizer=optimizer, own={"statistics": dict(net.named_buffers())})
+    record.end(
+        run.rank,
+        weights=dict(net.named_parameters()),
+        optimizer=optimizer,
+        own={"statistics": dict(net.named_buffers())},
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ def main(run):
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     run.track(model=model, optimizer=optimizer)
     g = torch.Generator().manual_seed(1)
-    data = run.loader(TensorDataset(torch.randn(360, 12, generator=g), torch.randint(3, (360,), generator=g)), num_workers=1)
+    data = run.loader(
+        TensorDataset(torch.randn(360, 12, generator=g), torch.randint(3, (360,), generator=g)), num_workers=1
+    )
 
     @run.step
     def train_step(step):
@@ -35,7 +37,12 @@ def main(run):
         loss = train_step(step)
         run.log(loss=loss)
         record.step(run.rank, step, loss=loss)
-    record.end(run.rank, weights=dict(net.named_parameters()), optimizer=optimizer, own={"statistics": dict(net.named_buffers())})
+    record.end(
+        run.rank,
+        weights=dict(net.named_parameters()),
+        optimizer=optimizer,
+        own={"statistics": dict(net.named_buffers())},
+    )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,13 @@ def main(run):
         loss = train_step(step)
         run.log(loss=loss, tau=model.module.tau)
         record.step(run.rank, step, loss=loss, target=model.module.target)
-    record.end(run.rank, online=model.module.online, target=model.module.target, predictor=model.module.predictor, optimizer=optimizer)
+    record.end(
+        run.rank,
+        online=model.module.online,
+        target=model.module.target,
+        predictor=model.module.predictor,
+        optimizer=optimizer,
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ STEPS, VOCAB = 24, 20
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.gru, self.head = nn.Embedding(VOCAB, 16), nn.GRU(16, 24, batch_first=True), nn.Linear(24, VOCAB)
+        self.embed, self.gru, self.head = (
+            nn.Embedding(VOCAB, 16),
+            nn.GRU(16, 24, batch_first=True),
+            nn.Linear(24, VOCAB),
+        )
 
     def forward(self, tokens):
         return self.head(self.gru(self.embed(tokens))[0])

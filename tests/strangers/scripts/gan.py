@@ -35,7 +35,9 @@ def main(run):
 
             opt_d.zero_grad()
             fake = G(noise)
-            loss_d = F.binary_cross_entropy_with_logits(D(real), ones) + F.binary_cross_entropy_with_logits(D(fake.detach()), zeros)
+            loss_d = F.binary_cross_entropy_with_logits(D(real), ones) + F.binary_cross_entropy_with_logits(
+                D(fake.detach()), zeros
+            )
             step.backward(loss_d)
             opt_d.step()
 

@@ -1,5 +1,5 @@
 """loss.backward() in place of step.backward: each rank's gradient is a mean of its own, not weighted."""
-# strangers: expect=refused
+# strangers: expect=said
 
 import sys
 

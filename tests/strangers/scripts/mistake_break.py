@@ -1,5 +1,5 @@
 """break out of run.steps, which skips run.at_end."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

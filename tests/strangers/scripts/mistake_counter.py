@@ -1,5 +1,5 @@
 """Counters in the closure: samples seen, the best loss."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

@@ -1,5 +1,5 @@
 """A moving average in a dictionary, which nobody tracks."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

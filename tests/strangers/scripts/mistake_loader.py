@@ -1,5 +1,5 @@
 """A DataLoader of its own: every rank trains on everything, or on what it likes."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

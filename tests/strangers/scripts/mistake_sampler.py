@@ -1,5 +1,5 @@
 """A DistributedSampler of the old script: ranks get the right samples, until one is replaced."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

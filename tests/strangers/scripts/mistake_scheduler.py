@@ -1,5 +1,5 @@
 """A scheduler that is stepped, and not tracked."""
-# strangers: expect=named
+# strangers: expect=said
 
 import sys
 

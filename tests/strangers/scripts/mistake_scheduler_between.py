@@ -1,5 +1,5 @@
 """A scheduler that is stepped between steps, and not tracked."""
-# strangers: expect=refused
+# strangers: expect=said
 
 import sys
 

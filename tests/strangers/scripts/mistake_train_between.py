@@ -1,5 +1,5 @@
 """Weights that are decayed between steps."""
-# strangers: expect=refused
+# strangers: expect=said
 
 import sys
 

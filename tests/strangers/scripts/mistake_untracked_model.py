@@ -1,5 +1,5 @@
 """A second model that is trained, and not tracked."""
-# strangers: expect=refused
+# strangers: expect=said
 
 import sys
 

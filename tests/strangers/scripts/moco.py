@@ -84,7 +84,12 @@ def main(run):
         record.step(run.rank, step, loss=loss, query=model.module.encoder_q, own={"key": model.module.encoder_k})
 
     moco = model.module
-    record.end(run.rank, query=moco.encoder_q, optimizer=optimizer, own={"key": moco.encoder_k, "queue": moco.queue, "ptr": moco.queue_ptr})
+    record.end(
+        run.rank,
+        query=moco.encoder_q,
+        optimizer=optimizer,
+        own={"key": moco.encoder_k, "queue": moco.queue, "ptr": moco.queue_ptr},
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def main():
             optimizer.step()
             record.step(rank, epoch * len(loader) + i, own={"loss": loss.item()})
         if rank == 0:
-            torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path + ".tmp")
+            torch.save(
+                {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path + ".tmp"
+            )
             os.replace(path + ".tmp", path)
         dist.barrier()
     record.end(rank, model=model.module, optimizer=optimizer)

@@ -59,7 +59,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if hasattr(value, "state_dict"):
         yield from leaves(value.state_dict(), name)
     elif isinstance(value, dict):
-        for key in value:
+        for key in sorted(value, key=str):  # a copy of an optimizer's state may have another order
             yield from leaves(value[key], f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):

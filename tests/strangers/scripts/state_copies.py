@@ -37,7 +37,9 @@ class Normalizer:
         del self._history[:-5]
 
     def state_dict(self):
-        return copy.deepcopy({"n": self._n, "mean": self._mean.tolist(), "m2": self._m2.tolist(), "history": self._history})
+        return copy.deepcopy(
+            {"n": self._n, "mean": self._mean.tolist(), "m2": self._m2.tolist(), "history": self._history}
+        )
 
     def load_state_dict(self, state):
         self._n, self._history = state["n"], list(state["history"])

@@ -50,7 +50,9 @@ def main(run):
             logits = torch.cat([swa_model(x) for x, _ in DataLoader(train, batch_size=60)])
         accuracy = (logits.argmax(1) == train.tensors[1]).float().mean().item()
         run.log(accuracy=accuracy)
-        record.end(run.rank, swa=swa_model, weights=dict(net.named_parameters()), optimizer=optimizer, accuracy=accuracy)
+        record.end(
+            run.rank, swa=swa_model, weights=dict(net.named_parameters()), optimizer=optimizer, accuracy=accuracy
+        )
 
     run.at_end(finish)
     for step in run.steps(STEPS):

@@ -41,7 +41,9 @@ def main(run):
     for step in run.steps(24):
         loss = train_step(step)
         run.log(loss=loss)
-        record.step(run.rank, step, loss=loss, lrs=[optimizer.param_groups[0]["lr"], head_optimizer.param_groups[0]["lr"]])
+        record.step(
+            run.rank, step, loss=loss, lrs=[optimizer.param_groups[0]["lr"], head_optimizer.param_groups[0]["lr"]]
+        )
     record.end(run.rank, model=model.module, optimizer=optimizer, head=head_optimizer, scheduler=scheduler)
 
 

@@ -1,5 +1,5 @@
 """Wasserstein GAN with an update of the critic in each micro-batch: which DDP has not reduced yet when there are several of them."""
-# strangers: expect=refused
+# strangers: expect=said
 
 import sys
 
