@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, say
+from harness import Ended, Swap, say
 from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from rackrun.core.ids import Position
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
@@ -663,3 +664,59 @@ def test_a_change_between_two_steps_through_data_is_refused_or_costs_the_one_ran
     else:
         assert len(ended.plans) == 1, ended
         assert not ended.differences(train(lambda run: fit(run, model := ddp(run), adam(model)), ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("variables", "how"),
+    [
+        ({"RACKRUN_CHECK_REPLICAS": "2"}, {}),
+        ({"RACKRUN_NAN_PROBATION": "1"}, {}),
+        ({}, {"swap": Swap(Position(4), lost=1)}),
+        ({}, {"min_ranks": 1, "spares": 0, "reduction": "fast"}),
+    ],
+    ids=["replicas are compared", "a loss that is not finite", "a planned swap", "a shrink"],
+)
+@pytest.mark.stories
+def test_a_step_of_parts_with_what_else_there_is(
+    variables: dict[str, str], how: dict[str, Any], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    reference = train(adversaries, **{key: value for key, value in how.items() if key != "swap"})
+    assert reference.exit_code == 0, reference
+    kill = {} if "swap" in how else {1: places(reference, 1, 5)[-4]}
+    ended = train(adversaries, kill=kill, **how)
+    assert ended.exit_code == 0, ended
+    assert not ended.restarted, ended
+    assert ended.plans, ended
+    if "min_ranks" not in how:
+        assert not ended.differences(reference), ended
+
+
+@pytest.mark.stories
+def test_a_loss_that_is_made_up_in_a_step_of_parts_is_computed_again(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(run: Run, made_up: bool) -> None:
+        model, other = ddp(run), ddp(run)
+        first, second = adam(model), adam(other)
+        run.track(model=model, other=other, first=first, second=second)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            batches = list(data)
+            bad = made_up and (int(step), step.attempt, run.rank) == (4, 0, 1)
+            for model_, optimizer in ((model, first), (other, second)):
+                for index, batch in enumerate(batches):
+                    model_.require_backward_grad_sync = index == len(batches) - 1
+                    step.backward(loss_of(model_, batch) * (float("nan") if bad and model_ is other else 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    monkeypatch.setenv("RACKRUN_NAN_PROBATION", "1")
+    reference = train(lambda run: main(run, False), ranks=2)
+    assert not train(lambda run: main(run, True), ranks=2).differences(reference)
