@@ -22,7 +22,7 @@ from rackrun.checkpoint.objects import files_at
 from rackrun.checkpoint.probation import Probation
 from rackrun.errors import UsageError
 
-__all__ = ["Damaged", "Leftover", "Survey", "stores_in", "survey"]
+__all__ = ["Damaged", "Leftover", "Survey", "nothing_in", "one_store", "stores_in", "survey"]
 
 _TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
 _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
@@ -99,6 +99,26 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
         there = ", ".join(store.job for store in found) or "none"
         raise UsageError(f"there is no job {job!r} in {path}.", remedy=f"choose one that is there: {there}.")
     return wanted
+
+
+def one_store(directory: Path, job: str | None) -> DurableStore:
+    """The only job there is, or ``job``. Raises as `stores_in`, and UsageError when there are several."""
+    stores = stores_in(directory, job)
+    if len(stores) > 1:
+        raise UsageError(
+            f"{directory} has several jobs: {', '.join(store.job for store in stores)}.",
+            remedy="choose one with --job.",
+        )
+    if not stores:
+        raise nothing_in(directory)
+    return stores[0]
+
+
+def nothing_in(directory: Path) -> NoUsableGeneration:
+    return NoUsableGeneration(
+        f"there is no checkpoint in {directory}.",
+        remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
+    )
 
 
 def survey(store: DurableStore) -> Survey:

@@ -22,9 +22,9 @@ from rackrun.checkpoint.lease import living_epoch
 from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
-from rackrun.checkpoint.survey import Survey, stores_in, survey
+from rackrun.checkpoint.survey import Survey, nothing_in, one_store, stores_in, survey
 from rackrun.checkpoint.suspects import suspects
-from rackrun.ctl import ckpt_host, ckpt_rebuild
+from rackrun.ctl import ckpt_convert, ckpt_host, ckpt_rebuild
 from rackrun.ctl.ckpt_render import (
     Checked,
     DamageFound,
@@ -82,7 +82,7 @@ def verify(
     """
     if generation is not None and every:
         raise UsageError("a generation and --all are given.", remedy="give one of them.")
-    stores = stores_in(directory, job) if generation is None else [_one(directory, job)]
+    stores = stores_in(directory, job) if generation is None else [one_store(directory, job)]
     if generation is not None:
         with contextlib.suppress(IntegrityError):  # told below
             stores[0].whole(generation)
@@ -92,7 +92,7 @@ def verify(
         there = found.generations() if every else found.generations()[:1]
         wanted += _wanted(store, found, there if generation is None else [generation])
     if not wanted:
-        raise _nothing(directory)
+        raise nothing_in(directory)
     _check(wanted, as_json)
 
 
@@ -129,7 +129,7 @@ def export(
     from rackrun.checkpoint.export import export as write_set
     from rackrun.checkpoint.export import tensor_names
 
-    store, out = _one(directory, job), local_path(out, "OUT").expanduser().resolve()
+    store, out = one_store(directory, job), local_path(out, "OUT").expanduser().resolve()
     if everything and module is not None:
         raise UsageError("--all and --module are given.", remedy="give one of them.")
     if out.exists() or not out.parent.is_dir():
@@ -187,7 +187,7 @@ def gc(
 
     When none is marked as verified, the newest is read and compared first. A job may run meanwhile.
     """
-    store, retention = _one(directory, job), Retention(keep_last, keep_every)
+    store, retention = one_store(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
     if dry_run:
         _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
@@ -227,7 +227,7 @@ def quarantine(
     as_json: Json = False,
 ) -> None:
     """No start of the job takes this generation again, because it turned out bad. Nothing is deleted."""
-    store = _one(directory, job)
+    store = one_store(directory, job)
     if bool(reason) == lift:
         raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
     store.whole(generation)
@@ -245,24 +245,13 @@ def quarantine(
         print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
 
 
+ckpt.command(epilog="Example: rackctl ckpt convert checkpoints/run model/ --to hf")(ckpt_convert.convert)
 ckpt.command(epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(ckpt_rebuild.rebuild)
 ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_host.plan)
 ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_host.clean)
 
 
 # -- which
-def _one(directory: Path, job: str | None) -> DurableStore:
-    stores = stores_in(directory, job)
-    if len(stores) > 1:
-        raise UsageError(
-            f"{directory} has several jobs: {', '.join(store.job for store in stores)}.",
-            remedy="choose one with --job.",
-        )
-    if not stores:
-        raise _nothing(directory)
-    return stores[0]
-
-
 def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
     """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
     whole, left_out = store.look()
@@ -272,16 +261,9 @@ def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
             raise NoUsableGeneration(
                 f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
             )
-        raise _nothing(directory)
+        raise nothing_in(directory)
     newest = whole[0].generation
     return newest, {number: why for number, why in story.items() if number > newest}
-
-
-def _nothing(directory: Path) -> NoUsableGeneration:
-    return NoUsableGeneration(
-        f"there is no checkpoint in {directory}.",
-        remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
-    )
 
 
 # -- verification
