@@ -42,7 +42,9 @@ def ask(place: Path, path: str, data: bytes | None = None, *, timeout_s: float |
         endpoint = msgspec.json.decode(said_where, type=Endpoint)
         token = said_token.decode("ascii").strip()
     except ValueError as error:  # msgspec's is one
-        raise UsageError(f"{place} says nothing that can be read: {error}.", remedy="is it a run of another version?") from error
+        raise UsageError(
+            f"{place} says nothing that can be read: {error}.", remedy="is it a run of another version?"
+        ) from error
     request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
         f"{endpoint.url}{path}",
         data=data,

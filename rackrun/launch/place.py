@@ -27,7 +27,17 @@ import msgspec
 from rackrun.core.wire import PROTOCOL
 from rackrun.errors import UsageError
 
-__all__ = ["Endpoint", "Result", "RunPlace", "find_run", "new_run_id", "read_json", "read_own", "read_token", "runs_root"]
+__all__ = [
+    "Endpoint",
+    "Result",
+    "RunPlace",
+    "find_run",
+    "new_run_id",
+    "read_json",
+    "read_own",
+    "read_token",
+    "runs_root",
+]
 
 _TOKEN_CHARS_MIN = 16
 _FILE_BYTES_MAX = 1 << 20

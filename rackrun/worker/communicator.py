@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rackrun.link.address import host_and_port
+from rackrun.link.address import host_and_port, take_no_more
 from rackrun.link.boot import current
 from rackrun.link.exchange import TCPSTORE_KEY
 
@@ -66,12 +66,14 @@ class GlooCommunicator:
         with _listener_lock:
             before = _sockets()
             options._devices = [_gloo_device()]
-            mine = [
-                port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))
-            ]
+            new = [(fd, inode) for fd, inode in _sockets().items() if before.get(fd) != inode]
+            mine = [port for fd, _ in new if (port := _listening_port(fd))]
         store.set(f"listening/{rank}", ",".join(map(str, mine)))
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # all pairs are connected: nobody else has any business here
+            for fd, inode in new:
+                _take_no_more(fd, inode)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
         self._mine = frozenset(mine)
         self._peers = frozenset(int(port) for ports in told for port in ports.decode().split(",") if port)
@@ -118,6 +120,15 @@ def _sockets() -> dict[int, int]:
             if target.startswith("socket:["):
                 found[int(name)] = int(target[8:-1])
     return found
+
+
+def _take_no_more(fd: int, inode: int) -> None:
+    """Have the kernel drop what comes to a listening socket: gloo takes every caller in, without asking for anything, and ends the process
+    when descriptors run short. Closing the socket would end it too."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listening:
+        if os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening):
+            if listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                take_no_more(listening)
 
 
 def _is_tcp(connection: socket.socket) -> bool:

@@ -94,8 +94,12 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(run: Path, name: str) -> No
         ask(run, "/api/status")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("endpoint.json", 0o620), ("endpoint.json", 0o602), ("token", 0o640), ("token", 0o604)])
-def test_a_file_that_others_can_write_or_a_secret_that_they_can_read_is_not_used(run: Path, name: str, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [("endpoint.json", 0o620), ("endpoint.json", 0o602), ("token", 0o640), ("token", 0o604)]
+)
+def test_a_file_that_others_can_write_or_a_secret_that_they_can_read_is_not_used(
+    run: Path, name: str, mode: int
+) -> None:
     (run / name).chmod(mode)
     with pytest.raises(UsageError, match="by others: it is not used"):
         ask(run, "/api/status")

@@ -7,7 +7,16 @@ import socket
 
 import pytest
 
-from rackrun.link.address import connection_to, host_and_port, is_loopback, join, listen, listen_everywhere, listen_on
+from rackrun.link.address import (
+    connection_to,
+    host_and_port,
+    is_loopback,
+    join,
+    listen,
+    listen_everywhere,
+    listen_on,
+    take_no_more,
+)
 
 GOOD = {
     "head:29400": ("head", 29400),
@@ -86,3 +95,17 @@ def test_a_port_that_is_taken_is_said() -> None:
 def test_no_address_cannot_be_connected_to() -> None:
     with pytest.raises(OSError):
         connection_to("nowhere", 1.0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_takes_no_more_keeps_what_it_has(host: str) -> None:
+    with contextlib.closing(listen(host)) as listening:
+        where = join(host, listening.getsockname()[1])
+        with contextlib.closing(connection_to(where, 5.0)) as before:
+            listening.setblocking(True)
+            with contextlib.closing(listening.accept()[0]) as accepted:
+                take_no_more(listening)
+                with pytest.raises(TimeoutError):
+                    connection_to(where, 0.1)
+                before.sendall(b"still here")
+                assert accepted.recv(100) == b"still here"

@@ -26,7 +26,9 @@ sys.exit(7)
 
 def run(*redirections: str, **options: object) -> int:
     script = f'exec "$@" {" ".join(redirections)}'
-    return subprocess.run(["sh", "-c", script, "sh", sys.executable, "-c", SAYS], env={**os.environ, "PYTHONPATH": str(ROOT)}, **options).returncode  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-c", SAYS], env={**os.environ, "PYTHONPATH": str(ROOT)}, **options
+    ).returncode  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("closed", [("2>&-",), ("1>&-", "2>&-"), ("0<&-", "1>&-", "2>&-"), ("0<&-",)])
