@@ -38,7 +38,7 @@ campaign: $(READY)
 	@rm -rf out/campaign.jsonl*
 	@mkdir -p out
 	@$(VENV)/bin/rackctl chaos campaign --seeds $(or $(RACKRUN_SEEDS),1000:1021) --tally out/campaign.jsonl $(ARGS) -- \
-	    examples/chaos/small.py {wrap} {reduction} 40 {out}
+	    examples/chaos/small.py {wrap} {reduction} 40 {out} {flags}
 
 strangers: $(READY)
 	@$(PY) -m tests.strangers --seeds $(or $(RACKRUN_STRANGERS),0:60) --tally out/strangers.jsonl $(ARGS)

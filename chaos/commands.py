@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from rackrun.chaos.campaign import Sums, run_campaign
 from rackrun.chaos.doctor import examine
+from rackrun.chaos.draw import FLAGS
 from rackrun.chaos.plan import Plan, read_plan, write_plan
 from rackrun.chaos.plan import schema as schema_of_plans
 from rackrun.chaos.reduce import NotFailing, reduce_plan
@@ -172,14 +173,14 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
 
 @chaos.command(
     cls=_OfAJob,
-    epilog="Example: rackctl chaos campaign --seeds 0:500 --tally tally.jsonl --limit 30 -- examples/chaos/small.py {wrap} {reduction} 40 {out}",
+    epilog="Example: rackctl chaos campaign --seeds 0:500 --tally tally.jsonl --limit 30 -- examples/chaos/small.py {wrap} {reduction} 40 {out} {flags}",
 )
 def campaign(
     command: Annotated[
         list[str],
         typer.Argument(
             metavar="-- COMMAND...",
-            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {out}: the folder of the run.",
+            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {flags}: what it has besides; {out}: the folder of the run.",
         ),
     ],
     seeds: Annotated[str, typer.Option(metavar="A:B", help="From A up to, but without, B.")],
@@ -188,6 +189,12 @@ def campaign(
         float | None, typer.Option(min=0, metavar="MINUTES", help="Begin no seed after that.", show_default=False)
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="So many runs side by side.")] = 2,
+    flags: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B", help=f"{{flags}} is drawn from these. Default: {','.join(FLAGS)}.", show_default=False
+        ),
+    ] = ",".join(FLAGS),
     as_json: Json = False,
 ) -> None:
     """Many runs: each seed draws a job and a plan over all faults that this machine can inject, which the job can survive or not.
@@ -204,6 +211,7 @@ def campaign(
             limit_s=None if limit is None else limit * 60,
             jobs=jobs,
             tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False, soft_wrap=True),
+            flags=_flags(flags),
             sums=sums,
         )
     except Exception:
@@ -440,6 +448,13 @@ def _new(name: str) -> Path:
     first = Path("chaos-report") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     more = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(folder for folder in more if not folder.exists())
+
+
+def _flags(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in FLAGS]:
+        raise UsageError(f"--flags knows no {', '.join(unknown)}.", remedy=f"give some of {', '.join(FLAGS)}.")
+    return names
 
 
 def _seeds(text: str) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sqlite3
 import struct
 from contextlib import closing
@@ -21,7 +22,7 @@ from rackrun.coordinator.reading import resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.report import Goodput, read_report
 from rackrun.core.commands import Plan as WorldPlan
-from rackrun.core.ids import Position
+from rackrun.core.ids import Position, step_of
 from rackrun.errors import UsageError
 from rackrun.launch.place import Result, read_json
 
@@ -64,6 +65,12 @@ class Trace:
     replayed: Replayed = field(default_factory=lambda: Replayed(unknown="there is no journal"))
     """Its events, told to the core once more."""
 
+    unpersisted: tuple[str, ...] = ()
+    """Orders to break or to resume a generation that were carried out and are not on disk."""
+    snapshot_gap: int | None = None
+    """Steps between two snapshots that a rank had at once, when it told of them: the fewest that there were. None: nobody told of two."""
+    damaged: tuple[int, ...] = ()
+    """Generations in which a snapshot was found damaged."""
     last_commit_ms: float | None = None
     """When the last rank to tell of it had committed the last unit, on its coordinator's clock."""
     began_monotonic_s: float | None = None
@@ -159,6 +166,28 @@ def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
     return trace
 
 
+def _unpersisted(journal: sqlite3.Connection) -> tuple[str, ...]:
+    """A generation is on disk before anyone is told of it."""
+    on_disk = set(journal.execute("SELECT stage, generation FROM generations"))
+    query = "SELECT name, body FROM events WHERE kind = 'command' AND name IN ('BreakGeneration', 'ResumeGeneration')"
+    missing = []
+    for name, body in journal.execute(query):
+        told = msgspec.json.decode(body)
+        stage, of = ("break", told) if name == "BreakGeneration" else ("resume", told["plan"])
+        if (stage, of["generation"]) not in on_disk:
+            missing.append(f"{stage} of generation {of['generation']}")
+    return tuple(missing)
+
+
+def _read_snapshots(journal: sqlite3.Connection, trace: Trace) -> None:
+    query = "SELECT name, body FROM events WHERE kind = 'event' AND name IN ('WorkerParked', 'SnapshotDamaged')"
+    told = [(name, msgspec.json.decode(body)) for name, body in journal.execute(query)]
+    kept = [sorted({step_of(one) for one in of.get("snapshots", ())}) for name, of in told if name == "WorkerParked"]
+    gaps = [b - a for steps in kept for a, b in itertools.pairwise(steps) if b > a]
+    trace.snapshot_gap = min(gaps, default=None)
+    trace.damaged = tuple(int(of["generation"]) for name, of in told if name == "SnapshotDamaged")
+
+
 def began_wall_s(journal: sqlite3.Connection) -> float | None:
     """Unix time at which the coordinator's clock was at 0: every event was written down a moment after it came. None: there was none."""
     found = journal.execute("SELECT min(wall - at_ms / 1e3) FROM events WHERE kind = 'event'").fetchone()[0]
@@ -179,6 +208,8 @@ def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
         return
     ready = journal.execute("SELECT body FROM events WHERE kind = 'event' AND name = 'WorkerReady' LIMIT 1").fetchone()
     trace.exact = None if ready is None else bool(msgspec.json.decode(ready[0]).get("exact", False))
+    trace.unpersisted = _unpersisted(journal)
+    _read_snapshots(journal, trace)
     last = "SELECT max(committed_at_ms) FROM units WHERE (step, phase) = (SELECT step, phase FROM units ORDER BY step DESC, phase DESC LIMIT 1)"
     trace.last_commit_ms = journal.execute(last).fetchone()[0]
     eras = Eras({plan.generation: plan for plan in trace.plans})

@@ -238,6 +238,34 @@ def test_the_world_of_a_step_is_that_of_the_last_plan_which_reaches_it() -> None
     assert trace(plans=[world(1, -1), shrink, world(4, 8, rollback=3)]).sizes == [(0, 2)]
 
 
+# -- how far back, and what is on disk
+def went_back(committed: int, to: int, **changes: Any) -> Trace:
+    back = msgspec.structs.replace(world(2, committed, rollback=to), anew=changes.pop("anew", False))
+    gates = {(step, 0): struct.pack("<3d", 1.0, 4.0, 7.0) for step in range(committed + 2)}
+    return trace(gates=gates, plans=[world(1, -1), back], samples={}, **changes)
+
+
+def rollback_of(of: Trace, plan: Plan = PLAN) -> bool | None:
+    return next(one.holds for one in judge(evidence(plan, trace=of)) if one.oracle == "rollback")
+
+
+def test_a_rollback_past_the_snapshots_that_there_must_be_is_seen() -> None:
+    assert rollback_of(went_back(12, 10, snapshot_gap=2)) is True
+    assert rollback_of(went_back(12, 2, snapshot_gap=2)) is False
+    told = because(evidence(trace=went_back(12, 2, snapshot_gap=2)), "rollback")
+    assert "goes back 10 steps, from step 12 to 2; 7 are right (a snapshot every 2 steps)" in told
+    assert rollback_of(went_back(12, 2)) is True, "nobody has said how far"
+    assert rollback_of(went_back(12, 2), msgspec.structs.replace(PLAN, rollback_max=9)) is False
+    assert rollback_of(went_back(12, 2, snapshot_gap=2), msgspec.structs.replace(PLAN, rollback_max=10)) is True
+    assert rollback_of(went_back(12, 2, snapshot_gap=2, anew=True)) is True, "what came after was wrong"
+    assert rollback_of(went_back(12, 2, snapshot_gap=2, damaged=(2,))) is True, "the newer one was damaged"
+
+
+def test_an_order_that_is_not_on_disk_is_seen() -> None:
+    lost = evidence(trace=trace(unpersisted=("break of generation 3",)))
+    assert said(lost) == {"committed": False}
+
+
 def test_nobody_knows_what_nobody_has_looked_at() -> None:
     assert said(evidence(reference=trace(ends={}))) == {"untracked": None}
     assert said(evidence(trace=trace(ends={}))) == {"untracked": None}

@@ -77,6 +77,31 @@ async def test_a_generation_is_on_disk_before_anyone_is_told(journal: Journal) -
         assert rows == [(2, "break")]
 
 
+async def test_however_many_generations_there_have_been_each_is_on_disk_before_anyone_is_told(journal: Journal) -> None:
+    """A job of weeks breaks hundreds of times."""
+    orders = [
+        order
+        for number in range(2, 12)
+        for order in (
+            msgspec.structs.replace(BREAK, generation=Generation(number)),
+            msgspec.structs.replace(RESUME, plan=plan(number, member(0, "tray-00/0", 1))),
+        )
+    ]
+    given = iter(orders)
+    core = ScriptedCore(WorkerExited=lambda _: (next(given),))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        for done, order in enumerate(orders, start=1):
+            await a.say(EXITED)
+            assert await a.hear() == order
+            with sqlite3.connect(journal.path) as other:
+                rows = other.execute("SELECT stage, generation FROM generations ORDER BY id").fetchall()
+            other.close()
+            assert rows == [
+                ("break", one.generation) if isinstance(one, BreakGeneration) else ("resume", one.plan.generation)
+                for one in orders[:done]
+            ]
+
+
 async def test_a_generation_that_cannot_be_persisted_is_told_to_nobody(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
