@@ -1,4 +1,4 @@
-"""python -m tests.strangers --seeds 0:300 --tally out/strangers.jsonl [--only ema,gan] [--limit MINUTES] [--references] [--again SEED]
+"""python -m tests.strangers --seeds 0:300 --tally out/strangers.jsonl [--only ema,gan] [--limit MINUTES] [--references] [--again SEED] [--hard]
 
 For each seed: a script, who is lost, where in the script, when. One line of the tally for each; what is in it is not run again. A run that is not as it must be keeps its folder
 in TALLY.runs, with command.txt, output.txt and orders.json. Exit code 1 where a verdict is bad.
@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.strangers.hard import HARD, Hard
 from tests.strangers.job import ROOT, SCRIPTS, Fault, Outcome, Setting, run_job, setting_of
 from tests.strangers.places import find_places
 from tests.strangers.verdict import Verdict, difference, inconsistency, last_words, steps_said, without_faults
@@ -55,13 +56,13 @@ class Campaign:
         profile = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
         return outcome, profile, *without_faults(outcome, script, setting.expect)
 
-    def run(self, seed: int, script: Path) -> dict[str, Any]:
+    def run(self, seed: int | str, script: Path, hard: Hard | None = None) -> dict[str, Any]:
         setting = setting_of(script)
         reference, profile, verdict, words = self.reference(script)
         row = {"seed": seed, "script": script.stem, "spares": 0, "faults": []}
         if verdict is not Verdict.EQUAL:
             return row | {"verdict": verdict, "words": words, "seconds": round(reference.seconds, 1)}
-        spares, faults = draw(seed, script, setting, profile)
+        spares, faults = (hard.spares, (hard.fault(),)) if hard else draw(seed, script, setting, profile)
         return row | self.strike(script, spares, faults, self.runs / f"{seed}-{script.stem}")
 
     def strike(self, script: Path, spares: int, faults: tuple[Fault, ...], out: Path) -> dict[str, Any]:
@@ -113,7 +114,9 @@ def judge(
     return Verdict.EQUAL if exact else Verdict.NEAR, ""
 
 
-def draw(seed: int, script: Path, setting: Setting, profile: list[dict[str, Any]]) -> tuple[int, tuple[Fault, ...]]:
+def draw(
+    seed: int | str, script: Path, setting: Setting, profile: list[dict[str, Any]]
+) -> tuple[int, tuple[Fault, ...]]:
     """Spares and faults of a seed. Only such lines are drawn as the rank came to without faults."""
     chance = random.Random(f"{seed}-{script.stem}")
     of, lines = find_places(script).of, script.read_text().splitlines()
@@ -194,6 +197,7 @@ def main() -> int:
     parser.add_argument(
         "--again", type=int, metavar="SEED", help="this line of the tally once more, with its own faults"
     )
+    parser.add_argument("--hard", action="store_true", help="the faults of hard.py instead of drawn ones")
     parser.add_argument("--references", action="store_true", help="only the runs without faults, of all scripts")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in hand is ended, too
@@ -205,14 +209,18 @@ def main() -> int:
     rows = [json.loads(line) for line in args.tally.read_text().splitlines()] if args.tally.exists() else []
     done = {(row["seed"], row["script"]) for row in rows}
     if args.again is not None:
-        return again(campaign, [row for row in rows if row["seed"] == args.again and row.get("orders")])
+        return again(campaign, [row for row in rows if str(row["seed"]) == args.again and row.get("orders")])
     until = time.monotonic() + 60 * args.limit
     mine: list[dict[str, Any]] = []
-    work = (
-        [(-1, path) for path in chosen]
-        if args.references
-        else [(seed, chosen[seed % len(chosen)]) for seed in range(int(first), int(end))]
-    )
+    cases = {f"hard-{number}": hard for number, hard in enumerate(HARD)}
+    work: list[tuple[int | str, Path]]
+    if args.references:
+        work = [(-1, path) for path in chosen]
+    elif args.hard:
+        work = [(name, SCRIPTS / f"{hard.script}.py") for name, hard in cases.items()]
+        work = [(name, path) for name, path in work if path in chosen]
+    else:
+        work = [(seed, chosen[seed % len(chosen)]) for seed in range(int(first), int(end))]
     for seed, script in work:
         if (seed, script.stem) in done:
             mine += [row for row in rows if (row["seed"], row["script"]) == (seed, script.stem)]
@@ -230,12 +238,12 @@ def main() -> int:
                 "faults": [],
             }
         else:
-            row = campaign.run(seed, script)
+            row = campaign.run(seed, script, cases.get(str(seed)))
             with args.tally.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         mine.append(row)
         print(
-            f"{seed:4} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}",
+            f"{seed!s:>7} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}",
             flush=True,
         )
         if row["words"] and (args.references or not Verdict(row["verdict"]).good):

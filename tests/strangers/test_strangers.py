@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.strangers.__main__ import draw, judge, scripts
+from tests.strangers.hard import HARD
 from tests.strangers.inside import AFTER
 from tests.strangers.job import SCRIPTS, Fault, Outcome, Setting, setting_of
 from tests.strangers.places import find_places
@@ -117,6 +118,13 @@ def test_every_script_has_its_places_and_a_setting() -> None:
             assert places.step_functions, path
             assert {"between", "before"} <= set(places.of.values()), path
             assert "update" in places.of.values(), path
+
+
+def test_every_hard_case_has_its_line() -> None:
+    for hard in HARD:
+        fault = hard.fault()
+        assert fault.place != "before", hard
+        assert hard.rank < setting_of(SCRIPTS / f"{hard.script}.py").ranks
 
 
 def test_draws_are_the_seeds_own_and_reach_every_rank_and_place() -> None:
