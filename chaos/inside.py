@@ -193,17 +193,17 @@ def _install(folder: Path, points: list[str]) -> None:
     install_files(hooks, folder)
     run, before, finish, collective = runner.run, runner._before_optimizer, runner.finish, group.ElasticGroup._run
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
         def struck(step: Any) -> Any:
             if not at.phase:
                 hooks.in_step(self)
             return body(step)
 
-        return run(self, at, struck)
+        return run(self, at, struck, name)
 
-    def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         hooks.before_update(self)
-        before(self, optimizer, args, kwargs)
+        return before(self, optimizer, args, kwargs)
 
     def hooked_finish(self: Any) -> None:
         finish(self)
@@ -213,7 +213,7 @@ def _install(folder: Path, points: list[str]) -> None:
         hooks.in_collective()
         return collective(self, *args, **more)
 
-    runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign]
+    runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign, assignment]
     group.ElasticGroup._run = hooked_collective  # type: ignore[method-assign]
     _hook_launcher(folder)
     watch_restores(folder)
@@ -234,10 +234,10 @@ def _hook_ends(ends: Ends) -> None:
     runner = units.UnitRunner
     do, finish, steps = runner.run, runner.finish, run.Run.steps
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
         if not at.phase:
             ends.began(at.step, body)
-        return do(self, at, body)
+        return do(self, at, body, name)
 
     def hooked_steps(self: Any, total: int) -> Iterator[int]:
         try:
@@ -259,7 +259,7 @@ def _hook_witness(witness: Witness) -> None:
     runner = units.UnitRunner
     do, finish = runner.run, runner.finish
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
         def seen(step: Any) -> Any:
             if not at.phase:
                 witness.write(self, at.step, body, step.attempt)
@@ -267,7 +267,7 @@ def _hook_witness(witness: Witness) -> None:
 
         if not at.phase:
             witness.wait(at.step)
-        return do(self, at, seen)
+        return do(self, at, seen, name)
 
     def hooked_finish(self: Any) -> None:
         finish(self)

@@ -19,6 +19,8 @@ class Watch:
     def __init__(self, of: Process) -> None:
         self._of, self._sim = of, of.sim
         self._patience, self._came_in = 1, -1
+        self._told_ns = -1
+        """When its stall was told, which is not over yet; -1: there is none."""
 
     def begin(self) -> None:
         self._of.agent.later(self._sim.costs.stall_s, self._look)
@@ -34,6 +36,9 @@ class Watch:
         if not of.alive:
             return
         costs, now_ns = self._sim.costs, self._sim.engine.now_ns
+        if self._told_ns not in (-1, of.progress_ns):
+            self._told_ns = -1
+            of.say(WorkerStalled, step=Step(of.passed + 1), collective=0, silent=False, for_ms=0, over=True)
         of.agent.later(costs.stall_s / 2, self._look)
         if of.paused and now_ns - of.silent_ns > costs.silence_s * 1e9:
             self._stalled(now_ns - of.silent_ns, silent=True)
@@ -53,4 +58,13 @@ class Watch:
         of = self._of
         collective = 2 * of.passed + (of.entered_in is not None)
         for_ms = for_ns // 1_000_000
-        of.say(WorkerStalled, step=Step(of.passed + 1), collective=collective, silent=silent, for_ms=for_ms)
+        waiting = not silent and of.entered_in is not None
+        self._told = silent is False
+        of.say(
+            WorkerStalled,
+            step=Step(of.passed + 1),
+            collective=collective,
+            silent=silent,
+            for_ms=for_ms,
+            waiting=waiting,
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib.machinery
 import io
 import os
@@ -32,7 +33,7 @@ from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.lifeline import hold
-from rackrun.link.page import HeartbeatPage
+from rackrun.link.page import Activity, HeartbeatPage
 
 __all__ = ["FRESH_BOOT", "exec_fresh", "open_standard_streams", "run_worker"]
 
@@ -137,9 +138,15 @@ def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
         _run_python(boot, script)
         return 0
     except SystemExit as stop:
-        return _code_of(stop)
+        code = _code_of(stop)
+        if code and _has_met_nobody() and _page is not None:
+            _page.failed_early()
+        return code
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the worker, and is told
-        failure = _report(error)
+        early = _has_met_nobody()
+        if early and _page is not None:
+            _page.failed_early()
+        failure = _report(error, early=early)
         with contextlib.suppress(OSError):  # the agent is gone, and so shall we be
             WorkerChannel(report_fd).send(
                 WorkerExited(slot=boot.slot, incarnation=boot.incarnation, exit_code=1, failure=failure)
@@ -203,8 +210,16 @@ def _code_of(stop: SystemExit) -> int:
     return 1
 
 
-def _report(error: BaseException) -> Failure:
-    """Tell the reader, torch's tools and (by what is returned) the agent."""
+def _has_met_nobody() -> bool:
+    """No process group was made, or nothing was done with it: whatever is wrong, other ranks have no part in it."""
+    if _page is not None and _page.tick_ns and _page.activity is Activity.SETUP and _page.collectives == (0, 0):
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is None or not (distributed.is_available() and distributed.is_initialized())
+
+
+def _report(error: BaseException, *, early: bool = False) -> Failure:
+    """Tell the reader, torch's tools and (by what is returned) the agent. ``early``: what all ranks of a tray fail with alike is shown once."""
     import traceback
 
     trace = error.__traceback__
@@ -213,23 +228,43 @@ def _report(error: BaseException) -> Failure:
         trace = trace.tb_next
     error.__traceback__ = trace
     try:
-        sys.excepthook(type(error), error, trace)
-    except Exception:  # noqa: BLE001 - the script's own hook may be what is wrong
-        with contextlib.suppress(Exception):  # or nobody reads stderr any more
-            sys.__excepthook__(type(error), error, trace)
-    _write_error_file(error)
-    try:
         text = "".join(traceback.format_exception(type(error), error, trace))
         frames = traceback.extract_tb(trace)
         where = _where(frames) or _where_of_syntax_error(error)
     except Exception as second:  # noqa: BLE001 - an exception's own methods may be what is wrong
         text, where = f"<it cannot be formatted: {type(second).__name__}>", ""
+    if early and _is_told(f"{type(error).__qualname__} {where} {_text_of(error)}"):
+        rank = os.environ.get("RANK", "?")
+        with contextlib.suppress(Exception):  # nobody reads stderr any more
+            sys.stderr.write(f"rackrun: rank {rank} failed alike: {type(error).__qualname__} at {where}\n")
+    else:
+        try:
+            sys.excepthook(type(error), error, trace)
+        except Exception:  # noqa: BLE001 - the script's own hook may be what is wrong
+            with contextlib.suppress(Exception):  # or nobody reads stderr any more
+                sys.__excepthook__(type(error), error, trace)
+    _write_error_file(error)
     return Failure(
         type=bounded(f"{type(error).__module__}.{type(error).__qualname__}", _NAME_CHARS_MAX),
         message=bounded(_text_of(error), _MESSAGE_CHARS_MAX),
         traceback=bounded(text, _TRACEBACK_CHARS_MAX),
         where=bounded(where, _NAME_CHARS_MAX),
     )
+
+
+def _is_told(what: str) -> bool:
+    """Whether another worker of this tray has shown the same in this attempt."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return False
+    digest = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:16]
+    try:
+        os.close(os.open(Path(error_file).parents[1] / f".told-{digest}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _where(frames: Sequence[FrameSummary]) -> str:

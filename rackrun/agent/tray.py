@@ -301,6 +301,7 @@ class Tray:
                 exit_code=exit_code,
                 signal=signal_,
                 failure=failure,
+                early=worker.page.early,
                 step=worker.step(),
                 snapshots=worker.snapshots(),
             )
@@ -346,6 +347,10 @@ class Tray:
                 # Whatever it is told, its wait is over.
                 gone = self._fillers.clear(slot, "the spare is needed", hold=True)
                 worker.send(data, after=gone if self._fillers.in_the_way else None)
+                if isinstance(command, c.BreakGeneration):
+                    worker.called(command.generation, with_plan=False)
+                elif isinstance(command, c.ResumeGeneration):
+                    worker.called(command.plan.generation, with_plan=True)
 
     # -- who is here
     def _is_member(self, worker: Worker) -> bool:

@@ -2,8 +2,11 @@
 
 A killed process becomes readable on its pidfd only after its memory is torn down (tens of milliseconds a gigabyte, seconds
 where a GPU pins it). Its lifeline is released before that, and the exiting flag in /proc set; where there is no lifeline
-(a program that is no Python script, a worker that is just starting) the flag is polled. A worker that waits in a collective and one that is to
-blame look the same from here, so both are told, with how far each has come.
+(a program that is no Python script, a worker that is just starting) the flag is polled.
+
+A worker without progress waits for others in a collective, or stands in its own code. Both are told when their time is over, with how far
+each has come and where it stands; and when it goes on after all. In its own code it may work: then it has longer, outside of steps
+(`rackrun.agent.patience`).
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import asyncio
 import time
 
 from rackrun.agent.mirror import Mirror
+from rackrun.agent.patience import Patience
+from rackrun.agent.signs import frozen, read_signs, where_in_kernel
 from rackrun.agent.tray import Tray
 from rackrun.agent.uplink import Uplink
 from rackrun.agent.worker import Worker
-from rackrun.core.events import WorkerStalled
+from rackrun.core.events import WorkerBusy, WorkerStalled
 from rackrun.core.ids import Step
 from rackrun.link.page import Activity, HeartbeatPage
 
@@ -25,8 +30,15 @@ _PERIOD_S = 0.1
 _POLL_S = 0.01
 """While some worker has no lifeline. Ten times the processor time."""
 _LATE_NS = 200_000_000
-_SILENCE_NS = 60_000_000_000
-"""Of a worker of which nothing is known yet: it may hold the GIL for long, loading or compiling."""
+_SILENCE_NS, _BUSY_SILENCE_NS = 60_000_000_000, 600_000_000_000
+"""Without a tick, where no shorter deadline holds: it may hold the interpreter's lock for long. The second while it works."""
+_LOOK_NS = (90_000_000, 1_000_000_000)
+"""How often a process is looked at whose time is running out."""
+_PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
+"""A process that tells of nothing is given up when it is stopped for so long."""
+_COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
+"""After the others were called to another generation."""
+_MS = 1_000_000
 
 
 class Watch:
@@ -37,7 +49,7 @@ class Watch:
         self._floor_ms = stall_floor_ms
         self._loop = asyncio.get_running_loop()
         self._looked_ns = time.monotonic_ns()
-        self._not_before_ns = 0
+        self._held_ns = 0
         self._timer = self._loop.call_later(_PERIOD_S, self._look)
 
     def look_soon(self) -> None:
@@ -51,7 +63,7 @@ class Watch:
     def _look(self) -> None:
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns > _LATE_NS:
-            self._not_before_ns = now_ns  # we were held up, so workers may have been: their time starts again
+            self._held_ns += now_ns - self._looked_ns  # we were held up, so workers may have been: it is not their time
         self._looked_ns = now_ns
         poll = False
         self._mirror.forget_all_but(self._tray.living())
@@ -66,35 +78,150 @@ class Watch:
         self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
 
     def _check_progress(self, worker: Worker, now_ns: int) -> None:
-        page = worker.page
+        page, held_ns = worker.page, self._held_ns
         if not page.tick_ns:
-            return  # no rackrun in it (yet)
-        floor_ns = self._floor_ms * 1_000_000
-        silent_ns = now_ns - max(page.tick_ns, worker.stalled_since_ns, self._not_before_ns)
-        deadline_ns = max(page.deadline_ms * 1_000_000, floor_ns) if page.deadline_ms > 0 else 0
-        if silent_ns > (deadline_ns or _SILENCE_NS) or (silent_ns > floor_ns and worker.stopped()):
-            self._tell(worker, now_ns, now_ns - page.tick_ns, silent=True)
-        elif deadline_ns and not _waits_for_others(page):
-            since_ns = page.since_ns
-            if now_ns - max(since_ns, worker.stalled_since_ns, self._not_before_ns) > deadline_ns:
-                self._tell(worker, now_ns, now_ns - since_ns, silent=False)
+            self._check_plain(worker, now_ns)
+            return
+        patience, silence = worker.patience, worker.silence
+        if page.since_ns != patience.since_ns:
+            if patience.told:
+                patience.told = False
+                self._uplink.event(_stall(worker, over=True))
+            patience.progressed(page.since_ns, held_ns)
+        if page.tick_ns != silence.since_ns:
+            silence.progressed(page.tick_ns, held_ns)
+        if worker.called_ns:
+            self._look_whether_it_comes(worker, now_ns)
+        floor_ns = self._floor_ms * _MS
+        armed = page.deadline_ms > 0
+        idle_ns = max(page.deadline_ms * _MS, floor_ns) if armed else _SILENCE_NS
+        busy_ns = page.busy_ms * _MS if armed else _BUSY_SILENCE_NS
+        silent_ns = silence.quiet_ns(now_ns, held_ns)
+        if silent_ns > floor_ns and (because := _held_still(worker)):
+            self._tell(worker, now_ns, silent=True, where=because)
+        elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or there is no processor
+            limit_ns = min(idle_ns, _SILENCE_NS)
+            if self._overdue(worker, silence, now_ns, limit_ns, busy_ns):
+                where = f"its interpreter does not run, {where_in_kernel(worker.pid)}"
+                self._tell(worker, now_ns, silent=True, where=where)
+        elif not armed or _waits_in_recovery(page):
+            pass  # how long that may take is the coordinator's to say
+        elif _waits(page):
+            if self._overdue(worker, patience, now_ns, idle_ns, 0):
+                self._tell(worker, now_ns)
+        elif self._overdue(worker, patience, now_ns, idle_ns, busy_ns):
+            self._tell(worker, now_ns)
+        elif busy_ns and not patience.prolonged and patience.quiet_ns(now_ns, held_ns) > idle_ns:
+            patience.prolonged = True
+            self._uplink.event(_busy(worker, awaited=False))
 
-    def _tell(self, worker: Worker, now_ns: int, quiet_ns: int, *, silent: bool) -> None:
-        worker.stalled_since_ns = now_ns
+    def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+        """Its process is looked at only when half of the time is over."""
+        if 2 * patience.quiet_ns(now_ns, self._held_ns) <= idle_ns:
+            return False
+        if patience.look_again(now_ns, min(max(idle_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
+            patience.saw(read_signs(worker.pid))
+            worker.page.ask_place()
+        return patience.overdue(now_ns, self._held_ns, idle_ns, busy_ns)
+
+    def _check_plain(self, worker: Worker, now_ns: int) -> None:
+        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen."""
+        if now_ns < worker.plain_ns:
+            return
+        worker.plain_ns = now_ns + _PLAIN_LOOK_NS
+        if not _held_still(worker):
+            worker.stopped_ns = 0
+        elif not worker.stopped_ns:
+            worker.stopped_ns = now_ns - 1
+        elif now_ns - worker.stopped_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
+            for_ms, worker.stopped_ns = (now_ns - worker.stopped_ns) // _MS, now_ns
+            self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
+
+    def _look_whether_it_comes(self, worker: Worker, now_ns: int) -> None:
+        """All others go on to another generation. As long as it does not, it is told that it still works: its deadlines hold."""
         page = worker.page
-        self._uplink.event(
-            WorkerStalled(
-                slot=worker.slot,
-                incarnation=worker.incarnation,
-                step=Step(page.at.step),
-                collective=page.collectives[0],
-                silent=silent,
-                for_ms=quiet_ns // 1_000_000,
-            )
-        )
+        if page.generation >= worker.called_to or page.activity is Activity.EXITING:
+            worker.called_ns = 0
+        elif now_ns - worker.called_ns > _COMES_NS:
+            in_script = page.activity not in (Activity.RECOVERING, Activity.WAITING)
+            if page.tick_ns < worker.called_ns or (in_script and worker.called_with_plan):
+                page.ask_place()
+                worker.called_ns = now_ns + _COMES_AGAIN_NS - _COMES_NS
+                self._uplink.event(_busy(worker, awaited=True))
+
+    def _tell(self, worker: Worker, now_ns: int, *, silent: bool = False, where: str = "") -> None:
+        page = worker.page
+        quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
+        for patience in (worker.patience, worker.silence):
+            patience.tell(now_ns, self._held_ns)
+        self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
 
 
-def _waits_for_others(page: HeartbeatPage) -> bool:
-    """How long that may take is the coordinator's to say: in a recovery, or in a collective on the way through ``main``."""
+def _stall(
+    worker: Worker, *, silent: bool = False, over: bool = False, for_ms: int = 0, where: str = ""
+) -> WorkerStalled:
+    page = worker.page
+    return WorkerStalled(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        step=Step(page.at.step),
+        phase=page.at.phase,
+        collective=page.collectives[0],
+        silent=silent,
+        for_ms=for_ms,
+        waiting=_waits(page),
+        over=over,
+        unit="" if over else unit_of(page),
+        where=where or ("" if over else page.place),
+        allowed_ms=page.deadline_ms,
+    )
+
+
+def _busy(worker: Worker, *, awaited: bool) -> WorkerBusy:
+    page = worker.page
+    return WorkerBusy(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        unit=unit_of(page),
+        where=page.place,
+        for_ms=max(time.monotonic_ns() - page.since_ns, 0) // _MS,
+        allowed_ms=page.busy_ms or page.deadline_ms,
+        awaited=awaited,
+    )
+
+
+def unit_of(page: HeartbeatPage) -> str:
+    """What its main thread is in, for people."""
+    after = f" after step {page.at.step}" if page.at.step >= 0 else " before the first step"
+    match page.activity:
+        case Activity.SETUP:
+            return "setup" if page.at.step < 0 else f"main, entered again{after}"
+        case Activity.STEP:
+            return f"step {page.at.step}"
+        case Activity.PHASE:
+            return f"phase {page.unit_name or page.at.phase}{after}"
+        case Activity.BETWEEN:
+            return f"the script's code between two units,{after}"
+        case Activity.EXITING:
+            return "the script's code after main"
+        case Activity.RECOVERING:
+            return f"a recovery{after}"
+        case Activity.WAITING:
+            return "a wait"
+
+
+def _held_still(worker: Worker) -> str:
+    """By whom; "": it may run."""
+    if worker.stopped():
+        return "it is stopped by a signal"
+    return "its control group is frozen" if frozen(worker.pid) else ""
+
+
+def _waits(page: HeartbeatPage) -> bool:
+    """For others, in a collective."""
     entered, completed = page.collectives
-    return page.activity is Activity.RECOVERING or (page.activity is Activity.SETUP and entered > completed)
+    return entered > completed
+
+
+def _waits_in_recovery(page: HeartbeatPage) -> bool:
+    return page.activity is Activity.RECOVERING or (page.activity is Activity.SETUP and _waits(page))

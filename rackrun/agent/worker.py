@@ -7,10 +7,12 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 from rackrun.agent import proc
 from rackrun.agent.channel import AgentChannel
+from rackrun.agent.patience import Patience
 from rackrun.core.commands import StartWorker
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.core.wire import UnitSealed
@@ -37,8 +39,13 @@ class Worker:
         """It has been reaped: its slot is empty."""
         self.doomed = False
         """To be killed, if need be as soon as it exists."""
-        self.stalled_since_ns = 0
-        """When its last stall was told; progress since then ends that stall."""
+        self.patience, self.silence = Patience(), Patience()
+        """With its main thread, and with its control thread."""
+        self.stopped_ns = self.plain_ns = 0
+        """Since when a process without rackrun in it has been stopped, and when it is looked at again."""
+        self.called_ns = 0
+        """When it was last told of another generation that it has not joined yet; 0: it has."""
+        self.called_to, self.called_with_plan = 0, False
         self.told: tuple[Generation, Position] = Generation(0), BEGIN
         """The last unit that it has told of as committed, and its generation then."""
         page_fd = HeartbeatPage.create(command.slot)
@@ -71,6 +78,10 @@ class Worker:
         else:
             self._held.append(data)
             self._releasing = asyncio.get_running_loop().create_task(self._release(after))
+
+    def called(self, generation: int, *, with_plan: bool) -> None:
+        """All are called to another generation."""
+        self.called_ns, self.called_to, self.called_with_plan = time.monotonic_ns(), generation, with_plan
 
     async def _release(self, after: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):

@@ -44,6 +44,7 @@ from rackrun.core.events import (
     TrayDescribed,
     TrayJoined,
     TrayLost,
+    WorkerBusy,
     WorkerElastic,
     WorkerEvent,
     WorkerExited,
@@ -61,6 +62,7 @@ from rackrun.core.job import JobMachine
 from rackrun.core.layout import natural
 from rackrun.core.protection import keepers_of
 from rackrun.core.rack import RackMachine
+from rackrun.core.stalls import stands
 from rackrun.core.workers import Loss, WorkerRecord, WorkerState
 from rackrun.core.world import Phase
 
@@ -243,8 +245,8 @@ class ControlPlane:
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
                 self._job.recovery.unbuilt(record, event)
-            case WorkerStalled():
-                self._stalled(event, record)
+            case WorkerStalled() | WorkerBusy():
+                self._stands_still(event, record)
             case ReplicasDiffer() | LossNotRepeated():
                 self._job.corruption.heard(event, record)
             case BatchChanged():
@@ -288,15 +290,23 @@ class ControlPlane:
         else:
             self._job.lost([loss], event.at_ms)
 
-    def _stalled(self, event: WorkerStalled, record: WorkerRecord) -> None:
+    def _stands_still(self, event: WorkerStalled | WorkerBusy, record: WorkerRecord) -> None:
         """A member's stall is a matter of the world; a spare's is its own."""
-        because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
-        if record.state is WorkerState.RELEASED:
+        if isinstance(event, WorkerBusy):
+            if record.rank is not None:
+                self._job.recovery.standstill.works(record, event)
             return
-        if record.rank is None:
+        because = f"silent for {event.for_ms} ms" if event.silent else f"stalled for {event.for_ms} ms"
+        because += f": {stands(event)}" if event.unit else f": {event.where}" if event.where else ""
+        if event.over:
+            if record.rank is not None:
+                self._job.recovery.standstill.stalled(record, event)
+        elif record.state is WorkerState.RELEASED:
+            self._job.finale.stands_still(record, because, lambda why: self._rack.fence(record, why, fault=True))
+        elif record.rank is None:
             self._out.append(self._rack.fence(record, because, fault=True))
         elif self._job.world.phase is Phase.SETUP:
-            if event.silent:
+            if event.silent or not event.waiting:
                 self._out.append(self._rack.fence(record, because, fault=True))
                 self._job.lost([Loss(record=record, because=because)], event.at_ms)
         else:

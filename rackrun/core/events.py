@@ -48,6 +48,7 @@ __all__ = [
     "TrayDescribed",
     "TrayJoined",
     "TrayLost",
+    "WorkerBusy",
     "WorkerElastic",
     "WorkerEvent",
     "WorkerExited",
@@ -207,7 +208,7 @@ class WorkerUnbuilt(OfWorker, frozen=True, kw_only=True):
 
 
 class WorkerStalled(OfWorker, frozen=True, kw_only=True):
-    """No progress for longer than the deadline drawn from observed step times."""
+    """No progress for longer than the unit that it is in may take."""
 
     step: Step
     collective: int
@@ -215,6 +216,30 @@ class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     silent: bool
     """Not even its control thread ticks: stopped, or holding the GIL. Blame needs no comparison."""
     for_ms: int
+    waiting: bool = False
+    """In a collective, for others. Else it stands in its own code."""
+    over: bool = False
+    """It goes on after all: what was told before does not hold any more."""
+    phase: int = 0
+    """Of ``step``: `Position.phase`."""
+    unit: str = ""
+    """What it is in, for people: ``phase evaluate (run.every(100, ...)) after step 200``."""
+    where: str = ""
+    """Its line: ``train.py:31 in evaluate``."""
+    allowed_ms: int = 0
+    """For so long it may be without progress there."""
+
+
+class WorkerBusy(OfWorker, frozen=True, kw_only=True):
+    """It is in its own code for long, and is seen to work there. If it stands still, `WorkerStalled` says so."""
+
+    unit: str
+    where: str
+    for_ms: int
+    allowed_ms: int
+    """So long it may be without progress, as long as it works."""
+    awaited: bool
+    """All are called to another generation, and it has not come yet. Told again and again."""
 
 
 class WorkerExited(OfWorker, frozen=True, kw_only=True):
@@ -223,6 +248,8 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     failure: Failure | None = None
+    early: bool = False
+    """The script failed before it had made a process group: other ranks have no part in it."""
     step: Step = Step(-1)
     """The step it was in, read from its heartbeat page."""
     snapshots: tuple[Step, ...] = ()
@@ -483,6 +510,7 @@ WorkerEvent: TypeAlias = (
     | WorkerSevered
     | WorkerUnbuilt
     | WorkerStalled
+    | WorkerBusy
     | WorkerExited
     | WorkerFinished
     | BatchChanged

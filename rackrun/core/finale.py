@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rackrun.core.commands import Command, DrainWorkers, ReleaseWorkers, SetTimer
+from rackrun.core.commands import Command, DrainWorkers, Notice, ReleaseWorkers, SetTimer
 from rackrun.core.config import JobConfig
-from rackrun.core.culprit import is_crash, is_scripts
+from rackrun.core.culprit import is_scripts
 from rackrun.core.events import StopRequested
 from rackrun.core.ids import Rank, SlotId
 from rackrun.core.rack import RackMachine
 from rackrun.core.restart import Stop
-from rackrun.core.workers import Loss, Trigger
+from rackrun.core.workers import Loss, Trigger, WorkerRecord
 from rackrun.core.world import Phase, World
 
 __all__ = ["DRAIN_MS", "Finale", "ended_well"]
@@ -58,21 +58,47 @@ class Finale:
         for loss in losses:
             self._go([loss])
             if not ended_well(loss):
-                scripts = loss.exit is not None and (is_scripts(loss.exit) or is_crash(loss.exit))
+                if loss.exit is None or not is_scripts(loss.exit):
+                    self._tell_gone([loss])  # all that it had to do is done
+                    continue
                 self.stop(
-                    1 if scripts else 3,
+                    1,
                     f"rank {loss.record.rank} had finished training but did not exit well: {loss.because}",
                     remedy="look at what the script does after training.",
                     failure=loss.failure,
                     rank=loss.record.rank,
                 )
                 return
-        if len(self.gone) == self.world.size:
+        self._look_for_the_end()
+
+    def stands_still(self, record: WorkerRecord, because: str, fence: Callable[[str], Command]) -> None:
+        """A worker that was released, and does not end: nobody waits for it."""
+        self.emit(fence(because))
+        if record.rank is not None:
+            loss = Loss(record=record, because=because)
+            self._go([loss])
+            self._tell_gone([loss])
+            self._look_for_the_end()
+
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
+        """Ranks that had finished are gone, while others have not."""
+        self._tell_gone(losses)
+        self.look(at_ms)
+        if self.world.phase is Phase.ENDING:
+            self._look_for_the_end()
+
+    def _look_for_the_end(self) -> None:
+        if self.world.phase is Phase.ENDING and not self.not_gone():
             because = self.stopping.because if self.stopping else self.world.reason
             self.stop(self.stopping.exit_code if self.stopping else 0, because)
 
+    def _tell_gone(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            self.emit(Notice(text=f"rank {loss.record.rank} had finished training, and is gone: {loss.because}"))
+
     def not_gone(self) -> list[SlotId]:
-        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in self.gone]
+        there = {**self.gone, **self.world.retired}
+        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in there]
 
     # -- somebody wants it to stop ---------------------------------------------------------------------------------
     def departed(self, event: StopRequested, *, may_drain: bool) -> None:

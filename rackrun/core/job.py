@@ -51,6 +51,7 @@ from rackrun.core.shifting import Shifting
 from rackrun.core.situation import ProviderNow
 from rackrun.core.sizes import Sizes
 from rackrun.core.slowness import Slowness
+from rackrun.core.start_bugs import StartBugs
 from rackrun.core.swap import PlannedSwap
 from rackrun.core.triage import Triage
 from rackrun.core.workers import Loss, WorkerRecord, WorkerState
@@ -79,6 +80,7 @@ class JobMachine:
     beginning: Beginning = field(init=False)
     forming: Forming = field(init=False)
     culprit: Culprit = field(init=False)
+    start_bugs: StartBugs = field(init=False)
     finale: Finale = field(init=False)
     acquiring: Acquiring = field(init=False)
     background: Background = field(init=False)
@@ -160,6 +162,7 @@ class JobMachine:
             self.stop,
         )
         self.culprit = Culprit(self.config.gather_ms)
+        self.start_bugs = StartBugs(self.world, self.emit)
         self.acquiring = Acquiring(
             self.config, self.world, self.rack, self.emit, self.departs, self.slot_empty, self._ending
         )
@@ -207,6 +210,8 @@ class JobMachine:
             self.recovery.overdue(number, at_ms)
         elif kind == "rack":
             self.acquiring.timer(number, at_ms)
+        elif kind == "bugs" and number == str(self.world.generation):
+            self._bugs_overdue(at_ms)
         elif kind == "exits" and number == str(self.world.generation):
             self._exits_overdue()
         else:
@@ -274,19 +279,47 @@ class JobMachine:
         phase = self.world.phase
         if phase is Phase.SETUP and not self.world.elastic and all(ended_well(loss) for loss in losses):
             self.finale.plain_ended(losses)
-        elif phase is Phase.SETUP and not any(self._convicted(loss) for loss in losses if self._may_convict(loss)):
-            told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
-            self._restart.early(
-                f"{told} lost ({_because(losses[0])}) before the first step"
-                if self.world.elastic
-                else f"{told} lost ({losses[0].because})",
-                losses,
-                at_ms,
-            )
+        elif phase is Phase.SETUP:
+            self._lost_before_steps(losses, at_ms)
         elif phase is Phase.ENDING:
             self.finale.ended(losses)
         elif phase in IN_PLACE and not any(self._convicted(loss) for loss in losses):
             self.recovery.lose([_told_better(loss) for loss in losses], at_ms)
+
+    def _lost_before_steps(self, losses: Sequence[Loss], at_ms: int) -> None:
+        if any(self._convicted(loss) for loss in losses if self._may_convict(loss)):
+            return
+        bugs = self.start_bugs
+        if bugs.waits(losses, at_ms):
+            for loss in losses:
+                assert loss.record.rank is not None
+                self.world.lose(loss.record.rank)
+            return
+        if bugs.alike:
+            first, because = bugs.losses[min(bugs.losses)], bugs.because()
+            remedy = "" if " Remedy: " in because else "see its traceback, or its output."
+            self.stop(1, because, remedy=remedy, failure=first.failure, rank=first.record.rank)
+            return
+        losses = self._with_held(losses)
+        told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
+        before = " before the first step" if self.world.elastic else ""
+        self._restart.early(
+            f"{told} lost ({_because(losses[0]) if before else losses[0].because}){before}", losses, at_ms
+        )
+
+    def _with_held(self, losses: Sequence[Loss]) -> list[Loss]:
+        """And those that failed before, and waited for others to fail alike."""
+        held = {rank: loss for rank, loss in self.start_bugs.losses.items() if loss not in losses}
+        self.start_bugs.forget()
+        return sorted([*held.values(), *losses], key=lambda loss: loss.record.rank or 0)
+
+    def _bugs_overdue(self, at_ms: int) -> None:
+        """The others start, or have not failed yet: it is not all of them."""
+        losses = [*self.start_bugs.losses.values()]
+        if self.world.phase is Phase.SETUP and losses:
+            self.start_bugs.forget()
+            told = named([rank for loss in losses if (rank := loss.record.rank) is not None])
+            self._restart.early(f"{told} lost ({_because(losses[0])}) before the first step", losses, at_ms)
 
     def _may_convict(self, loss: Loss) -> bool:
         """A plain script's errors are answered as torchrun does: by starting again."""
@@ -406,6 +439,9 @@ class JobMachine:
         self.finale.look(at_ms)
         self._look_at_swaps(at_ms)
         self.shifting.look()
+
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
+        self.finale.retired(losses, at_ms)
 
     def _look_at_swaps(self, at_ms: int) -> None:
         if self.finale.stopping is None:

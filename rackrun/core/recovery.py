@@ -53,6 +53,7 @@ class Ladder(Protocol):
     """What recovery cannot decide alone."""
 
     def trained(self, at_ms: int) -> None: ...
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None: ...
     def restart(self, because: str, loss: Loss | None, at_ms: int) -> None: ...
     def stop(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
     def start_spare(self, slot: SlotId) -> StartWorker: ...
@@ -93,6 +94,8 @@ class Recovery:
     """Why the generation was broken, if nobody is lost."""
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     """Since the last plan."""
+    _retired: dict[Rank, Loss] = field(default_factory=dict)
+    """Of `World.retired`."""
     _moved: dict[Rank, None] = field(default_factory=dict)
     """Those among them that lived, and were taken out because their group moves."""
     between_steps: bool = False
@@ -125,11 +128,16 @@ class Recovery:
 
     # -- losses ----------------------------------------------------------------------------------------------------
     def lose(self, losses: Sequence[Loss], at_ms: int) -> None:
-        """Members are gone, or condemned: they take no part from now on."""
+        """Members are gone, or condemned: they take no part from now on. Who had finished training is not replaced as long as nobody
+        else is lost."""
+        if self.world.phase is Phase.TRAINING and all(loss.record.finished for loss in losses):
+            self._retire(losses, at_ms)
+            return
         for loss in losses:
             rank = loss.record.rank
             assert rank is not None
             self.world.lose(rank)
+            self.standstill.window.forget(rank)
             self.forget_members()
             self._losses[rank] = loss
             self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
@@ -139,6 +147,15 @@ class Recovery:
             self.decide(at_ms)
         else:
             self._break(self._told(), at_ms)
+
+    def _retire(self, losses: Sequence[Loss], at_ms: int) -> None:
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            self.world.retire(rank)
+            self.standstill.window.forget(rank)
+            self._retired[rank] = loss
+        self.ladder.retired(losses, at_ms)
 
     def plan_again(self, because: str, at_ms: int) -> None:
         """Nobody is lost, but what was planned cannot be done."""
@@ -152,6 +169,7 @@ class Recovery:
         self.world.old, self.world.layout = None, Generation(0)
         self.world.trust()
         self._settle()
+        self._retired.clear()
         self.standstill.forget()
 
     def _settle(self) -> None:
@@ -172,6 +190,10 @@ class Recovery:
     # -- break and park --------------------------------------------------------------------------------------------
     def _break(self, because: str, at_ms: int) -> None:
         world = self.world
+        for rank in world.retired:
+            self._losses[rank] = self._retired[rank]
+        self._retired.clear()
+        world.miss_retired()
         self.forget_members()
         generation = world.next_generation()
         world.phase = Phase.PARKING
@@ -221,12 +243,16 @@ class Recovery:
         if kind == "gather" and parking:
             self._gathering = False
             self.decide(at_ms)
+        elif kind == "park" and parking and self._wait_on(kind, WorkerState.BREAKING, at_ms):
+            pass
         elif kind == "park" and parking:
             self.emit(SetTimer(name=f"owed:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
             self._fence_late(WorkerState.BREAKING, "park", self.config.park_timeout_ms, at_ms)
         elif kind == "owed" and parking:
             self._owed = False
             self.decide(at_ms)
+        elif kind == "resume" and resuming and self._wait_on(kind, WorkerState.RESUMING, at_ms):
+            pass
         elif kind == "resume" and resuming:
             self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
         elif kind == "recover" and parking:
@@ -236,6 +262,15 @@ class Recovery:
             self.decide(at_ms)
         elif kind in ("stalled", "judge"):
             self.standstill.window_closed(kind, at_ms)
+
+    def _wait_on(self, kind: str, state: WorkerState, at_ms: int) -> bool:
+        """Somebody is late because it works in its own code: all others wait for it, and nobody is to blame. How long it may is
+        for its agent to say (`WorkerStalled`)."""
+        members = self.world.members
+        waits = any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
+        if waits:
+            self.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
+        return waits
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
         late = [
@@ -451,6 +486,7 @@ class Recovery:
     def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
         told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
         self._settle()
+        self.standstill.forget()  # ranks may have other numbers; what lasts is told again
         self.planner.resume(prospect, chosen, told, at_ms)
 
     def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:

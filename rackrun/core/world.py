@@ -73,6 +73,8 @@ class World:
     awaited: dict[Rank, None] = field(default_factory=dict)
     """Members that have still to answer what all were told last: to be ready, to park, to resume; while all train, to finish. Kept as
     the answers come, so that nobody has to look at all members for each of them."""
+    retired: dict[Rank, None] = field(default_factory=dict)
+    """Ranks that had finished, and whose workers are gone: nobody misses them, unless the others have to recover once more."""
     _rank_at: dict[SlotId, Rank] = field(default_factory=dict)
     """Of the members."""
     _lost: dict[Rank, None] = field(default_factory=dict)
@@ -124,11 +126,12 @@ class World:
 
     def lost(self) -> dict[Rank, SlotId]:
         """Ranks without a worker, and where they were."""
-        return {rank: self.seats[rank] for rank in (sorted(self._lost) if self.members else self.ranks())}
+        known = self.members or self.retired
+        return {rank: self.seats[rank] for rank in (sorted(self._lost) if known else self.ranks())}
 
     @property
     def complete(self) -> bool:
-        return len(self.members) == self.size
+        return len(self.members) + len(self.retired) == self.size
 
     def first_on(self, tray: TrayId) -> Rank:
         """The lowest rank that has, or had, its seat on a tray; rank 0 where there is none."""
@@ -172,9 +175,20 @@ class World:
         self.awaited.pop(rank, None)
         del self._rank_at[record.worker.slot]
 
+    def retire(self, rank: Rank) -> None:
+        """Its worker is gone, and all that it had to do is done."""
+        self.lose(rank)
+        del self._lost[rank]
+        self.retired[rank] = None
+
+    def miss_retired(self) -> None:
+        """There is something to recover: all ranks are needed for it."""
+        self._lost.update(self.retired)
+        self.retired.clear()
+
     def empty(self) -> None:
         """Nobody is in it any more."""
-        for known in (self.members, self.awaited, self._rank_at, self._lost, self._on_tray):
+        for known in (self.members, self.retired, self.awaited, self._rank_at, self._lost, self._on_tray):
             known.clear()
 
     def renumber(self, ranks: Mapping[Rank, Rank]) -> None:
@@ -203,7 +217,7 @@ class World:
 
     @property
     def some_have_finished(self) -> bool:
-        return self.phase is Phase.TRAINING and len(self.awaited) < len(self.members)
+        return self.phase is Phase.TRAINING and len(self.awaited) < self.size
 
     def go_on_after(self, committed: Position) -> tuple[tuple[Step, int], ...]:
         """With the size that it has now, what was never committed. Returns `sizes`."""
@@ -240,7 +254,9 @@ class World:
         if self.members:
             on_tray = sorted((tray_of(slot), rank) for rank, slot in self.seats.items())
             assert sorted((tray, rank) for tray, ranks in self._on_tray.items() for rank in ranks) == on_tray, "seats"
-        assert list(self.lost()) == [rank for rank in self.ranks() if rank not in self.members], "who is lost"
+        there = {**self.members, **self.retired}
+        assert list(self.lost()) == [rank for rank in self.ranks() if rank not in there], "who is lost"
+        assert not self.retired or self.phase in (Phase.TRAINING, Phase.ENDING, Phase.STOPPED), "who is missed"
         for rank, record in self.members.items():
             assert record.rank == rank, "a worker that is not what its rank says"
             assert record.alive, f"rank {rank} is held by a worker that is {record.state.value}"

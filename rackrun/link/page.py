@@ -29,6 +29,8 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
     range(11)
 )
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
+_BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
+_UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
 
@@ -41,7 +43,8 @@ class Activity(IntEnum):
     STEP = 2
     PHASE = 3
     RECOVERING = 4
-    BETWEEN = 5  # the user's own code between two units
+    BETWEEN = 5  # the user's own code between two units, and after the last
+    EXITING = 6  # released: everything is done
 
 
 class HeartbeatPage:
@@ -63,14 +66,27 @@ class HeartbeatPage:
         self._words[_TICK] = time.monotonic_ns()
 
     # -- written by the worker's main thread
-    def enter(self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0) -> None:
-        """Begin an activity. ``deadline_ms`` > 0 arms hang detection: no progress for longer is a stall."""
+    def enter(self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0, busy_ms: int = 0) -> None:
+        """Begin an activity. ``deadline_ms`` > 0 arms hang detection: no progress for longer is a stall. ``busy_ms`` > 0: as long as
+        the process is seen to work, that much is allowed instead."""
         words = self._words
         words[_DEADLINE_MS] = 0  # disarm while the rest changes
         words[_STEP], words[_PHASE] = at.step, at.phase
         words[_ACTIVITY] = activity
         words[_SINCE] = time.monotonic_ns()
+        words[_BUSY_MS] = busy_ms
         words[_DEADLINE_MS] = deadline_ms
+
+    def allow(self, at_least_ms: int) -> None:
+        """From now on, for the activity that has begun."""
+        words = self._words
+        words[_BUSY_MS] = max(int(words[_BUSY_MS]), at_least_ms) if words[_BUSY_MS] else 0
+        words[_DEADLINE_MS] = max(int(words[_DEADLINE_MS]), at_least_ms)
+        words[_SINCE] = time.monotonic_ns()
+
+    def name_unit(self, name: str) -> None:
+        """What people call a phase that begins now."""
+        self._write_text(_UNIT_TEXT, name, _PLACE_TEXT)
 
     def progress(self) -> None:
         """The main thread is alive and on its way: a collective, a batch. Restarts the deadline."""
@@ -81,7 +97,14 @@ class HeartbeatPage:
         self._words[_SINCE] = time.monotonic_ns()
 
     def collective_completed(self) -> None:
+        """What follows is this rank's own code again, which begins now."""
         self._words[_COMPLETED] += 1
+        self._words[_SINCE] = time.monotonic_ns()
+
+    def collectives_over(self) -> None:
+        """All that were entered have completed on the device too."""
+        self._words[_COMPLETED] = self._words[_ENTERED]
+        self._words[_SINCE] = time.monotonic_ns()
 
     def new_generation(self, generation: int) -> None:
         self._words[_ENTERED] = self._words[_COMPLETED] = 0
@@ -125,6 +148,49 @@ class HeartbeatPage:
         done = int(self._words[_MIRROR_DONE])
         return -done - 1 if done < 0 and -done == int(self._words[_MIRROR_WANTED]) else -1
 
+    # -- written when the script has ended
+    def failed_early(self) -> None:
+        """It ended with an error, before it could meet another rank."""
+        self._words[_EARLY] = 1
+
+    @property
+    def early(self) -> bool:
+        return bool(self._words[_EARLY])
+
+    # -- where the main thread is: asked by the agent, told by the control thread
+    def ask_place(self) -> None:
+        self._words[_PLACE_ASKED] += 1
+
+    @property
+    def place_asked(self) -> bool:
+        """And not told yet."""
+        return bool(self._words[_PLACE_ASKED] != self._words[_PLACE_TOLD])
+
+    def tell_place(self, place: str) -> None:
+        asked = int(self._words[_PLACE_ASKED])
+        self._write_text(_PLACE_TEXT, place, _LIFELINE)
+        self._words[_PLACE_TOLD] = asked
+
+    @property
+    def place(self) -> str:
+        """What was told last; "": nothing."""
+        return self._read_text(_PLACE_TEXT, _LIFELINE)
+
+    @property
+    def unit_name(self) -> str:
+        return self._read_text(_UNIT_TEXT, _PLACE_TEXT)
+
+    def _write_text(self, at: int, text: str, end: int) -> None:
+        data = text.encode(errors="replace")[: 8 * (end - at - 1)]
+        self._words[at] = 0
+        start = 8 * (at + 1)
+        self._map[start : start + len(data)] = data
+        self._words[at] = len(data)
+
+    def _read_text(self, at: int, end: int) -> str:
+        start, length = 8 * (at + 1), min(max(int(self._words[at]), 0), 8 * (end - at - 1))
+        return self._map[start : start + length].decode(errors="ignore")
+
     # -- written by the agent
     def mirror_done(self, step: int, *, well: bool) -> None:
         self._words[_MIRROR_DONE] = (step + 1) * (1 if well else -1)
@@ -164,6 +230,10 @@ class HeartbeatPage:
     @property
     def deadline_ms(self) -> int:
         return int(self._words[_DEADLINE_MS])
+
+    @property
+    def busy_ms(self) -> int:
+        return int(self._words[_BUSY_MS])
 
     def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""

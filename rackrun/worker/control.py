@@ -28,6 +28,7 @@ from rackrun.core.ids import Step
 from rackrun.link.boot import Boot
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.page import HeartbeatPage
+from rackrun.worker.place import place_of_main_thread
 from rackrun.worker.world import World
 
 __all__ = ["ControlThread"]
@@ -52,6 +53,8 @@ class ControlThread(threading.Thread):
         poll.register(self._channel.fileno(), select.POLLIN)
         while True:
             self._page.tick()
+            if self._page.place_asked:
+                self._page.tell_place(place_of_main_thread())
             if not poll.poll(TICK_MS):
                 self._world.flights.leave_overdue()
                 if (severed := self._world.severed()) is not None:

@@ -59,5 +59,5 @@ def _begin_again(runtime: Runtime) -> None:
             runtime.begin_again(plan)
         except Superseded:
             continue
-        page.enter(Activity.SETUP, world.passed, runtime.entry_deadline_ms())
+        page.enter(Activity.SETUP, world.passed, *runtime.entry_allowance())
         return

@@ -8,6 +8,8 @@ from collections import deque
 
 import numpy as np
 
+from rackrun.worker.unit_times import Allowance, UnitTimes
+
 __all__ = ["Pace"]
 
 _WARM_UNITS = 5
@@ -33,6 +35,8 @@ class Pace:
         self.first_step_of_generation = False
         self._cold = False
         """``main`` was entered again: what the first unit needs may have to be made once more."""
+        self._units: dict[str, UnitTimes] = {}
+        """Of everything but steps, by its name."""
 
     def expect(self, seconds: float) -> None:
         """The next unit may take this long."""
@@ -65,13 +69,30 @@ class Pace:
         if not self._constant:
             return
         self._seconds = deque((seconds * before / after for seconds in self._seconds), maxlen=self._seconds.maxlen)
+        for times in self._units.values():
+            times.resized(max(before / after, 1.0))
 
     def copied(self, seconds: float) -> None:
         """A rank may hold the others up so long, with a copy of its state that overlaps with a unit."""
         self._copy_s = max(self._copy_s, seconds)
 
-    def deadline_ms(self, *, copying: bool = False, work: float = 1.0) -> int:
-        """Of the unit that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
+    def unit_took(self, name: str, seconds: float) -> None:
+        """A phase, or whatever else is no step, was not disturbed."""
+        self._units.setdefault(name, UnitTimes()).took(seconds)
+
+    def allowance(self, name: str, *, between: bool = False) -> Allowance:
+        """Of such a unit, which begins now. ``between``: it is the script's code between two units, and what was
+        expected (`expect`) holds for the unit after it too."""
+        expected = self._expected_s
+        if not between:
+            self._expected_s = 0.0
+        times = self._units.get(name) or UnitTimes()
+        copies = _COPY_FACTOR * self._copy_s
+        found = times.allowance(self.median_s, self._patience, mixed=between)
+        return Allowance(*(limit + math.ceil(1e3 * copies) for limit in found)).at_least(math.ceil(1e3 * expected))
+
+    def step_deadline_ms(self, *, copying: bool = False, work: float = 1.0) -> int:
+        """Of the step that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
         so many times the micro-batches that a rank usually has."""
         expected, self._expected_s = self._expected_s, 0.0
         if len(self._seconds) < _WARM_UNITS:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rackrun.core import reshaping
 from rackrun.core.ids import Position
 from rackrun.errors import StepError, UsageError
-from rackrun.link.page import Activity
 from rackrun.topology.mesh import DATA_AXES
 from rackrun.worker.axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
 from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
@@ -223,7 +222,7 @@ class Run:
             self._run_at_end(total, after=0)
         self._world.scope = Scope.OUTSIDE
         reseed(self.batch.seed, "after", total)
-        self._runtime.page.enter(Activity.BETWEEN)
+        self._units.loop_over()
 
     def log(self, **values: float | str) -> None:
         """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
@@ -319,12 +318,18 @@ class Run:
             return
         for index, (steps, function) in enumerate(self._every, start=1):
             if index > after and (step + 1) % steps == 0 and not self._units.draining:
-                self._units.run(Position(step, index), lambda _, function=function: function())  # type: ignore[misc]
+                name = f"{_name_of(function)} (run.every({steps}, ...))"
+                self._units.run(Position(step, index), lambda _, function=function: function(), name)  # type: ignore[misc]
 
     def _run_at_end(self, total: int, *, after: int) -> None:
         for index, function in enumerate(self._at_end, start=1):
             if index > after:
-                self._units.run(Position(total, index), lambda _, function=function: function())  # type: ignore[misc]
+                name = f"{_name_of(function)} (run.at_end)"
+                self._units.run(Position(total, index), lambda _, function=function: function(), name)  # type: ignore[misc]
+
+
+def _name_of(function: Callable[[], Any]) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__).replace("<locals>.", "")
 
 
 def _with_step(step: Step, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ is never replaced: the script trains, and what is missing is said once.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -18,22 +17,20 @@ import torch.distributed as dist
 
 from rackrun.core.commands import Member, Plan
 from rackrun.core.events import WorkerElastic
-from rackrun.core.ids import Incarnation, SlotId, Step, step_in
+from rackrun.core.ids import BEGIN, Incarnation, SlotId, Step, step_in
 from rackrun.errors import UsageError
 from rackrun.link.boot import Boot, current
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.exchange import TCPSTORE_KEY
-from rackrun.link.page import HeartbeatPage
+from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker import compat
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
+from rackrun.worker.unit_times import UNKNOWN, Allowance, UnitTimes
 from rackrun.worker.world import World
 
 __all__ = ["Runtime", "start"]
-
-
-_ENTRY_FACTOR, _ENTRY_FLOOR_S = 4.0, 30.0
 
 
 class Runtime:
@@ -48,10 +45,11 @@ class Runtime:
         compat.check()
         self.boot = boot
         self._entered_s = time.monotonic()
-        self._longest_entry_s = 0.0
+        self._entries = UnitTimes()
         self.device = _device(boot)
         page_fd = boot.page_fd if boot else HeartbeatPage.create("alone")
         self.page = HeartbeatPage(page_fd)
+        self.page.enter(Activity.SETUP, BEGIN, *UNKNOWN)
         self.channel = WorkerChannel(boot.channel_fd) if boot else None
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
         self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
@@ -97,11 +95,11 @@ class Runtime:
 
     def at_steps(self) -> None:
         """``main`` has come to run.steps()."""
-        self._longest_entry_s = max(self._longest_entry_s, time.monotonic() - self._entered_s)
+        self._entries.took(time.monotonic() - self._entered_s)
 
-    def entry_deadline_ms(self) -> int:
+    def entry_allowance(self) -> Allowance:
         """So long without any progress, and ``main`` hangs when it is entered again."""
-        return math.ceil(1e3 * max(_ENTRY_FACTOR * self._longest_entry_s, _ENTRY_FLOOR_S))
+        return self._entries.entry()
 
     def begin_again(self, plan: Plan) -> None:
         """As a new process would: with a default group and no other, which has joined the generation of ``plan``; or, where that does

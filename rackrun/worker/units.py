@@ -45,6 +45,7 @@ from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo, changed_between
+from rackrun.worker.unit_times import EXITS, UNKNOWN
 from rackrun.worker.world import Abandoned, Scope
 
 __all__ = ["Carried", "UnitRunner"]
@@ -52,6 +53,7 @@ __all__ = ["Carried", "UnitRunner"]
 T = TypeVar("T")
 
 _AUDITED = 3
+_BETWEEN = "between"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Carried:
 class _Unit:
     at: Position
     body: Callable[[Step], Any]
+    name: str = ""
     result: Any = None
 
 
@@ -128,6 +131,8 @@ class UnitRunner:
             runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle, self._reports
         )
         self._begun = False
+        self._between: float | None = None
+        """Since when the user's code between two units runs."""
         self._last_step = -1
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
@@ -188,6 +193,7 @@ class UnitRunner:
         if self._carried is not None and not self.waiting_spare:
             self._rejoin.arrive()
             self._came_in = self.passed
+            self._to_script()
             return
         if not self.waiting_spare:
             if self._world.broken:
@@ -195,6 +201,7 @@ class UnitRunner:
                     "a peer was lost before the first step.", remedy="none needed: the world starts again."
                 )
             self._reports.ready(self._replicas.at_start())
+            self._to_script()
             return
         if self._carried is None:
             self._try_once(warm_up())
@@ -203,6 +210,11 @@ class UnitRunner:
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False
+        self._to_script()
+
+    def _to_script(self) -> None:
+        """The user's own code goes on, between two units."""
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.allowance(_BETWEEN, between=True))
 
     def _say_how_it_changes(self, held_by_mesh: str) -> None:
         """With the number of ranks: in place, by entering main again, or not at all."""
@@ -243,13 +255,19 @@ class UnitRunner:
             self._world.began = self._came_in = position
             self._world.stand_at(position, ())
 
-    def run(self, at: Position, body: Callable[[Step], T]) -> T:
-        """Returns ``body``'s result once the unit is committed."""
+    def run(self, at: Position, body: Callable[[Step], T], name: str = "") -> T:
+        """Returns ``body``'s result once the unit is committed. ``name``: of a phase."""
+        if self._between is not None:
+            self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
+            self._between = None
         self._undo.check_stands()
-        unit = _Unit(at, body)
+        unit = _Unit(at, body, name)
         self._recorded.append(unit)
         self._catch_up()
         result: T = unit.result
+        if self._page.activity is not Activity.BETWEEN:  # a recovery came last
+            self._to_script()
+        self._between = time.monotonic()
         for known in self._recorded:
             known.result = None  # what a step returns may be large, and is asked for once
         return result
@@ -265,6 +283,7 @@ class UnitRunner:
             if not self._world.broken:
                 self._reports.finished()
                 if self._world.wait_released():
+                    self._page.enter(Activity.EXITING, self.passed, *EXITS)
                     break
             self._recover()
             self._catch_up()
@@ -275,7 +294,12 @@ class UnitRunner:
 
     def expect(self, seconds: float) -> None:
         self._pace.expect(seconds)
-        self._page.enter(self._page.activity, self._page.at)
+        self._page.allow(int(1e3 * seconds))
+
+    def loop_over(self) -> None:
+        """What follows is the script's, and there is no history of it."""
+        self._between = None
+        self._page.enter(Activity.BETWEEN, self.passed, *UNKNOWN)
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
         if self.step_in_hand is not None and not self._world.unit_passed:
@@ -322,7 +346,7 @@ class UnitRunner:
         self._attempts = {at: attempt + 1}
         step = Step(at, attempt, self._world)
         began = time.monotonic()
-        self._start(step)
+        self._start(step, unit.name)
         try:
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
@@ -346,7 +370,7 @@ class UnitRunner:
             self._judge_late_breaks(at)
         if self._world.unit_passed:
             self._world.scope = Scope.OUTSIDE
-            self._committed(at, attempt, time.monotonic() - began - self._world.waited_s)
+            self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
             if self._to_pause(at):
                 self._pause.stand(at, last=at.step == self._last_step)
         elif self._nobody_is_whole:
@@ -360,7 +384,7 @@ class UnitRunner:
         else:
             self._discard(step)
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: Step, name: str = "") -> None:
         if step.at.phase:
             self._settle()  # a phase may change parameters
         self._logs.clear()
@@ -375,8 +399,12 @@ class UnitRunner:
         self._parts.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
         work = self._begin_batch(step)
-        deadline_ms = self._pace.deadline_ms(copying=self._copies_beside, work=work)
-        self._page.enter(Activity.PHASE if step.at.phase else Activity.STEP, step.at, deadline_ms)
+        if step.at.phase:
+            self._page.name_unit(name)
+            self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
+        else:
+            deadline_ms = self._pace.step_deadline_ms(copying=self._copies_beside, work=work)
+            self._page.enter(Activity.STEP, step.at, deadline_ms)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
     def _begin_undo(self, at: Position) -> None:
@@ -390,6 +418,10 @@ class UnitRunner:
         tries = not self._world.generation  # a spare
         self._late_gate = parts or number == 1
         self._undo.begin(whole=self._late_gate and not tries, audit=_is_audited(number) and not tries)
+
+    def _phase(self, at: Position, name: str) -> str:
+        """What its times are kept under: a function may be registered twice."""
+        return f"{'at_end' if at.step > self._last_step else 'every'} {at.phase} {name}"
 
     def batch_of(self, step: int) -> StepBatch:
         """While a step is in hand its batch stays what it was when the attempt began."""
@@ -500,8 +532,8 @@ class UnitRunner:
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
 
-    def _committed(self, at: Position, attempt: int, seconds: float) -> None:
-        self._page.enter(Activity.BETWEEN, at)
+    def _committed(self, at: Position, attempt: int, seconds: float, name: str) -> None:
+        self._page.enter(Activity.BETWEEN, at, *self._pace.allowance(_BETWEEN, between=True))
         self._snapshots.drop_former()
         if self._exact is not None and not at.phase:
             self._exact.committed()
@@ -520,6 +552,8 @@ class UnitRunner:
             self._snapshots.drop_upto(self._world.began.step)
         if attempt == 0 and not at.phase:
             self._pace.took(seconds)
+        elif attempt == 0:
+            self._pace.unit_took(self._phase(at, name), seconds)
         known = attempt == 0 and self._world.device.type == "cpu"
         own = self._world.own_time.of(seconds) if known else 0.0
         self._reports.committed(at, attempt, seconds, own, self._delivered_ids())

@@ -331,6 +331,7 @@ class World:
             finally:
                 self._in_gate = False
             values = on_device.cpu()
+            self.page.collectives_over()
         return values
 
     def abandon(self) -> None:

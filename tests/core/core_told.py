@@ -22,6 +22,7 @@ from rackrun.core.events import (
     TimerFired,
     TrayJoined,
     TrayLost,
+    WorkerBusy,
     WorkerElastic,
     WorkerExited,
     WorkerFinished,
@@ -142,6 +143,7 @@ class Told:
         failure: Failure | None = None,
         step: int = 5,
         snapshots: Sequence[int] = (),
+        early: bool = False,
     ) -> Sequence[Command]:
         if bug:
             failure = Failure(type="builtins.ValueError", message="no", traceback="", where=bug)
@@ -150,7 +152,13 @@ class Told:
         steps = tuple(Step(step) for step in snapshots)
         return self.tell(
             WorkerExited(
-                **self._who(slot), signal=signal, exit_code=code, failure=failure, step=Step(step), snapshots=steps
+                **self._who(slot),
+                signal=signal,
+                exit_code=code,
+                failure=failure,
+                early=early,
+                step=Step(step),
+                snapshots=steps,
             )
         )
 
@@ -172,10 +180,14 @@ class Told:
     def resumes(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerResumed(**self._who(slot), generation=Generation(self.view.generation)))
 
-    def stalls(self, slot: str, collective: int = 10, *, silent: bool = False) -> Sequence[Command]:
-        return self.tell(
-            WorkerStalled(**self._who(slot), step=Step(5), collective=collective, silent=silent, for_ms=700)
-        )
+    def stalls(self, slot: str, collective: int = 10, *, silent: bool = False, **further: object) -> Sequence[Command]:
+        """``further``: fields of `WorkerStalled`."""
+        told = {"step": Step(5), "collective": collective, "silent": silent, "for_ms": 700, **further}
+        return self.tell(WorkerStalled(**self._who(slot), **told))  # type: ignore[arg-type]
+
+    def works(self, slot: str, *, awaited: bool = False) -> Sequence[Command]:
+        busy = {"unit": "phase save", "where": "train.py:7 in save", "for_ms": 4000, "allowed_ms": 30000}
+        return self.tell(WorkerBusy(**self._who(slot), **busy, awaited=awaited))  # type: ignore[arg-type]
 
     def is_severed(self, slot: str, generation: int | None = None) -> Sequence[Command]:
         of = Generation(generation or self.view.generation)

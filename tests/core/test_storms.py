@@ -39,7 +39,14 @@ from rackrun.core.policy import parse_rules
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 
-NOT_OF_HARDWARE = ("planned swap", "Waiting for", "at the next step boundary", "growing has failed", "rack ")
+NOT_OF_HARDWARE = (
+    "planned swap",
+    "Waiting for",
+    "at the next step boundary",
+    "growing has failed",
+    "rack ",
+    "had finished training",
+)
 HEALTH = {
     "degraded": Health.DEGRADED,
     "lost": Health.LOST,

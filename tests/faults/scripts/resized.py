@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import rackrun
 from rackrun.link.boot import current
-from rackrun.worker import runtime
+from rackrun.worker import unit_times
 
 MODE, STEPS, FOLDER, REDUCTION = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 BATCH = sys.argv[5] if len(sys.argv) > 5 else "constant"
@@ -52,8 +52,9 @@ def hang_if_told(slot: str) -> None:
     """Once it enters ``main`` again. Its own patience with itself is short then: nobody else's."""
     if not (FOLDER / "hangs" / slot).exists():
         return
-    if runtime._ENTRY_FACTOR:
-        runtime._ENTRY_FACTOR, runtime._ENTRY_FLOOR_S = 0.0, 0.3
+    if unit_times._FACTOR:
+        unit_times._FACTOR = unit_times._BUSY_FACTOR = 0.0
+        unit_times.ENTERS_AGAIN = unit_times.Allowance(300, 300)
         return
     (FOLDER / "hangs" / slot).unlink()
     wait_for(lambda: False)

@@ -1,0 +1,112 @@
+"""Whether a worker without progress works, or hangs: a pure judgement, from what was read of its process.
+
+A process *works* while its processor time grows (its children's too), while it reads or writes, or while its main thread wakes again
+and again (data that comes in, a poll). Time for which it could have run, and got no processor, is not its own: it is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Patience", "Signs"]
+
+_BUSY_SHARE = 0.05
+_BYTES_PER_S, _WAKES_PER_S = 1 << 20, 5.0
+_COMPUTES = 30
+"""A thread that competes for processors waits at most so many times as long as it runs; one that only wakes waits hundreds of times as long."""
+
+
+class Signs(NamedTuple):
+    """What a process, and all below it, have done so far. Each only grows."""
+
+    at_ns: int
+    cpu_ns: int
+    waits_ns: Mapping[int, tuple[int, int]]
+    """By thread: how long it ran, and how long it was ready to run, without a processor."""
+    io_bytes: int
+    wakes: int
+    """Of the main thread: how often it had slept by itself."""
+    uninterruptible: bool = False
+    """The main thread waits for a device right now."""
+
+
+def starved_ns(before: Signs, now: Signs) -> int:
+    """For so long some thread that computes waited for a processor. They may wait for each other: the longest wait counts. Threads that only
+    wake and sleep again (for the interpreter's lock, for the time) do not."""
+    longest = 0
+    for thread, (ran, waited) in now.waits_ns.items():
+        ran_before, waited_before = before.waits_ns.get(thread, (ran, waited))
+        if _COMPUTES * (ran - ran_before) >= waited - waited_before:
+            longest = max(longest, waited - waited_before)
+    return longest
+
+
+def works(before: Signs, now: Signs) -> bool:
+    took_ns = max(now.at_ns - before.at_ns, 1)
+    return (
+        now.cpu_ns - before.cpu_ns >= _BUSY_SHARE * took_ns
+        or starved_ns(before, now) >= _BUSY_SHARE * took_ns
+        or now.io_bytes - before.io_bytes >= _BYTES_PER_S * took_ns / 1e9
+        or now.wakes - before.wakes >= max(_WAKES_PER_S * took_ns / 1e9, 2)
+        or (before.uninterruptible and now.uninterruptible)
+    )
+
+
+@dataclass(slots=True)
+class Patience:
+    """With one worker, since it last made progress, or since its stall was last told."""
+
+    since_ns: int = -1
+    """What its page said."""
+    told: bool = False
+    """That it stands still; not that it goes on again."""
+    prolonged: bool = False
+    """It was told that it works for longer than it may be idle."""
+    _from_ns: int = 0
+    _held_ns: int = 0
+    """For so long the agent itself had been held up by then: what it sees after that, it sees late."""
+    _signs: Signs | None = None
+    _worked_ns: int = 0
+    _starved_ns: int = 0
+
+    def progressed(self, since_ns: int, held_ns: int) -> None:
+        """There was progress: everything counts from there."""
+        self.since_ns, self._from_ns, self._held_ns = since_ns, since_ns, held_ns
+        self.prolonged = False
+        self._forget()
+
+    def tell(self, now_ns: int, held_ns: int) -> None:
+        """Its stall is told: not again before the time is over once more."""
+        self.told = True
+        self._from_ns, self._held_ns = now_ns, held_ns
+        self._forget()
+
+    def _forget(self) -> None:
+        self._signs, self._worked_ns, self._starved_ns = None, 0, 0
+
+    def look_again(self, now_ns: int, every_ns: int) -> bool:
+        return self._signs is None or now_ns - self._signs.at_ns >= every_ns
+
+    def saw(self, signs: Signs) -> None:
+        before, self._signs = self._signs, signs
+        if before is None:
+            return
+        self._starved_ns += min(starved_ns(before, signs), signs.at_ns - before.at_ns)
+        if works(before, signs):
+            self._worked_ns = signs.at_ns
+
+    def quiet_ns(self, now_ns: int, held_ns: int) -> int:
+        """Of its own: without progress, while it could run and was looked at."""
+        return now_ns - self._from_ns - (held_ns - self._held_ns) - self._starved_ns
+
+    def idle_ns(self, now_ns: int, held_ns: int) -> int:
+        """Also without any other sign of life."""
+        return min(now_ns - self._worked_ns, self.quiet_ns(now_ns, held_ns))
+
+    def overdue(self, now_ns: int, held_ns: int, idle_limit_ns: int, busy_limit_ns: int) -> bool:
+        """``busy_limit_ns`` 0: that it works is no excuse."""
+        if not busy_limit_ns:
+            return self.quiet_ns(now_ns, held_ns) > idle_limit_ns
+        return self.idle_ns(now_ns, held_ns) > idle_limit_ns or self.quiet_ns(now_ns, held_ns) > busy_limit_ns

@@ -1,0 +1,84 @@
+"""How long one kind of unit has taken, and how long it may take: a phase, the code between two steps, a way through ``main``.
+
+Steps are alike, and have a deadline of their own (`rackrun.worker.pace`). Everything else varies: an evaluation may take a tenth of
+a step or a hundred steps, on one rank or on all. So two limits are drawn from what was observed. The *idle* one holds for a rank
+that shows no sign of life: it computes nothing, reads and writes nothing. The *busy* one holds while it does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+__all__ = ["ENTERS_AGAIN", "EXITS", "UNKNOWN", "Allowance", "UnitTimes"]
+
+_FACTOR, _BUSY_FACTOR = 3.0, 9.0
+_IDLE_FLOOR_S, _BUSY_FLOOR_S, _VARIED_BUSY_FLOOR_S = 2.0, 30.0, 60.0
+_ALIKE, _ALIKE_MIN, _RESOLUTION_S = 3.0, 5, 0.1
+"""Times are regular if there are five, and none is above three times their median; what is shorter than 0.1 s is alike."""
+_STEPS_IDLE, _STEPS_BUSY = 150.0, 300.0
+"""Of what is not regular: in steps."""
+
+
+class Allowance(NamedTuple):
+    """Milliseconds without progress."""
+
+    idle_ms: int
+    busy_ms: int
+    """While the process is seen to work; 0: that is no excuse."""
+
+    def at_least(self, milliseconds: int) -> Allowance:
+        return Allowance(max(self.idle_ms, milliseconds), max(self.busy_ms, milliseconds) if self.busy_ms else 0)
+
+
+UNKNOWN = Allowance(600_000, 1_800_000)
+"""Of what was never observed: it may compile, download, or save for the first time."""
+EXITS = Allowance(60_000, 600_000)
+"""Of a process that was released: what it trained is done, and nobody waits for it but the job's end."""
+ENTERS_AGAIN = Allowance(10_000, 60_000)
+"""The least for another way through ``main``: all ranks are at it at once."""
+
+
+class UnitTimes:
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=64)
+
+    def took(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def resized(self, times: float) -> None:
+        """The same work takes so many times as long from now on."""
+        self._seconds = deque((seconds * times for seconds in self._seconds), maxlen=self._seconds.maxlen)
+
+    @property
+    def longest_s(self) -> float:
+        return max(self._seconds, default=0.0)
+
+    @property
+    def regular(self) -> bool:
+        if len(self._seconds) < _ALIKE_MIN:
+            return False
+        return self.longest_s <= _ALIKE * max(statistics.median(self._seconds), _RESOLUTION_S)
+
+    def entry(self) -> Allowance:
+        """Of a way through ``main``, when the first one is known."""
+        longest_ms = 1e3 * self.longest_s
+        idle, busy = (math.ceil(factor * longest_ms) for factor in (_FACTOR, _BUSY_FACTOR))
+        return Allowance(max(idle, ENTERS_AGAIN.idle_ms), max(busy, ENTERS_AGAIN.busy_ms))
+
+    def allowance(self, step_s: float, patience: float = 1.0, *, mixed: bool = False) -> Allowance:
+        """``step_s``: of a usual step. ``patience``: so many times as much, after what looked like a hang was none. ``mixed``: it is not
+        always the same code, so what was regular may be something else the next time."""
+        if not self._seconds:
+            return UNKNOWN
+        if self.regular:
+            idle, busy = _IDLE_FLOOR_S, _BUSY_FLOOR_S
+        else:
+            idle, busy = max(_IDLE_FLOOR_S, _STEPS_IDLE * step_s), max(_VARIED_BUSY_FLOOR_S, _STEPS_BUSY * step_s)
+        if mixed:
+            busy = max(busy, _VARIED_BUSY_FLOOR_S)
+        idle = patience * max(idle, _FACTOR * self.longest_s)
+        busy = max(patience * max(busy, _BUSY_FACTOR * self.longest_s), idle)
+        return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy))

@@ -1,0 +1,118 @@
+"""Whether a worker without progress works or hangs, from what is read of its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rackrun.agent.patience import Patience, Signs, starved_ns, works
+from rackrun.agent.signs import frozen, read_signs, where_in_kernel
+
+S = 1_000_000_000
+IDLE, BUSY = 3 * S, 30 * S
+
+
+def signs(at: float, *, cpu: float = 0.0, ran: float = 0.0, waited: float = 0.0, io: int = 0, wakes: int = 0) -> Signs:
+    return Signs(int(at * S), int(cpu * S), {1: (int(ran * S), int(waited * S))}, io, wakes)
+
+
+def watched(*seen: Signs) -> Patience:
+    patience = Patience()
+    patience.progressed(0, 0)
+    for one in seen:
+        patience.saw(one)
+    return patience
+
+
+def overdue(patience: Patience, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
+    return patience.overdue(int(at * S), int(held * S), IDLE, busy)
+
+
+def test_who_shows_no_sign_of_life_is_overdue_when_its_time_is() -> None:
+    patience = watched(signs(1.5), signs(2.9))
+    assert not overdue(patience, 2.9)
+    assert overdue(patience, 3.1)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        signs(2.5, cpu=0.1),
+        signs(2.5, io=4 << 20),
+        signs(2.5, wakes=20),
+        signs(2.5, ran=0.05, waited=0.9),
+    ],
+    ids=["computes", "writes", "wakes", "gets no processor"],
+)
+def test_who_works_has_longer_outside_of_steps_but_not_for_ever(later: Signs) -> None:
+    patience = watched(signs(1.5), later)
+    assert not overdue(patience, 5.0)
+    assert overdue(patience, 5.6 + 0.9), "it stopped working at 2.5 s"
+    for at in range(3, 40):
+        patience.saw(later._replace(at_ns=at * S, cpu_ns=at * S))
+    assert overdue(patience, 39.0)
+
+
+def test_in_a_step_work_is_no_excuse_but_a_lack_of_processors_is() -> None:
+    assert overdue(watched(signs(1.5), signs(3.1, cpu=1.6)), 3.1, busy=0)
+    starved = watched(signs(1.5), signs(3.1, ran=0.2, waited=1.4))
+    assert not overdue(starved, 3.1, busy=0)
+    assert overdue(starved, 4.6, busy=0)
+
+
+def test_threads_that_only_wake_are_not_starved() -> None:
+    assert starved_ns(signs(0), signs(1, ran=0.001, waited=0.5)) == 0
+    assert not works(signs(0), signs(1, ran=0.001, waited=0.5))
+
+
+def test_time_for_which_the_agent_itself_was_held_up_does_not_count() -> None:
+    assert not overdue(watched(), 5.0, held=2.5)
+    assert overdue(watched(), 6.0, held=2.5)
+
+
+def test_what_is_told_is_told_again_only_when_the_time_is_over_once_more() -> None:
+    patience = watched()
+    assert overdue(patience, 4.0)
+    patience.tell(4 * S, 0)
+    assert not overdue(patience, 6.9)
+    assert overdue(patience, 7.1)
+
+
+@pytest.mark.parametrize(
+    ("code", "busy"),
+    [
+        ("import time; time.sleep(600)", False),
+        ("while True: pass", True),
+        ("import subprocess; subprocess.run(['sh', '-c', 'while :; do :; done'])", True),
+    ],
+    ids=["sleeps", "loops", "a child works"],
+)
+def test_a_real_process_is_read(code: str, busy: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"print('up', flush=True)\n{code}"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        while next_window(process.pid) is not busy:  # what comes before the sleep ends some time; what works never does
+            pass
+        assert where_in_kernel(process.pid)
+        assert not frozen(process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def next_window(pid: int) -> bool:
+    """Whether it works, over the next third of a second."""
+    before = now = read_signs(pid)
+    while now.at_ns - before.at_ns < 300_000_000:
+        threading.Event().wait(0.05)
+        now = read_signs(pid)
+    return works(before, now)

@@ -1,0 +1,246 @@
+"""Who is to blame when nobody moves, and who is not: whoever works is waited for, and what hangs twice in one place is the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core_told import Told, every, only, plan_in, stop_in
+
+from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Notice, ReleaseWorkers, SetTimer, StopJob
+from rackrun.core.config import JobConfig
+from rackrun.core.stalls import BUSY_HOLDS_MS
+
+PHASE = "phase evaluate (run.every(4, ...)) after step 8"
+
+
+def judged(told: Told) -> list[Command]:
+    return [*told.timer("stalled"), *told.timer("judge")]
+
+
+def swapped(told: Told, slot: str) -> None:
+    """Whoever was condemned in ``slot`` has gone, and all train again."""
+    told.exits(slot, signal=9)
+    told.park_all(passed=4)
+    told.resume_all()
+    assert told.view.phase == "training"
+
+
+# -- those that wait, wait rightly ------------------------------------------------------------------------------------
+def test_who_waits_for_a_rank_that_works_is_not_stalled_and_its_unit_is_not_done_twice(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/1"):
+        training.stalls(slot, 11, waiting=True)
+    assert not every(FenceWorker, judged(training))
+    assert training.view.phase == "training"
+
+
+def test_who_goes_on_after_all_is_not_blamed_later(training: Told) -> None:
+    training.stalls("b/0", 10)
+    training.stalls("b/0", 10, over=True)
+    for slot in ("a/0", "a/1"):
+        training.stalls(slot, 11, waiting=True)
+    assert not every(FenceWorker, judged(training))
+
+
+def test_who_stands_in_its_own_code_is_to_blame_though_others_have_longer_deadlines(training: Told) -> None:
+    training.stalls("b/0", 10, unit=PHASE, where="train.py:31 in evaluate", allowed_ms=6000)
+    training.stalls("a/0", 11, waiting=True, unit=PHASE, where="train.py:44 in main")
+    fenced = only(FenceWorker, judged(training))
+    assert fenced.slot == "b/0"
+    assert fenced.because == (
+        "stalled at collective 10, others wait at 11 (2 of 4 ranks report): "
+        f"rank 2 stands in {PHASE} at train.py:31 in evaluate; rank 0 waits in {PHASE} at train.py:44 in main; "
+        "run.expect(seconds) allows more than 6 s"
+    )
+
+
+def test_when_most_stand_in_their_own_code_and_one_works_nobody_is_taken_out(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/1"):
+        training.stalls(slot, 10)
+    assert not judged(training)[1:]
+    assert training.view.phase == "training"
+
+
+# -- the same again ---------------------------------------------------------------------------------------------------
+def test_the_same_stall_twice_ends_the_job_with_the_line(training: Told) -> None:
+    where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
+    training.stalls("b/0", 10, **where)
+    assert only(FenceWorker, judged(training)).slot == "b/0"
+    swapped(training, "b/0")
+    training.stalls("b/2", 10, **where)
+    stop = stop_in(judged(training))
+    assert stop.exit_code == 1
+    assert "came twice" in stop.because
+    assert "train.py:31 in evaluate" in stop.because
+
+
+@pytest.mark.parametrize("other", [{"where": "train.py:32 in evaluate"}, {"step": 6}, {"phase": 1}])
+def test_a_stall_elsewhere_is_another_one(training: Told, other: dict[str, object]) -> None:
+    where = {"unit": PHASE, "where": "train.py:31 in evaluate"}
+    training.stalls("b/0", 10, **where)
+    judged(training)
+    swapped(training, "b/0")
+    training.stalls("b/2", 10, **{**where, **other})
+    assert only(FenceWorker, judged(training)).slot == "b/2"
+
+
+def test_what_nobody_knows_the_place_of_is_not_the_scripts(training: Told) -> None:
+    training.stalls("b/0", 10)
+    judged(training)
+    swapped(training, "b/0")
+    training.stalls("b/2", 10)
+    assert not every(StopJob, judged(training))
+
+
+def test_a_collective_that_only_some_have_entered_names_each_place_and_is_done_again_once(training: Told) -> None:
+    def stall() -> list[Command]:
+        for slot in training.members:
+            line = 9 if slot == "a/0" else 12
+            training.stalls(slot, 11, waiting=True, unit=PHASE, where=f"train.py:{line} in evaluate")
+        return judged(training)
+
+    announced = only(BreakGeneration, stall())
+    assert f"rank 0 waits in {PHASE} at train.py:9 in evaluate" in announced.because
+    assert f"ranks 1, 2, 3 wait in {PHASE} at train.py:12 in evaluate" in announced.because
+    training.park_all(passed=4)
+    training.resume_all()
+    stop = stop_in(stall())
+    assert (stop.exit_code, "train.py:9" in stop.because, "train.py:12" in stop.because) == (1, True, True)
+
+
+# -- people are told ---------------------------------------------------------------------------------------------------
+def test_people_are_told_once_of_who_works_for_long(training: Told) -> None:
+    notice = only(Notice, training.works("b/0"))
+    assert "rank 2 works in phase save, at train.py:7 in save, for 4 s" in notice.text
+    assert "run.expect" in notice.text
+    assert not training.works("b/0")
+
+
+# -- a recovery that somebody does not come to -----------------------------------------------------------------------------
+def test_who_works_is_waited_for_and_the_successor_of_the_lost_rank_stays(training: Told) -> None:
+    training.exits("b/0", signal=9)
+    training.park_all(passed=4)
+    assert "all wait for rank 1" in only(Notice, training.works("a/1", awaited=True)).text
+    answers = training.timer("resume")
+    assert not every(FenceWorker, answers)
+    assert [timer.name for timer in every(SetTimer, answers)] == ["resume:2"]
+    training.now += BUSY_HOLDS_MS + 1
+    assert [fenced.slot for fenced in every(FenceWorker, training.timer("resume"))] == ["b/2"], "nothing is heard of it"
+
+
+def test_who_hangs_while_all_are_called_is_replaced_and_not_the_successor(training: Told) -> None:
+    training.exits("b/0", signal=9)
+    training.park_all(passed=4)
+    training.stalls("a/1", 10, unit="the script's code between two units, after step 4", where="train.py:50 in main")
+    fenced = only(FenceWorker, judged(training))
+    assert (fenced.slot, fenced.fault) == ("a/1", True)
+    assert "train.py:50 in main" in fenced.because
+    assert "did not come to the recovery" in fenced.because
+
+
+def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(training: Told) -> None:
+    training.exits("b/0", signal=9)
+    training.timer("gather")
+    for slot in ("a/0", "b/1"):
+        training.parks(slot)
+    training.works("a/1", awaited=True)
+    assert not every(FenceWorker, training.timer("park"))
+    assert plan_in(training.parks("a/1")).generation == 2
+
+
+# -- everything is done --------------------------------------------------------------------------------------------------
+def finished(told: Told) -> Sequence[Command]:
+    return [command for slot in list(told.members) for command in told.finishes(slot)]
+
+
+def test_a_rank_that_dies_after_it_has_finished_is_not_replaced(training: Told) -> None:
+    training.finishes("a/1")
+    answers = training.exits("a/1", signal=9)
+    assert not every(BreakGeneration, answers)
+    assert "rank 1 had finished training" in only(Notice, answers).text
+    for slot in ("a/0", "b/0"):
+        training.finishes(slot)
+    released = only(ReleaseWorkers, training.finishes("b/1"))
+    assert len(released.workers) == 3 + 2, "three ranks and two spares"
+    for slot in ("a/0", "b/0"):
+        assert not every(StopJob, training.exits(slot, code=0))
+    assert stop_in(training.exits("b/1", code=0)).exit_code == 0
+
+
+def test_when_the_last_that_had_not_finished_is_lost_who_had_is_missed_again(training: Told) -> None:
+    training.finishes("a/1")
+    training.exits("a/1", signal=9)
+    assert every(BreakGeneration, training.exits("b/0", signal=9))
+    assert min(plan_in(training.park_all(passed=4)).restores, key=lambda one: one.rank).rank == 1
+
+
+@pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 6}])
+def test_who_dies_when_all_is_done_does_not_change_the_exit_code(training: Told, how: dict[str, int]) -> None:
+    finished(training)
+    for slot in ("a/0", "a/1", "b/0"):
+        training.exits(slot, code=0)
+    assert stop_in(training.exits("b/1", **how)).exit_code == 0
+
+
+def test_what_the_script_itself_raises_after_main_still_does(training: Told) -> None:
+    finished(training)
+    assert stop_in(training.exits("b/1", code=4)).exit_code == 1
+
+
+def test_who_is_stopped_when_all_is_done_holds_nobody(training: Told) -> None:
+    finished(training)
+    for slot in ("a/0", "a/1", "b/0"):
+        training.exits(slot, code=0)
+    answers = training.stalls("b/1", silent=True)
+    assert only(FenceWorker, answers).slot == "b/1"
+    assert stop_in(answers).exit_code == 0
+
+
+def test_a_tray_that_is_lost_when_all_is_done_is_no_loss(training: Told) -> None:
+    finished(training)
+    training.exits("a/0", code=0)
+    training.exits("a/1", code=0)
+    assert stop_in(training.tray_lost("b")).exit_code == 0
+
+
+# -- the script fails on all ranks alike, at its start --------------------------------------------------------------------
+def starting() -> Told:
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=2))
+    told.join("a", 3)
+    told.join("b", 3)
+    return told
+
+
+@pytest.mark.parametrize(
+    "how", [{"code": 2, "early": True}, {"code": 1, "bug": "train.py:1", "early": True}, {"code": 127}]
+)
+def test_what_all_ranks_fail_with_at_once_ends_the_job_at_once(how: dict[str, object]) -> None:
+    told = starting()
+    for slot in ("a/0", "a/1", "b/0"):
+        assert not every(FenceWorker, told.exits(slot, **how))
+    stop = stop_in(told.exits("b/1", **how))
+    assert stop.exit_code == 1
+    assert "all 4 ranks failed alike before the first step" in stop.because
+
+
+def test_one_rank_that_fails_alone_starts_the_world_again_after_a_while() -> None:
+    told = starting()
+    assert not every(FenceWorker, told.exits("a/0", code=1, bug="train.py:1", early=True))
+    assert len(every(FenceWorker, told.timer("bugs"))) == 3
+
+
+@pytest.mark.parametrize("then", [{"code": 1, "bug": "train.py:2", "early": True}, {"signal": 9}])
+def test_ranks_that_end_differently_start_the_world_again_at_once(then: dict[str, object]) -> None:
+    told = starting()
+    told.exits("a/0", code=1, bug="train.py:1", early=True)
+    assert len(every(FenceWorker, told.exits("a/1", **then))) == 2
+
+
+def test_what_a_plain_script_fails_with_later_is_answered_as_torchrun_does() -> None:
+    told = starting()
+    assert len(every(FenceWorker, told.exits("a/0", code=1, bug="train.py:90"))) == 3
+
+
+def test_a_stopped_rank_of_a_plain_script_is_lost() -> None:
+    told = starting()
+    assert [one.slot for one in every(FenceWorker, told.stalls("a/1", silent=True))] == ["a/1", "a/0", "b/0", "b/1"]

@@ -1,0 +1,82 @@
+"""Deadlines of what is no step come from that unit's own history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rackrun.worker.pace import Pace
+from rackrun.worker.unit_times import UNKNOWN, UnitTimes
+
+STEP_S = 0.05
+
+
+def paced(steps: int = 20) -> Pace:
+    pace = Pace()
+    for _ in range(2):
+        pace.committed()
+    for _ in range(steps):
+        pace.took(STEP_S)
+    return pace
+
+
+def test_a_first_phase_has_minutes_whatever_steps_take() -> None:
+    pace = paced()
+    assert pace.step_deadline_ms() == 1000
+    assert pace.allowance("evaluate") == UNKNOWN
+    assert UNKNOWN.idle_ms >= 600_000
+
+
+def test_what_is_regular_is_found_within_three_times_what_was_observed() -> None:
+    pace = paced()
+    for _ in range(5):
+        pace.unit_took("evaluate", 4.0)
+    assert pace.allowance("evaluate").idle_ms == 12_000
+    assert pace.allowance("save") == UNKNOWN, "another phase"
+
+
+def test_code_between_steps_that_takes_next_to_nothing_is_found_within_seconds() -> None:
+    times = UnitTimes()
+    for _ in range(50):
+        times.took(random.Random(1).uniform(0.0001, 0.02))
+    assert times.allowance(1.0).idle_ms == 2000
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_phases_of_any_length_are_within_the_busy_limit_and_nearly_always_within_the_idle_one(seed: int) -> None:
+    rng, times = random.Random(seed), UnitTimes()
+    times.took(STEP_S * 10 ** rng.uniform(-1, 2))
+    for _ in range(60):
+        seconds = STEP_S * 10 ** rng.uniform(-1, 2)
+        allowed = times.allowance(STEP_S)
+        assert seconds * 1000 <= allowed.busy_ms
+        if not times.regular:
+            assert seconds * 1000 <= allowed.idle_ms
+        times.took(seconds)
+
+
+def test_what_grows_from_a_tenth_of_a_step_to_a_hundred_is_within_its_limits() -> None:
+    times, seconds = UnitTimes(), 0.1 * STEP_S
+    times.took(seconds)
+    while seconds < 100 * STEP_S:
+        seconds *= 1.5
+        assert seconds * 1000 <= times.allowance(STEP_S).idle_ms
+        times.took(seconds)
+
+
+def test_run_expect_raises_both_limits_once() -> None:
+    pace = paced()
+    for _ in range(5):
+        pace.unit_took("save", 1.0)
+    pace.expect(500.0)
+    assert min(pace.allowance("save")) == 500_000
+    assert pace.allowance("save").idle_ms == 3000
+
+
+def test_what_was_slow_and_no_hang_has_more_time_the_next_time() -> None:
+    pace = paced()
+    for _ in range(5):
+        pace.unit_took("save", 1.0)
+    pace.new_generation(nobody_lost=True)
+    assert pace.allowance("save").idle_ms == 6000
