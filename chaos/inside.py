@@ -213,7 +213,7 @@ def _install(folder: Path, points: list[str]) -> None:
         hooks.in_collective()
         return collective(self, *args, **more)
 
-    runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign, assignment]
+    runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign]
     group.ElasticGroup._run = hooked_collective  # type: ignore[method-assign]
     _hook_launcher(folder)
     watch_restores(folder)
