@@ -49,8 +49,8 @@ class _OfOldNumpy:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = self._generator.get_state()
-        return {"state": json.dumps([kind, keys.tolist(), *rest])}  # type: ignore[union-attr]
+        kind, keys, *rest = self._generator.get_state(legacy=True)
+        return {"state": json.dumps([kind, np.asarray(keys).tolist(), *rest])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kind, keys, *rest = json.loads(state["state"])
