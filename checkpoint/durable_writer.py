@@ -54,7 +54,7 @@ from rackrun.checkpoint.manifest import (
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable import DurableStore
 
-__all__ = ["GenerationWriter", "SealedPayload", "Sliced", "checked_chunks"]
+__all__ = ["GenerationWriter", "SealedPayload", "Sliced"]
 
 register(
     "durable.directory",
@@ -194,7 +194,7 @@ class GenerationWriter:
         self._make_directories()
         crash_point("durable.directory")
         name = shard_name(fragment.rank, self.world_size)
-        with self._new_file(name, checked_chunks(data, fragment)) as part:
+        with self._new_file(name, _checked_chunks(data, fragment)) as part:
             crash_point("durable.data_synced")
             put_name(self._files, part, self._temporary / name)
         crash_point("durable.data_named")
@@ -365,7 +365,7 @@ class GenerationWriter:
                     pass
 
 
-def checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
+def _checked_chunks(data: memoryview | Sliced, fragment: Fragment) -> Iterator[memoryview]:
     """Private copies of the chunks, each compared with its sealed CRC32C."""
     buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
     for index, wanted in enumerate(fragment.chunk_crcs()):

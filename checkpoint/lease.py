@@ -34,6 +34,9 @@ BEAT_S = 5.0
 EXPIRY_S = 30.0
 _DYING_S = 10.0
 """For so long the process of a job that was just killed may be there."""
+_LEAVING_S = 2.0
+_SILENT_S = 24 * 3600.0
+"""After so long without a save, of a process that cannot be seen from here and renews nothing."""
 _LOOK_S = 0.25
 _SETTLE_S = 0.5
 NAME = "OWNER.json"
@@ -52,6 +55,8 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     process: tuple[int, int, int, int] = (0, 0, 0, 0)
     beat: int = 0
+    renewed: bool = True
+    """By a thread. Else the file says when the process has last saved."""
     ended: bool = False
 
 
@@ -65,11 +70,12 @@ class Lease:
         self._beat = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._held = False
         self.lost = ""
         """Why this job must not save any more."""
 
-    def take(self, *, by_force: bool = False) -> None:
-        """Raises `InUse`, and OSError. ``by_force``: a later start of a job fences the earlier one."""
+    def take(self) -> None:
+        """Raises `InUse`, and OSError."""
         with contextlib.suppress(FileExistsError):
             self._store.files.mkdir(self._store.directory)
         began, seen = time.monotonic(), None
@@ -82,7 +88,7 @@ class Lease:
                 if _read(self._store, self._path) is None:
                     self._store.files.replace(self._path, self._said())  # it is no owner's: damaged
                 continue
-            if found.owner == self._owner or by_force:
+            if found.owner == self._owner:
                 self._store.files.replace(self._path, self._said())
                 return
             alive = _is_alive(self._store, self._path, found)
@@ -99,6 +105,19 @@ class Lease:
                 )
             time.sleep(_LOOK_S)
 
+    def hold(self) -> str:
+        """Before a save, in place of `take` and `keep`: a later start of a job fences the earlier one. Why this one must not save any more;
+        "" also when storage does not say."""
+        with contextlib.suppress(OSError):
+            found = _read(self._store, self._path)
+            if self._held and found is not None and found.owner != self._owner:
+                self.lost = f"{self._store.directory} was taken over by a later start of the job, on {found.host}"
+            if not self.lost:
+                self._beat += 1
+                self._store.files.replace(self._path, self._said(renewed=False))
+                self._held = True
+        return self.lost
+
     def keep(self, told: Callable[[str], None] = lambda _: None) -> None:
         """Renew it from now on, in a thread. ``told`` gets the reason when another job has taken it."""
         self._thread = threading.Thread(target=self._renew, args=[told], name="rackrun-lease", daemon=True)
@@ -108,7 +127,7 @@ class Lease:
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(OSError):  # until it answers again
                 found = _read(self._store, self._path)
-                if found is not None and found.owner != self._owner:
+                if found is not None and found.owner != self._owner and not found.ended:
                     self.lost = f"{self._store.directory} was taken over by another job, on {found.host}"
                     told(self.lost)
                     return
@@ -121,15 +140,15 @@ class Lease:
         """Renew it no more. ``ended``: the job is over, and the next may begin at once."""
         self._over.set()
         if self._thread is not None:
-            self._thread.join(BEAT_S)
+            self._thread.join(_LEAVING_S)
         if ended:
             with contextlib.suppress(OSError):
                 found = _read(self._store, self._path)
                 if found is not None and found.owner == self._owner:
-                    self._store.files.replace(self._path, self._said(ended=True))
+                    self._store.files.replace(self._path, self._said(ended=True, renewed=False))
         end_session(self._me)
 
-    def _said(self, *, ended: bool = False) -> bytes:
+    def _said(self, *, ended: bool = False, renewed: bool = True) -> bytes:
         return msgspec.json.encode(
             _Owner(
                 owner=self._owner,
@@ -138,6 +157,7 @@ class Lease:
                 host=socket.gethostname(),
                 process=tuple(self._me),
                 beat=self._beat,
+                renewed=renewed,
                 ended=ended,
             )
         )
@@ -165,7 +185,7 @@ def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
         return False
     if _is_near(owner):
         return Process(*owner.process).alive()
-    return _age_s(store, path) <= EXPIRY_S
+    return _age_s(store, path) <= (EXPIRY_S if owner.renewed else _SILENT_S)
 
 
 def _is_near(owner: _Owner) -> bool:

@@ -45,7 +45,6 @@ from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.peers import Peers, PeersGone
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.restoring import RestoreReport, restore
-from rackrun.checkpoint.retention import sweep
 from rackrun.checkpoint.saver import Place, Saved, Saver
 from rackrun.checkpoint.saving import Counters, SaveHandle
 from rackrun.checkpoint.sources import Seen, Sources
@@ -164,7 +163,7 @@ class CheckpointManager:
         crash_point("restore.epoch_agreed")
         self._epoch = agreed.epoch
         if peers.rank == 0:
-            self._own_directory()
+            self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
         slots = self._memory.slots if self._memory is not None else None
         return Place(
             job=self.job,
@@ -177,18 +176,8 @@ class CheckpointManager:
             local_ranks=agreed.hosts[host],
             keep=self._keep,
             seconds=_SECONDS,
-            lost=lambda: self._lease.lost if self._lease is not None else "",
+            hold=self._lease.hold if self._lease is not None else str,
         )
-
-    def _own_directory(self) -> None:
-        """This start fences earlier ones, and removes what they have left unfinished. Storage that refuses will refuse the saves too."""
-        try:
-            self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
-            self._lease.take(by_force=True)
-            self._lease.keep()
-        except OSError as error:
-            print(f"rackrun: {self._store.directory} cannot be owned: {error}", file=sys.stderr, flush=True)
-        sweep(self._store, epoch=self._epoch)
 
     def restore(self) -> RestoreReport | None:
         """Collective, after `prepare` and before training: the newest committed generation, the same on all ranks, from this
@@ -323,7 +312,7 @@ class CheckpointManager:
             self._sources.close()
             self._saver.close(seconds=2.0)
         if self._lease is not None:
-            self._lease.leave(ended=remove)
+            self._lease.leave(ended=remove and self._saver.durable)
         if self._folder is not None:
             self._folder.leave(remove=remove, epoch=self._epoch)
 

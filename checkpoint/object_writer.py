@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 
-from rackrun.checkpoint.crashpoints import crash_point, register
-from rackrun.checkpoint.durable_writer import GenerationWriter, Sliced, checked_chunks
+from rackrun.checkpoint.crashpoints import crash_point
+from rackrun.checkpoint.durable_writer import GenerationWriter, Sliced, _checked_chunks
 from rackrun.checkpoint.files import FailureKind, Refused, delete_tree, write_new
 from rackrun.checkpoint.manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
 
 __all__ = ["ObjectWriter"]
-
-register("objects.data_uploaded", "objects.read_back", "objects.fragment_uploaded", "objects.manifest_uploaded")
 
 
 class ObjectWriter(GenerationWriter):
@@ -30,12 +28,12 @@ class ObjectWriter(GenerationWriter):
 
     def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
         name = self._temporary / shard_name(fragment.rank, self.world_size)
-        write_new(self._files, name, checked_chunks(data, fragment))
-        crash_point("objects.data_uploaded")
+        write_new(self._files, name, _checked_chunks(data, fragment))
+        crash_point("durable.data_named")
         self._read_back(name, fragment)
-        crash_point("objects.read_back")
+        crash_point("durable.read_back")
         self._files.replace(self._temporary / fragment_name(fragment.rank, self.world_size), seal(fragment)[0])
-        crash_point("objects.fragment_uploaded")
+        crash_point("durable.fragment_named")
 
     def _publish(self, manifest: Manifest) -> None:
         if not self._is_published(manifest):
@@ -44,7 +42,7 @@ class ObjectWriter(GenerationWriter):
             except FileExistsError as error:
                 if not self._is_published(manifest):
                     raise Refused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
-            crash_point("objects.manifest_uploaded")
+            crash_point("durable.manifest_named")
         self._discard()
 
     def _sync_name(self) -> None:

@@ -168,7 +168,7 @@ class _Chooser:
         records = []
         for generation in now:
             try:
-                holdings, record = self._sources.on_disk(generation)
+                holdings, record = self._sources.look_into(generation)
             except CheckpointError as error:
                 self._leave_out(generation, error.what, damaged=is_damage(error))
                 continue

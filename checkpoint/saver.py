@@ -57,8 +57,8 @@ class Place:
     """Durable generations."""
     seconds: float
     """How long ranks wait for each other."""
-    lost: Callable[[], str] = str
-    """Why nothing goes to disk any more."""
+    hold: Callable[[], str] = str
+    """Why nothing goes to disk any more. Rank 0's counts."""
 
 
 class Saver:
@@ -165,6 +165,11 @@ class Saver:
         self.wait_committed()
         for thread in self._alive():
             thread.join()
+
+    @property
+    def durable(self) -> bool:
+        """Something was to go to disk."""
+        return self._flushed >= 0
 
     def owed(self) -> int:
         """After `finish`: the generation that was due and is not on disk, nor is a newer one; -1: none."""
@@ -288,7 +293,7 @@ class Saver:
         flush = Flush(
             handle,
             saving.image,
-            Disk(place.store, place.epoch, place.keep, self._began, place.lost),
+            Disk(place.store, place.epoch, place.keep, self._began, place.hold),
             arena,
             peers=place.peers.another(),
             former=self._flushed,

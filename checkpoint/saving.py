@@ -135,8 +135,8 @@ class Disk:
     epoch: int
     keep: int
     began: int
-    lost: Callable[[], str] = str
-    """Why nothing is written any more: another job has taken the directory. Rank 0's word counts."""
+    hold: Callable[[], str] = str
+    """Why nothing is written any more: a later start has taken the directory. Rank 0's counts."""
 
 
 class Flush:
@@ -183,7 +183,9 @@ class Flush:
         if peers.rank != 0:
             return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
         keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
-        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "") or disk.lost()
+        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        fenced = disk.hold()
+        outcome = outcome or fenced
         crash_point("flush.gathered")
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
@@ -194,7 +196,7 @@ class Flush:
             writer.give_up()  # all have said that they are done with it
         collect(
             disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
-            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not disk.lost(),
+            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
         )  # fmt: skip
         return outcome
 

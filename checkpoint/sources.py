@@ -8,6 +8,7 @@ generation. A durable generation without a commit record
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 
@@ -109,7 +110,17 @@ class Sources:
     def place(self) -> str:
         return self._folder.place if self._folder is not None else ""
 
-    def on_disk(self, generation: int) -> tuple[list[Holding], CommitRecord]:
+    def on_disk(self, common: set[tuple[int, str]]) -> tuple[list[Holding], list[CommitRecord]]:
+        """`look_into` of all that can be read."""
+        holdings, records = list[Holding](), list[CommitRecord]()
+        for generation, _ in sorted(common):
+            with contextlib.suppress(CheckpointError):
+                found, record = self.look_into(generation)
+                holdings += found
+                records.append(record)
+        return holdings, records
+
+    def look_into(self, generation: int) -> tuple[list[Holding], CommitRecord]:
         """The shards of a durable generation, and a record of it. Raises CheckpointError with what is wrong."""
         holdings = _durable_holdings(self._reader(generation))
         copies = [

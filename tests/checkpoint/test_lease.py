@@ -36,9 +36,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def taken() -> Iterator[Callable[..., Lease]]:
     made: list[Lease] = []
 
-    def make(root: Path, owner: str, epoch: int = 0, **options: Any) -> Lease:
+    def make(root: Path, owner: str, epoch: int = 0) -> Lease:
         made.append(Lease(DurableStore(root, JOB), owner, epoch))
-        made[-1].take(**options)
+        made[-1].take()
         return made[-1]
 
     yield make
@@ -125,7 +125,9 @@ def test_who_was_overtaken_saves_no_more(tmp_path: Path, monkeypatch: Any, taken
     told = threading.Event()
     first = taken(tmp_path, "a")
     first.keep(lambda _: told.set())
-    taken(tmp_path, "b", by_force=True)
+    later = Lease(DurableStore(tmp_path, JOB), "b")
+    assert later.hold() == ""
+    later.leave(ended=False)
     assert told.wait(60)
     assert "taken over" in first.lost
 
@@ -200,13 +202,21 @@ def test_saves_that_fail_leave_nothing_and_go_on_when_there_is_room_again(
     one.close()
 
 
-def test_the_next_start_removes_what_the_one_before_has_left(
+def test_the_next_start_removes_what_the_ones_before_have_left(
     manager: Callable[..., CheckpointManager], tmp_path: Path
 ) -> None:
     store = DurableStore(tmp_path / "checkpoints", "run")
     (tmp_path / "checkpoints").mkdir()
     for epoch in (1, 2):
         assert write_shard(store.writer(2, 20, epoch, 2), 0)
-    one = manager()
-    one.prepare(Training().state)
+    one, training = manager(), Training()
+    one.prepare(training.state)
+    training.step()
+    assert one.save(1, durable=True).durable.result()
+    one.wait_until_finished()
     assert store.parts() == []
+    two = manager(job="run")
+    two.prepare(Training().state)
+    assert two.save(2, durable=True).durable.result()
+    handle = one.save(3, durable=True)
+    assert not handle.durable.result(), "the later start has fenced it"

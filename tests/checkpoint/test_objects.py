@@ -224,7 +224,7 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
     class Killed(BaseException):
         pass
 
-    points = [name for name in crashpoints.CRASH_POINTS if name.startswith(("objects.", "retention.", "durable.chunk"))]
+    points = [name for name in crashpoints.CRASH_POINTS if name.startswith(("retention.", "durable."))]
     struck = set()
     for number, point in enumerate(points):
         store, rng = DurableStore(remote / str(number), JOB), random.Random(number)
@@ -255,7 +255,7 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
         assert not done.failures
         assert verified(after)[0] == 4
         assert survey(after).leftovers == (), point
-    assert struck >= {name for name in points if name.startswith("objects.")}
+    assert struck >= {f"durable.{what}" for what in ("chunk", "data_named", "read_back", "fragment_named", "manifest_named")}
 
 
 # -- the whole of it
