@@ -246,7 +246,7 @@ def test_with_closed_streams_a_fork_server_that_is_lost_is_replaced(tmp_path: Pa
     job = started_by_shell(["--standalone", "--nproc-per-node", "1", "plain.py"], 'exec "$@" 0<&- 1>&- 2>&-', tmp_path)
     try:
         wait_until((tmp_path / "up-0-0").exists, WAIT_S)
-        wait_until(lambda: (tmp_path / "up-0-0").read_text(), WAIT_S)
+        wait_until((tmp_path / "up-0-0").read_text, WAIT_S)
         os.kill(int((tmp_path / "up-0-0").read_text()), signal.SIGKILL)  # its parent, the fork server
         wait_until((tmp_path / "up-1-0").exists, WAIT_S)
         (tmp_path / "go").touch()
@@ -264,7 +264,7 @@ def test_when_nobody_reads_its_output_any_more_a_job_goes_on(tmp_path: Path, scr
     os.close(writing)
     try:
         wait_until((tmp_path / "up-0-0").exists, WAIT_S)
-        wait_until(lambda: (tmp_path / "up-0-0").read_text(), WAIT_S)
+        wait_until((tmp_path / "up-0-0").read_text, WAIT_S)
         os.close(reading)
         os.kill(int((tmp_path / "up-0-0").read_text()), signal.SIGKILL)
         wait_until((tmp_path / "up-1-0").exists, WAIT_S)
