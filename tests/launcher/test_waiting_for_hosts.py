@@ -16,8 +16,8 @@ HERE = [("tray-00", "head"), ("tray-02", "n7")]
         (HERE, 4, (), "waiting for hosts: 2 of 4 trays are here: tray-00 (head), tray-02 (n7); missing: 2 more"),
         (
             HERE, 4, ("tray-00", "tray-01", "tray-02", "tray-03"),
-            "waiting for hosts: 2 of 4 trays are here: tray-00 (head), tray-02 (n7); "
-            "missing: tray-01 (--node-rank 1), tray-03 (--node-rank 3)",
+            ("waiting for hosts: 2 of 4 trays are here: tray-00 (head), tray-02 (n7); "
+             "missing: tray-01 (--node-rank 1), tray-03 (--node-rank 3)"),
         ),
         ([], 2, ("a7", "a8"), "waiting for hosts: 0 of 2 trays are here: nobody; missing: a7, a8"),
     ],
