@@ -80,6 +80,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     from rackrun.launch.agents import LocalAgents
     from rackrun.launch.job import host
     from rackrun.launch.place import Endpoint
+    from rackrun.link import descriptors
     from rackrun.link.address import join
 
     own = f"http://{join(*listening.getsockname()[:2])}"
@@ -90,6 +91,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     log_dir = options.log_dir or str(place.directory / "logs")
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
     agents.start()
+    descriptors.raise_limit()  # every agent holds a connection, and every other host one more
     try:
         return asyncio.run(
             host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)

@@ -220,6 +220,14 @@ class Driver:
             self._inbox.clear()
             self._handling = False
 
+    def notice(self, text: str) -> None:
+        """For a person."""
+        self._observer.notice(text)
+
+    def hosts(self) -> list[tuple[str, str]]:
+        """Trays that are here, and their hosts."""
+        return [(str(tray), link.host) for tray, link in sorted(self._links.items())]
+
     def heard(self, telemetry: Iterable[Telemetry]) -> None:
         """Telemetry that arrived together."""
         now_ms = self.now_ms()

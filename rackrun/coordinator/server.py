@@ -16,7 +16,7 @@
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
-401 means a wrong or missing token, 426 another protocol version, 409 that the job is over, that another host has the tray's name, or
+401 means a wrong or missing token, 426 another protocol, or another version of rackrun or torch, 409 that the job is over, that another host has the tray's name, or
 (with ``resume=1``) that the tray has been given up: a broken connection is a lost tray, and its agent must begin anew. 503: the tray has an
 agent that lives; ask again. The body says so in words.
 """
@@ -73,6 +73,7 @@ from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.errors import UsageError
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 from rackrun.link.listener import Listener, http_token
+from rackrun.link.versions import own_versions, unlike
 
 __all__ = ["ALONE_S", "Server"]
 
@@ -81,6 +82,7 @@ ALONE_S = 30.0
 """So much longer than a lease nobody is given up while nobody at all is heard."""
 _PINGS = 5
 """In a lease. TCP, which waits twice as long for each answer that it misses, then brings one in time after a silence of up to half of it."""
+_SAID_MAX = 100
 _OUR_OWN = (
     TrayLost,
     TimerFired,
@@ -125,6 +127,7 @@ class Server:
         self._lease_s = lease_s
         self._links: set[_AgentLink] = set()
         self._listener: Listener | None = None
+        self._said: set[str] = set()
         self._alone, self._back_s = False, -math.inf
         """Nobody is heard; and when somebody was again."""
         app = web.Application(client_max_size=64 * 1024)
@@ -249,6 +252,16 @@ class Server:
                 text=f"the agent speaks protocol {theirs}, the coordinator speaks protocol {PROTOCOL}. Remedy: install "
                 f"the same version of rackrun on every host.",
             )
+        if different := unlike(request.query, own_versions()):
+            host = request.query.get("host", "")
+            self._say_once(
+                f"{tray} of host {host} is refused: it runs {different}. Every host needs the same versions."
+            )
+            return web.Response(
+                status=426,
+                text=f"this host runs {different}, and ranks must compute the same everywhere. Remedy: install the same version of "
+                f"rackrun and of torch on every host.",
+            )
         if not tray or "/" in tray:
             raise web.HTTPBadRequest(text=f"tray={tray!r} is not the name of a tray.")
         if (over := self._driver.over) is not None:
@@ -279,6 +292,13 @@ class Server:
             self._driver.lost(link.tray, link, because)
             await link.close(code, message)
         return socket_
+
+    def _say_once(self, text: str) -> None:
+        """To who started the job; nothing of a flood."""
+        text = clean(text[:500])
+        if text not in self._said and len(self._said) < _SAID_MAX:
+            self._said.add(text)
+            self._driver.notice(text)
 
     def _check_free(self, tray: TrayId, host: str) -> None:
         """At most one agent acts for a tray: the first, until it is gone or its lease is over."""

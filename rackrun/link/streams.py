@@ -34,7 +34,7 @@ def say_what_can_be_said() -> None:
 
 
 def _stream(fd: int) -> io.TextIOWrapper:
-    return io.TextIOWrapper(_Unfailing(fd), encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(_Unfailing(fd), encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 class _Unfailing(io.RawIOBase):

@@ -126,9 +126,9 @@ def _take_no_more(fd: int, inode: int) -> None:
     """Have the kernel drop what comes to a listening socket: gloo takes every caller in, without asking for anything, and ends the process
     when descriptors run short. Closing the socket would end it too."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listening:
-        if os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening):
-            if listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                take_no_more(listening)
+        ours = os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening)
+        if ours and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            take_no_more(listening)
 
 
 def _is_tcp(connection: socket.socket) -> bool:

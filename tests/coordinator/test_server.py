@@ -25,6 +25,7 @@ from rackrun.core.events import (
 )
 from rackrun.core.ids import Incarnation, SlotId, TrayId
 from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward
+from rackrun.link.versions import own_versions
 from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined, logged, unit
 from tests.coordinator.test_journal import query
 
@@ -53,6 +54,27 @@ async def test_another_protocol_is_refused_with_both_versions_named(journal: Jou
         assert answer.status == 426
         assert "protocol 99" in (text := await answer.text())
         assert f"protocol {PROTOCOL}" in text
+
+
+@pytest.mark.parametrize("other", ["rackrun", "torch"])
+async def test_a_host_with_other_versions_is_refused_before_anything_starts_there(journal: Journal, other: str) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c, _session() as session:
+        theirs = {**own_versions(), other: "0.0.7"}
+        for _ in range(3):
+            answer = await session.get(f"{c.url}/agent", params={**GOOD, **theirs, "host": "old-host"})
+            assert answer.status == 426
+            text = await answer.text()
+        assert f"{other} 0.0.7 (here {own_versions()[other]})" in text
+        assert "Remedy: install the same version" in text
+        assert core.heard == []
+        assert len(c.seen.notices) == 1, "who started the job is told once"
+        assert f"tray-00 of host old-host is refused: it runs {other} 0.0.7" in c.seen.notices[0]
+
+
+async def test_a_host_with_the_same_versions_is_taken_in(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, **own_versions()):
+        await taken_in(c)
 
 
 async def test_a_job_that_is_over_takes_no_agents_and_says_how_it_ended(journal: Journal) -> None:

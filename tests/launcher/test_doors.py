@@ -246,7 +246,7 @@ def test_with_closed_streams_a_fork_server_that_is_lost_is_replaced(tmp_path: Pa
     job = started_by_shell(["--standalone", "--nproc-per-node", "1", "plain.py"], 'exec "$@" 0<&- 1>&- 2>&-', tmp_path)
     try:
         wait_until((tmp_path / "up-0-0").exists, WAIT_S)
-        wait_until(lambda: (tmp_path / "up-0-0").read_text(), WAIT_S)
+        wait_until((tmp_path / "up-0-0").read_text, WAIT_S)
         os.kill(int((tmp_path / "up-0-0").read_text()), signal.SIGKILL)  # its parent, the fork server
         wait_until((tmp_path / "up-1-0").exists, WAIT_S)
         (tmp_path / "go").touch()
@@ -264,7 +264,7 @@ def test_when_nobody_reads_its_output_any_more_a_job_goes_on(tmp_path: Path, scr
     os.close(writing)
     try:
         wait_until((tmp_path / "up-0-0").exists, WAIT_S)
-        wait_until(lambda: (tmp_path / "up-0-0").read_text(), WAIT_S)
+        wait_until((tmp_path / "up-0-0").read_text, WAIT_S)
         os.close(reading)
         os.kill(int((tmp_path / "up-0-0").read_text()), signal.SIGKILL)
         wait_until((tmp_path / "up-1-0").exists, WAIT_S)
@@ -311,3 +311,70 @@ def test_any_exception_ends_with_its_own_reason(
     said = ran.stderr[ran.stderr.index("rackrun: the script failed") :]
     assert told in said
     assert len(said) < 100_000
+
+
+HEAD = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+import rackrun
+
+@rackrun.elastic(global_batch_size=8, micro_batch_size=2)
+def main(run):
+    torch.manual_seed(1)
+    model = DDP(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    loader = run.loader([torch.full((4,), n / 64) for n in range(64)])
+
+    @run.step
+    def train(step):
+        for x in loader:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(12):
+        if number == 8 and os.environ.get("WAITS"):
+            Path(f"ready-{run.rank}").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+        Path(f"began-{run.rank}-{number}").open("a").write("x")
+        train(number)
+    if run.rank == 0:
+        print("digest", torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex(), flush=True)
+main()
+"""
+
+
+def test_the_head_alone_is_started_again(start_rackrun: Callable[..., Any], tmp_path: Path) -> None:
+    """Its launcher is killed, and with it the coordinator and its ranks. The other host's launcher stays as it is: the head's command, given
+    once more, is enough, and all go on from the newest checkpoint."""
+    from tests.launcher.test_bad_input import _free_port
+
+    (tmp_path / "head.py").write_text(HEAD)
+    token = tmp_path / "job.token"
+    token.write_text("a-secret-of-more-than-16-characters")
+    token.chmod(0o600)
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "heads"]
+    common += ["--token-file", str(token), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "3"]
+
+    def start(node_rank: str) -> Any:
+        return start_rackrun([*common, "--node-rank", node_rank, "head.py"], env={"WAITS": "1"})
+
+    head = start("0")
+    wait_until((head.out_dir / "endpoint.json").exists, WAIT_S)
+    other = start("1")
+    wait_until(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), WAIT_S)
+    head.process.kill()
+    assert head.finish(WAIT_S).exit_code == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    again = start("0")
+    ran = [again.finish(2 * WAIT_S), other.finish(WAIT_S)]
+    assert [one.exit_code for one in ran] == [0, 0], f"{ran[0]}\n{ran[1]}"
+    assert len((tmp_path / "began-0-2").read_text()) == 1, "what a checkpoint holds is not done again"
+    (tmp_path / "checkpoints").rename(tmp_path / "old")
+    alone = start_rackrun(["--standalone", "--nproc-per-node", "2", "head.py"]).finish(WAIT_S)
+    assert digest(alone) == digest(ran[0])

@@ -88,12 +88,12 @@ def test_everywhere_means_both_families(host: str) -> None:
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    with contextlib.closing(listen("127.0.0.1")) as first, pytest.raises(OSError):
+    with contextlib.closing(listen("127.0.0.1")) as first, pytest.raises(OSError, match="in use"):
         listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_no_address_cannot_be_connected_to() -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="has no port"):
         connection_to("nowhere", 1.0)
 
 
