@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import marshal
 import os
 import random
 import shutil
@@ -131,9 +132,7 @@ def table(results: list[dict[str, object]]) -> str:
 
 
 def _code(text: str) -> bytes:
-    return (
-        compile(text, "m", "exec", optimize=2).co_code + repr(compile(text, "m", "exec", optimize=2).co_consts).encode()
-    )
+    return marshal.dumps(compile(text, "m", "exec", optimize=2))
 
 
 def _diff(before: str, after: str) -> str:

@@ -21,7 +21,7 @@ EXAMPLES = {
     "min for max": ("c = min(a, b)", "max(a, b)"),
     "or for and": ("c = a and b", "a or b"),
     "leave a statement out": ("self.a = b", "pass"),
-    "return early": ("def f() -> None:\n    a()\n    b()\n    c()", "return None"),
+    "return early": ("def f() -> None:\n    a()\n    b()\n    c()", "b()\n    return"),
     "swap arguments": ("c = f(a, b)", "f(b, a)"),
     "swap branches": ("c = a if b else d", "d if b else a"),
     "skip an else": ("if a:\n    b = 1\nelse:\n    b = 2", "if a:\n    b = 1"),
