@@ -132,7 +132,7 @@ class _References:
         return Twin(folder, command)
 
 
-def run_campaign(
+def run_campaign(  # noqa: PLR0913 - all but three have a default
     seeds: Iterable[int],
     command: Sequence[str],
     *,
