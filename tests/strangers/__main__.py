@@ -59,7 +59,7 @@ class Campaign:
     def run(self, seed: int | str, script: Path, hard: Hard | None = None) -> dict[str, Any]:
         setting = setting_of(script)
         reference, profile, verdict, words = self.reference(script)
-        row = {"seed": seed, "script": script.stem, "spares": 0, "faults": []}
+        row: dict[str, Any] = {"seed": seed, "script": script.stem, "spares": 0, "faults": []}
         if verdict is not Verdict.EQUAL:
             return row | {"verdict": verdict, "words": words, "seconds": round(reference.seconds, 1)}
         spares, faults = (hard.spares, (hard.fault(),)) if hard else draw(seed, script, setting, profile)
@@ -212,7 +212,7 @@ def main() -> int:
         return again(campaign, [row for row in rows if str(row["seed"]) == args.again and row.get("orders")])
     until = time.monotonic() + 60 * args.limit
     mine: list[dict[str, Any]] = []
-    cases = {f"hard-{number}": hard for number, hard in enumerate(HARD)}
+    cases = {f"hard {hard.why}": hard for hard in HARD}
     work: list[tuple[int | str, Path]]
     if args.references:
         work = [(-1, path) for path in chosen]
@@ -229,7 +229,7 @@ def main() -> int:
             break
         if args.references:
             outcome, _, verdict, words = campaign.reference(script)
-            row = {
+            row: dict[str, Any] = {
                 "seed": -1,
                 "script": script.stem,
                 "verdict": verdict,
@@ -243,7 +243,7 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
         mine.append(row)
         print(
-            f"{seed!s:>7} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}",
+            f"{seed if isinstance(seed, int) else 'hard':>4} {row['script']:22} {row['verdict']:13} {row['seconds']:6.1f} s  {'; '.join(row['faults'])}",
             flush=True,
         )
         if row["words"] and (args.references or not Verdict(row["verdict"]).good):

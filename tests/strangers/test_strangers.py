@@ -47,8 +47,8 @@ def test_the_same_said_again_is_equal() -> None:
 
 @pytest.mark.parametrize("key", ["s0r0", "s3r1"])
 def test_one_other_digest_of_one_rank_in_one_step_is_wrong(key: str) -> None:
-    assert verdict_of(outcome(said(**{key: "other"}))) is Verdict.WRONG
-    assert verdict_of(outcome(said() + said(**{key: "other"}))) is Verdict.WRONG  # said once more, and otherwise
+    assert verdict_of(outcome(said(2, 4, **{key: "other"}))) is Verdict.WRONG
+    assert verdict_of(outcome(said() + said(2, 4, **{key: "other"}))) is Verdict.WRONG  # said once more, and otherwise
 
 
 def test_a_rank_that_never_writes_its_end_is_wrong_if_the_job_says_it_is_done() -> None:
@@ -121,6 +121,7 @@ def test_every_script_has_its_places_and_a_setting() -> None:
 
 
 def test_every_hard_case_has_its_line() -> None:
+    assert len({hard.why for hard in HARD}) == len(HARD)
     for hard in HARD:
         fault = hard.fault()
         assert fault.place != "before", hard

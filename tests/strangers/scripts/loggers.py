@@ -61,13 +61,15 @@ def main(run):
         if int(step) % 8 == 0:
             log.info("rank %d step %d loss %.4f", run.rank, int(step), loss)
         record.step(run.rank, step, loss=loss)
-    if run.is_main:
-        logged = set()
+    if run.is_main:  # a rank that is lost between a step and its row leaves that row out; no row may contradict another
+        logged = {}
         for name in sorted(os.listdir(folder)):
             if name.startswith("metrics-"):
                 with open(os.path.join(folder, name), newline="") as file:
-                    logged |= {(int(row[0]), row[2]) for row in csv.reader(file) if len(row) == 3}
-        record.end(run.rank, own={"logged": sorted(logged)})
+                    for row in csv.reader(file):
+                        logged.setdefault(int(row[0]), set()).add(row[2])
+        twice = [step for step, values in logged.items() if len(values) > 1]
+        record.end(run.rank, own={"contradictions": twice, "first": min(logged), "last": max(logged)})
     record.end(run.rank, model=model.module, optimizer=optimizer)
 
 
