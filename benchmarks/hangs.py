@@ -22,7 +22,10 @@ from jobs import WORKLOADS, Job, JobFailed, machine, save
 
 PLACES = ("step", "phase", "between", "reentry", "after", "setup")
 KINDS = ("sleep", "sleep with the lock", "loop", "stop", "deadlock", "system call")
-SLOW = {"setup": ("sleep", "loop", "deadlock", "system call"), "after": ("loop",)}
+SLOW = {
+    "setup": ("sleep", "loop", "deadlock", "system call"),
+    "after": ("sleep", "sleep with the lock", "loop", "deadlock", "system call"),
+}
 """Nothing was observed there: minutes."""
 
 

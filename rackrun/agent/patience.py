@@ -14,7 +14,7 @@ __all__ = ["Patience", "Signs"]
 
 _BUSY_SHARE = 0.05
 _BYTES_PER_S, _WAKES_PER_S = 1 << 20, 5.0
-_COMPUTES = 30
+_COMPUTES, _COMPUTES_SHARE = 30, 0.01
 """A thread that competes for processors waits at most so many times as long as it runs; one that only wakes waits hundreds of times as long."""
 
 
@@ -38,7 +38,8 @@ def starved_ns(before: Signs, now: Signs) -> int:
     longest = 0
     for thread, (ran, waited) in now.waits_ns.items():
         ran_before, waited_before = before.waits_ns.get(thread, (ran, waited))
-        if _COMPUTES * (ran - ran_before) >= waited - waited_before:
+        least = max((waited - waited_before) / _COMPUTES, _COMPUTES_SHARE * (now.at_ns - before.at_ns))
+        if ran - ran_before >= least:
             longest = max(longest, waited - waited_before)
     return longest
 

@@ -15,10 +15,13 @@ from rackrun.core.restart import Stop
 from rackrun.core.workers import Loss, Trigger, WorkerRecord
 from rackrun.core.world import Phase, World
 
-__all__ = ["DRAIN_MS", "Finale", "ended_well"]
+__all__ = ["DRAIN_MS", "EXITS_MS", "Finale", "ended_well"]
 
 DRAIN_MS = 60_000
 """From a request to stop until the job is ended without waiting any longer."""
+
+EXITS_MS = 2_400_000
+"""From the release until the job is ended without waiting any longer. Agents find who hangs long before (`rackrun.agent.watch`)."""
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class Finale:
         for record in going:
             record.move(Trigger.RELEASE)
         self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
-        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS)))
 
     def plain_ended(self, losses: Sequence[Loss]) -> None:
         """Ranks of a script without steps have exited with code 0."""

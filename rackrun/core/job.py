@@ -38,7 +38,7 @@ from rackrun.core.events import (
     TrayDescribed,
     TrayJoined,
 )
-from rackrun.core.finale import Finale, ended_well
+from rackrun.core.finale import EXITS_MS, Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId
 from rackrun.core.mandate import Mandate
@@ -247,9 +247,12 @@ class JobMachine:
             self._restart.no_slots()
             return
         left = sorted(self.rack.occupants) if self.world.phase is Phase.RESTARTING else self.finale.not_gone()
+        within_ms = self.config.join_timeout_ms
+        if self.world.phase is Phase.ENDING:
+            within_ms = max(within_ms, EXITS_MS)
         self.stop(
             3,
-            f"{', '.join(left)} did not exit within {self.config.join_timeout_ms} ms ({self.world.reason})",
+            f"{', '.join(left)} did not exit within {within_ms} ms ({self.world.reason})",
             remedy="look for processes that cannot be killed (state D): a device or a file system hangs.",
         )
 

@@ -25,7 +25,7 @@ from rackrun.link.address import host_and_port, take_no_more
 from rackrun.link.boot import current
 from rackrun.link.exchange import TCPSTORE_KEY
 
-__all__ = ["Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
+__all__ = ["COLLECTIVE_TIMEOUT", "Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Hangs are found by the agent, from observed step times; a collective itself need not give up."""

@@ -23,7 +23,7 @@ import torch
 
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
-from rackrun.worker.communicator import Communicator
+from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, Communicator
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import TrackedState
@@ -272,8 +272,22 @@ def _flat(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return flat.to(device)
 
 
-def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-    return getattr(world.inner, kind)([tensor], peer, tag)
+class _Transfer:
+    """In flight. gloo gives up a peer that is late by the limit of its *handshake*, unless it is told another one: a source may still be busy in
+    its own code. Whoever is lost ends it, by the break of the generation."""
+
+    def __init__(self, work: Any, *, limited: bool) -> None:
+        self._work, self._limited = work, limited
+
+    def wait(self) -> None:
+        if self._limited:
+            self._work.wait(COLLECTIVE_TIMEOUT)
+        else:  # NCCL: given a limit, it would block, and abort its communicator
+            self._work.wait()
+
+
+def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> _Transfer:
+    return _Transfer(getattr(world.inner, kind)([tensor], peer, tag), limited=tensor.device.type == "cpu")
 
 
 def _bytes_tensor(data: bytes, device: torch.device) -> torch.Tensor:

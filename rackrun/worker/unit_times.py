@@ -35,8 +35,8 @@ class Allowance(NamedTuple):
 
 UNKNOWN = Allowance(600_000, 1_800_000)
 """Of what was never observed: it may compile, download, or save for the first time."""
-EXITS = Allowance(60_000, 600_000)
-"""Of a process that was released: what it trained is done, and nobody waits for it but the job's end."""
+EXITS = Allowance(300_000, 1_800_000)
+"""Of a process that was released: all training is done, and the script may have something to do after it."""
 ENTERS_AGAIN = Allowance(10_000, 60_000)
 """The least for another way through ``main``: all ranks are at it at once."""
 

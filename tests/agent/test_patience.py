@@ -70,6 +70,10 @@ def test_threads_that_only_wake_are_not_starved() -> None:
     assert not works(signs(0), signs(1, ran=0.001, waited=0.5))
 
 
+def test_threads_that_tick_beside_busy_programs_are_not_starved() -> None:
+    assert starved_ns(signs(0), signs(1, ran=0.003, waited=0.06)) == 0
+
+
 def test_time_for_which_the_agent_itself_was_held_up_does_not_count() -> None:
     assert not overdue(watched(), 5.0, held=2.5)
     assert overdue(watched(), 6.0, held=2.5)
