@@ -5,6 +5,7 @@
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others
+#   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
 #
@@ -19,7 +20,7 @@ READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign soak crashes check bench clean
+.PHONY: help demo test stories campaign strangers soak crashes check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,7 +38,10 @@ campaign: $(READY)
 	@rm -rf out/campaign.jsonl*
 	@mkdir -p out
 	@$(VENV)/bin/rackctl chaos campaign --seeds $(or $(RACKRUN_SEEDS),1000:1021) --tally out/campaign.jsonl $(ARGS) -- \
-	    examples/chaos/small.py {wrap} {reduction} 40 {out}
+	    examples/chaos/small.py {wrap} {reduction} 40 {out} {flags}
+
+strangers: $(READY)
+	@$(PY) -m tests.strangers --seeds $(or $(RACKRUN_STRANGERS),0:60) --tally out/strangers.jsonl $(ARGS)
 
 soak: $(READY)
 	@$(PY) -m pytest -m soak $(ARGS)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from rackrun.chaos.cmdline import check_script
-from rackrun.chaos.draw import Drawn, draw_run
+from rackrun.chaos.draw import FLAGS, Drawn, draw_flags, draw_run
 from rackrun.chaos.faults import all_faults, name_of
 from rackrun.chaos.layout import Layout
 from rackrun.chaos.reference import Twin, run_reference, writable
@@ -105,6 +105,7 @@ class _Same(NamedTuple):
     ranks: int
     wrap: str
     reduction: str
+    flags: str
 
 
 class _References:
@@ -117,10 +118,11 @@ class _References:
 
     def of(self, drawn: Drawn) -> Twin:
         """Raises `UsageError` when the script fails without faults."""
-        same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction)
+        same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
         alone = Layout(slots=same.ranks)
-        command = _command(self._command, alone, same.wrap, same.reduction)
-        folder = self._folder / f"{same.ranks}-{same.wrap}-{same.reduction}"
+        command = _command(self._command, alone, same)
+        name = f"{same.ranks}-{same.wrap}-{same.reduction}"
+        folder = self._folder / (f"{name}-{same.flags.replace(',', '+')}" if same.flags else name)
         with self._lock:
             lock = self._locks.setdefault(same, threading.Lock())
         with lock:
@@ -130,7 +132,7 @@ class _References:
         return Twin(folder, command)
 
 
-def run_campaign(
+def run_campaign(  # noqa: PLR0913 - all but three have a default
     seeds: Iterable[int],
     command: Sequence[str],
     *,
@@ -139,14 +141,16 @@ def run_campaign(
     jobs: int = 2,
     tell: Callable[[str], None] = lambda _line: None,
     draw: Callable[[int], Drawn] | None = None,
+    flags: Sequence[str] = FLAGS,
+    sums: Sums | None = None,
 ) -> Sums:
     """The sums of the whole tally, with what was there before. ``command``: rackrun's options that hold for all, the script, its arguments;
-    ``{wrap}`` and ``{reduction}`` in it become what is drawn. ``limit_s``: no seed is begun after that. ``jobs``: so many side by side.
-    Raises `UsageError`."""
+    ``{wrap}``, ``{reduction}`` and ``{flags}`` in it become what is drawn, the flags from ``flags``. ``limit_s``: no seed is begun after that. ``jobs``: so many side by side.
+    ``sums``: they grow here, so that they are known also where this is interrupted, or fails. Raises `UsageError`."""
     for word in command:
         if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
             raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
-    sums, known = Sums(), set()
+    sums, known = Sums() if sums is None else sums, set()
     for line in read_tally(tally, command):
         sums.add(line)
         known.add(line.seed)
@@ -154,6 +158,7 @@ def run_campaign(
     _open_tally(tally)
     runs = Path(f"{tally}.runs")
     draw = draw or partial(draw_run, racks=runs / "racks")
+    with_flags = any("{flags}" in word for word in command)
     references = _References(runs / "references", command)
     began_s, one_writer = time.monotonic(), threading.Lock()
     pending = iter([seed for seed in seeds if seed not in known])
@@ -166,7 +171,11 @@ def run_campaign(
             if seed is None:
                 return
             try:
-                line = _one(draw(seed), seed, command, references, runs)
+                drawn = draw(seed)
+                drawn = (
+                    drawn._replace(flags=draw_flags(seed, flags, reduction=drawn.reduction)) if with_flags else drawn
+                )
+                line = _one(drawn, seed, command, references, runs)
             except BaseException as error:  # noqa: BLE001 - the others end what they are at, then it is raised
                 trouble.append(error)
                 return
@@ -226,7 +235,8 @@ def _one(drawn: Drawn, seed: int, command: Sequence[str], references: _Reference
     reference = references.of(drawn)
     out = runs / f"seed-{seed:06}"
     shutil.rmtree(out, ignore_errors=True)  # of a campaign that was ended in the middle
-    words = _command(command, drawn.layout, drawn.wrap, drawn.reduction)
+    same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
+    words = _command(command, drawn.layout, same)
     summary = run_plan(drawn.plan, words, out=out, reference=reference)
     if summary.holds is True:
         shutil.rmtree(out)
@@ -242,7 +252,7 @@ def _line(drawn: Drawn, seed: int, summary: Summary) -> Line:
         holds=summary.holds,
         faults=drawn.faults,
         struck=sum(strike.took is True for strike in summary.strikes),
-        layout=f"{size} {drawn.wrap} {drawn.reduction}",
+        layout=f"{size} {drawn.wrap} {drawn.reduction}{' ' * bool(drawn.flags)}{drawn.flags}",
         recoveries=len(summary.recoveries),
         steps=summary.steps,
         seconds=summary.seconds,
@@ -251,8 +261,11 @@ def _line(drawn: Drawn, seed: int, summary: Summary) -> Line:
     )
 
 
-def _command(command: Sequence[str], layout: Layout, wrap: str, reduction: str) -> list[str]:
-    words = [word.replace("{wrap}", wrap).replace("{reduction}", reduction) for word in command]
+def _command(command: Sequence[str], layout: Layout, same: _Same) -> list[str]:
+    drawn = {"{wrap}": same.wrap, "{reduction}": same.reduction, "{flags}": same.flags}
+    words = list(command)
+    for name, value in drawn.items():
+        words = [word.replace(name, value) for word in words]
     return [*layout.options(), *words]
 
 

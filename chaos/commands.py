@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from rackrun.chaos.campaign import run_campaign
+from rackrun.chaos.campaign import Sums, run_campaign
 from rackrun.chaos.doctor import examine
+from rackrun.chaos.draw import FLAGS
 from rackrun.chaos.plan import Plan, read_plan, write_plan
 from rackrun.chaos.plan import schema as schema_of_plans
 from rackrun.chaos.reduce import NotFailing, reduce_plan
@@ -27,7 +28,7 @@ from rackrun.chaos.report.write import make_report
 from rackrun.chaos.run import Summary, run_plan
 from rackrun.chaos.soak import FAULTS, run_soak
 from rackrun.chaos.torchrun import run_outside
-from rackrun.errors import UsageError
+from rackrun.errors import InternalError, RackrunError, UsageError
 from rackrun.launch.place import read_json
 
 __all__ = ["chaos"]
@@ -40,11 +41,20 @@ chaos = typer.Typer(
     rich_markup_mode=None,
 )
 
-UNKNOWN = 3
+UNKNOWN, INTERRUPTED = 3, 130
 
 
 class _OfAJob(TyperCommand):
-    """Says what to do where ``--`` was left out, which makes rackrun's options this command's."""
+    """Says what to do where ``--`` was left out, which makes rackrun's options this command's. What fails in the harness itself is no verdict on
+    the job."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError:
+            raise
+        except RackrunError as error:
+            raise InternalError(str(error), remedy="the harness has failed, not the job: please report it.") from error
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {*ctx.help_option_names, *(name for param in self.params for name in param.opts)}
@@ -106,11 +116,21 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
             help="Strike exactly at steps, and say what the first difference is: ranks write down what they hold, and wait for the harness. Slower.",
         ),
     ] = False,
+    may_differ: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--may-differ",
+            metavar="NAME",
+            help="Not tracked, and goes into no training: a list for a plot, a cache. More than once; * stands for anything.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the job without faults, and with those of PLAN, and compare: losses, samples and weights bit for bit, the ending, what is left.
 
-    Exit codes: 0 it is as the plan expects; 1 it is not; 2 bad usage; 3 unknown: a strike was not done, or took no effect.
+    Exit codes: 0 it is as the plan expects; 1 it is not; 2 bad usage; 3 unknown: a strike was not done, took no effect, or came too late; 70 rackctl itself
+    has failed; 130 interrupted.
     """
     told = Console(stderr=True)
     folder = out or _new(plan.stem)
@@ -128,16 +148,21 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
             )
         _outside(read_plan(plan), command, folder, seed, limit, tell, as_json=as_json)
         return
-    summary = run_plan(
-        read_plan(plan),
-        command,
-        out=folder,
-        seed=seed,
-        reference=reference,
-        limit_s=limit,
-        step_by_step=step_by_step,
-        tell=tell,
-    )
+    try:
+        summary = run_plan(
+            read_plan(plan),
+            command,
+            out=folder,
+            seed=seed,
+            reference=reference,
+            limit_s=limit,
+            step_by_step=step_by_step,
+            may_differ=may_differ or (),
+            tell=tell,
+        )
+    except KeyboardInterrupt:
+        tell(f"interrupted; there is no verdict, and what there is lies in {folder}")
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
@@ -148,14 +173,14 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
 
 @chaos.command(
     cls=_OfAJob,
-    epilog="Example: rackctl chaos campaign --seeds 0:500 --tally tally.jsonl --limit 30 -- examples/chaos/small.py {wrap} {reduction} 40 {out}",
+    epilog="Example: rackctl chaos campaign --seeds 0:500 --tally tally.jsonl --limit 30 -- examples/chaos/small.py {wrap} {reduction} 40 {out} {flags}",
 )
 def campaign(
     command: Annotated[
         list[str],
         typer.Argument(
             metavar="-- COMMAND...",
-            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {out}: the folder of the run.",
+            help="The script, its arguments. {wrap}: ddp or fsdp; {reduction}: fast or exact; {flags}: what it has besides; {out}: the folder of the run.",
         ),
     ],
     seeds: Annotated[str, typer.Option(metavar="A:B", help="From A up to, but without, B.")],
@@ -164,21 +189,42 @@ def campaign(
         float | None, typer.Option(min=0, metavar="MINUTES", help="Begin no seed after that.", show_default=False)
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="So many runs side by side.")] = 2,
+    flags: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B", help=f"{{flags}} is drawn from these. Default: {','.join(FLAGS)}.", show_default=False
+        ),
+    ] = ",".join(FLAGS),
     as_json: Json = False,
 ) -> None:
     """Many runs: each seed draws a job and a plan over all faults that this machine can inject, which the job can survive or not.
 
-    Runs that are not as they must be keep their folders in FILE.runs. Exit codes: 0 all are as they must; 1 one is not; 2 bad usage; 3 one is unknown.
+    Runs that are not as they must be keep their folders in FILE.runs. Exit codes: 0 all are as they must; 1 one is not; 2 bad usage; 3 one is unknown;
+    70 rackctl itself has failed; 130 interrupted.
     """
-    told = Console(stderr=True)
-    sums = run_campaign(
-        _seeds(seeds),
-        command,
-        tally=tally,
-        limit_s=None if limit is None else limit * 60,
-        jobs=jobs,
-        tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False, soft_wrap=True),
-    )
+    told, sums, interrupted = Console(stderr=True), Sums(), False
+    try:
+        run_campaign(
+            _seeds(seeds),
+            command,
+            tally=tally,
+            limit_s=None if limit is None else limit * 60,
+            jobs=jobs,
+            tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False, soft_wrap=True),
+            flags=_flags(flags),
+            sums=sums,
+        )
+    except Exception:
+        render_sums(Console(), sums)  # what is known is not lost with who has failed
+        raise
+    except KeyboardInterrupt:
+        interrupted = True
+        told.print(
+            f"chaos: interrupted; {tally} has {sums.seeds} seeds, and the same command goes on from there",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if sums.seeds:
         page = tally.with_name(f"{tally.name}.html")
         write_overview(tally, page)
@@ -187,6 +233,8 @@ def campaign(
         print(msgspec.json.encode(plain(sums)).decode())
     else:
         render_sums(Console(), sums)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
     if sums.wrong:
         raise typer.Exit(1 if any(line.holds is False for line in sums.wrong) else UNKNOWN)
 
@@ -236,6 +284,8 @@ def soak(
         print(msgspec.json.encode(found).decode())
     else:
         render_soak(Console(), found)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if found.trouble or (at_least is not None and found.kept is not None and found.kept < at_least):
         raise typer.Exit(1)
     if found.kept is None:
@@ -304,17 +354,23 @@ def reduce(
     Exit codes: 0 it was reduced; 2 bad usage; 3 it does not fail in so many runs.
     """
     told = Console(stderr=True)
-    found = read_plan(plan)
+    found, beside = read_plan(plan), read_json(plan.resolve().parent / "summary.json", Summary)
     try:
         reduced = reduce_plan(
             found,
-            command or _command_beside(plan),
+            command or _command_of(beside, plan),
             out=out or plan.resolve().parent / "reduced",
             repeats=repeats,
             reference=plan.resolve().parent / "reference",
             limit_s=limit,
+            may_differ=beside.may_differ if beside is not None else (),
             tell=lambda line: told.print(f"chaos: {line}", highlight=False, markup=False),
         )
+    except KeyboardInterrupt:
+        told.print(
+            "chaos: interrupted; what was tried is not tried again by the same command", highlight=False, markup=False
+        )
+        raise typer.Exit(INTERRUPTED) from None
     except NotFailing as error:
         told.print(f"rackctl: {error}", highlight=False, markup=False)
         raise typer.Exit(UNKNOWN) from error
@@ -326,8 +382,7 @@ def reduce(
     print(f"{reduced.runs} runs; again: {reduced.out}/repro.sh")
 
 
-def _command_beside(plan: Path) -> list[str]:
-    found = read_json(plan.resolve().parent / "summary.json", Summary)
+def _command_of(found: Summary | None, plan: Path) -> list[str]:
     if found is None:
         raise UsageError(f"there is no summary.json beside {plan}.", remedy="give the command that was run, after --.")
     return list(found.command)
@@ -393,6 +448,13 @@ def _new(name: str) -> Path:
     first = Path("chaos-report") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     more = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(folder for folder in more if not folder.exists())
+
+
+def _flags(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in FLAGS]:
+        raise UsageError(f"--flags knows no {', '.join(unknown)}.", remedy=f"give some of {', '.join(FLAGS)}.")
+    return names
 
 
 def _seeds(text: str) -> range:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from rackrun.chaos.cmdline import option
 from rackrun.chaos.errors import PlanError, Unsupported
-from rackrun.chaos.layout import layout_of
+from rackrun.chaos.layout import Layout, layout_of, rack_of
 from rackrun.chaos.plan import Inject, Par, Plan
 from rackrun.chaos.sim.simulation import Job, Simulation
 from rackrun.chaos.smaller import shrink
@@ -23,7 +23,7 @@ SEEDS = 20
 
 def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
     """Of ``command``, what says how large the job is. Raises `Unsupported` for what has no model, `PlanError` for a plan without names."""
-    layout = layout_of(command)
+    layout = layout_of(command, on_rack=True)
     if layout is None:
         raise Unsupported("the command does not say how large the job is.", remedy="reduce it with real runs alone.")
     parts = plan.plan.parts if isinstance(plan.plan, Par) else (plan.plan,)
@@ -41,7 +41,7 @@ def counterpart(plan: Plan, command: Sequence[str], steps: int) -> Job:
         trays=layout.trays,
         slots=layout.slots,
         units=max(steps, 1),
-        plan=_renamed(plan, back=False),
+        plan=_renamed(plan, _names(command, layout)),
         faults_s=600.0,
         must_survive=plan.expect == "survives",
     )
@@ -66,18 +66,23 @@ def reduced_in_simulator(plan: Plan, command: Sequence[str], steps: int) -> tupl
     if violation is None:
         return None, f"{SEEDS} runs in the simulator survive it: it is not in what the coordinator decides"
     smallest, last = shrink(job.plan, violation, fails)
-    return _renamed(smallest, back=True), last
+    back = {mine: theirs for theirs, mine in _names(command, job).items()}
+    return _renamed(smallest, back), last
 
 
-def _renamed(plan: Plan, *, back: bool) -> Plan:
-    """Trays are ``tray-00`` in reality, and ``tray-0`` in the simulator."""
+def _names(command: Sequence[str], of: Layout | Job) -> dict[str, str]:
+    """A tray's name in reality (``tray-00``, or what the rack file calls it) -> in the simulator, where it is ``tray-0``."""
+    rack = rack_of(command)
+    real = list(rack.trays) if rack is not None else [f"tray-{index:02d}" for index in range(of.trays)]
+    return {name: f"tray-{index}" for index, name in enumerate(real)}
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """``names`` of trays."""
 
     def name_of(name: str) -> str:
-        tray, slash, slot = name.partition("/")
-        kind, dash, number = tray.rpartition("-")
-        if kind != "tray":
-            return name
-        return f"{kind}{dash}{int(number):0{2 if back else 1}d}{slash}{slot}"
+        tray, slash, slot = name.rpartition("/") if "/" in name else (name, "", "")
+        return f"{names.get(tray, tray)}{slash}{slot}"
 
     def of(part: object) -> object:
         if isinstance(part, Inject) and isinstance(part.target, Exactly):

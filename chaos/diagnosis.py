@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rackrun.chaos.evidence import Trace, gate_of
+from rackrun.chaos.evidence import Evidence, Trace, gate_of
+from rackrun.chaos.oracles.untracked import differences, remedy_for
 from rackrun.chaos.witness import Held
 
-__all__ = ["Diagnosis", "Difference", "first_difference", "judge_script"]
+__all__ = ["Diagnosis", "Difference", "first_difference", "judge_script", "judge_untracked"]
 
 NAMED_MAX = 6
 
@@ -70,7 +71,7 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
     if again is not None and (found := first_difference(reference, again)) is not None:
         return _not_repeatable(found)
     found = first_difference(reference, trace, noise=_noise(reference, again))
-    if found is None:
+    if found is None or _only_rounded(found, trace):
         return None
     if found.where == "world":
         return Diagnosis(
@@ -78,8 +79,10 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
             step=found.step,
             what=f"the run with faults is another training: {found.what}.",
             facts=("sums over another number of ranks are rounded otherwise",),
-            remedy='have a spare for every rank that the plan takes away, or use reduction="exact" in @rackrun.elastic; where it is used, what a step '
-            "computes and reads may not depend on run.world_size or run.rank.",
+            remedy='what a step computes and reads may not depend on run.world_size or run.rank; with that, reduction="exact" gives the same bits on any '
+            "number of ranks. Or have a spare for every rank that the plan takes away."
+            if trace.exact
+            else 'have a spare for every rank that the plan takes away, or use reduction="exact" in @rackrun.elastic.',
         )
     facts = _facts(found)
     if found.reached:
@@ -95,6 +98,35 @@ def judge_script(reference: Trace, trace: Trace, again: Trace | None) -> Diagnos
         if found.equal is not None
         else "run it step by step (--step-by-step), which says what differs.",
     )
+
+
+def judge_untracked(evidence: Evidence) -> Diagnosis | None:
+    """What a process that took over did not get, where nothing that is compared shows it yet; None: there is no such thing."""
+    found = differences(evidence)
+    if not found:
+        return None
+    names = list(dict.fromkeys(one.name for one in found))
+    newcomer = next((one for one in found if one.since > 0), None)
+    who = (
+        f"the process that took over as rank {newcomer.rank} did not get it"
+        if newcomer
+        else "where a step was done again it was not put back"
+    )
+    return Diagnosis(
+        kind="untracked",
+        step=max(found[0].since, 0),
+        what=f"the losses and all that is tracked are the same, but {_some(names)}, which the script reaches, {'is' if len(names) == 1 else 'are'} not tracked: {who}.",
+        facts=(
+            *(f"not tracked: {one}" for one in found[:NAMED_MAX]),
+            *([f"not tracked: and {len(found) - NAMED_MAX} more"] * (len(found) > NAMED_MAX)),
+        ),
+        remedy=remedy_for(found),
+    )
+
+
+def _only_rounded(found: Difference, trace: Trace) -> bool:
+    """It comes with another number of ranks, where nobody promises the same bits."""
+    return trace.exact is False and trace.resized is not None and found.step >= trace.resized[0]
 
 
 def first_difference(reference: Trace, trace: Trace, noise: frozenset[str] = frozenset()) -> Difference | None:
@@ -147,6 +179,9 @@ class _Both:
 
     def _another_world(self, step: int) -> str | None:
         """Than that of the run without faults, in a step."""
+        if not self._mine and self._trace.resized is not None and step >= self._trace.resized[0]:  # nobody has looked
+            begins, ranks = self._trace.resized
+            return f"from step {begins} on it has {ranks} ranks instead of {self._trace.sizes[0][1]}"
         usual = {held.world for held in self._reference.witness}
         sizes = {held.world for held in self._mine.get(step, [])} - usual
         if not sizes:

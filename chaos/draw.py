@@ -46,7 +46,7 @@ from rackrun.chaos.seeds import stream
 from rackrun.chaos.targets import Last, NeighbourOf, One, Several, Target
 from rackrun.errors import UsageError
 
-__all__ = ["STEPS", "VARIANTS", "Drawn", "draw_run"]
+__all__ = ["FLAGS", "STEPS", "VARIANTS", "Drawn", "draw_flags", "draw_run"]
 
 STEPS = 40
 """As many a script should do, each of some tens of milliseconds: faults strike after steps 2 to 14."""
@@ -83,6 +83,21 @@ class Drawn(NamedTuple):
     because: str
     faults: tuple[str, ...]
     """Their names, in order."""
+    flags: str = ""
+    """What the script has besides, with commas between them (`FLAGS`)."""
+
+
+FLAGS = ("average", "random", "workers", "batchnorm", "early_scheduler", "two_optimizers", "skip")
+"""What real scripts have, and a script of a campaign is told to have by ``{flags}``: see ``examples/chaos/small.py``."""
+_FLAGS_MAX = 3
+
+
+def draw_flags(seed: int, allowed: Sequence[str] = FLAGS, *, reduction: str = "fast") -> str:
+    """None to three of them: a stream of its own, so that the run of a seed stays what it was. A world that may go on with fewer ranks (``exact``) has no
+    statistics of each rank's own: those of who left are gone."""
+    draw = stream(seed, "script flags")
+    usual = [flag for flag in allowed if flag != "batchnorm" or reduction == "fast"]
+    return ",".join(sorted(draw.sample(usual, min(draw.randint(0, _FLAGS_MAX), len(usual)))))
 
 
 def _one_of(draw: random.Random, *targets: Target) -> Target:

@@ -3,7 +3,7 @@
 ``RACKRUN_CHAOS_INSIDE`` is a folder. Injectors put ``orders/PID/NUMBER`` there; the process takes one at the place that it is for, writes
 ``done/NUMBER-PID`` first, and carries it out. ``points/NAME`` grows by a byte whenever anybody comes to that point, of those in
 ``RACKRUN_CHAOS_POINTS``. What strikes whoever comes to it lies in ``storage/`` and ``poison/``. At its end each rank writes a digest of
-all that it holds to ``held/RANK``; the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
+all that it holds to ``held/RANK``, and what its script reaches besides to ``ends/RANK.json`` (`rackrun.chaos.witness`); the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
 each rank writes what it holds before every step, and waits there for the harness (`rackrun.chaos.witness`).
 """
 
@@ -16,8 +16,9 @@ import hashlib
 import importlib
 import os
 import random
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from rackrun.chaos.faults import (
 )
 from rackrun.chaos.points import FUNCTIONS, surround
 from rackrun.chaos.stopwatch import watch_restores
-from rackrun.chaos.witness import STEP_BY_STEP, Witness
+from rackrun.chaos.witness import STEP_BY_STEP, Ends, Witness
 
 if TYPE_CHECKING:
     import torch
@@ -185,24 +186,24 @@ def _install(folder: Path, points: list[str]) -> None:
     from rackrun.chaos.inside_files import install_files
     from rackrun.worker import group, units
 
-    for name in ("orders", "done", "points", "held", "agents", "witness"):
+    for name in ("orders", "done", "points", "held", "agents", "witness", "ends"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     hooks, runner = _Hooks(folder), units.UnitRunner
     install_data(hooks, folder)
     install_files(hooks, folder)
     run, before, finish, collective = runner.run, runner._before_optimizer, runner.finish, group.ElasticGroup._run
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
         def struck(step: Any) -> Any:
             if not at.phase:
                 hooks.in_step(self)
             return body(step)
 
-        return run(self, at, struck)
+        return run(self, at, struck, name)
 
-    def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         hooks.before_update(self)
-        before(self, optimizer, args, kwargs)
+        return before(self, optimizer, args, kwargs)
 
     def hooked_finish(self: Any) -> None:
         finish(self)
@@ -224,6 +225,32 @@ def _install(folder: Path, points: list[str]) -> None:
         )
     if os.environ.get(STEP_BY_STEP) == "1":
         _hook_witness(Witness(folder))
+    _hook_ends(Ends(folder))  # the outermost: it is given the user's function
+
+
+def _hook_ends(ends: Ends) -> None:
+    from rackrun.worker import run, units
+
+    runner = units.UnitRunner
+    do, finish, steps = runner.run, runner.finish, run.Run.steps
+
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+        if not at.phase:
+            ends.began(at.step, body)
+        return do(self, at, body, name)
+
+    def hooked_steps(self: Any, total: int) -> Iterator[int]:
+        try:
+            yield from steps(self, total)
+        finally:  # also where the loop is left early
+            if not (self._units.leaving or self._world.broken):
+                ends.look(self._state, sys._getframe(1))
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        ends.write(self._world.rank, self._world.size)
+
+    runner.run, runner.finish, run.Run.steps = hooked_run, hooked_finish, hooked_steps  # type: ignore[method-assign]
 
 
 def _hook_witness(witness: Witness) -> None:
@@ -232,7 +259,7 @@ def _hook_witness(witness: Witness) -> None:
     runner = units.UnitRunner
     do, finish = runner.run, runner.finish
 
-    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any]) -> Any:
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
         def seen(step: Any) -> Any:
             if not at.phase:
                 witness.write(self, at.step, body, step.attempt)
@@ -240,7 +267,7 @@ def _hook_witness(witness: Witness) -> None:
 
         if not at.phase:
             witness.wait(at.step)
-        return do(self, at, seen)
+        return do(self, at, seen, name)
 
     def hooked_finish(self: Any) -> None:
         finish(self)

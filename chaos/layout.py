@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rackrun.chaos.cmdline import options_of
+from rackrun.chaos.cmdline import option, options_of
 from rackrun.chaos.errors import PlanError
+from rackrun.errors import UsageError
+from rackrun.topology.model import Topology
+from rackrun.topology.rack_file import read_rack_file
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["Layout", "layout_of", "rack_of"]
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +51,33 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return words + ([] if self.shrinks else ["--min-ranks", "0"])
 
 
+def rack_of(command: Sequence[str]) -> Topology | None:
+    """That the command names; None: none, or it cannot be read."""
+    file = option(command, "--rack")
+    if not file:
+        return None
+    try:
+        return read_rack_file(Path(file).expanduser())
+    except (OSError, UsageError):
+        return None  # who starts the job says so, with the line
+
+
+def _on_rack(file: str, spares: int) -> Layout | None:
+    rack = rack_of(["--rack", file])
+    sizes = {len(tray.gpus) for _, tray in rack.trays.values()} if rack is not None else set()
+    if rack is None or len(sizes) != 1:
+        return None
+    return Layout(trays=len(rack.trays), slots=sizes.pop(), spares=spares, rack=file)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise PlanError(f"{message}.", remedy="see rackrun --help.")
 
 
-def layout_of(command: Sequence[str]) -> Layout | None:
-    """Of rackrun's options, a script and its arguments. None: they do not say how big it is (a rack file, several hosts, ``auto``, a policy of
-    its own), so nothing can be judged before it runs."""
+def layout_of(command: Sequence[str], *, on_rack: bool = False) -> Layout | None:
+    """Of rackrun's options, a script and its arguments. None: they do not say how big it is (several hosts, ``auto``) or what it survives (a rack file, a policy
+    of its own), so nothing can be judged before it runs. ``on_rack``: only how big it is, also where a rack file whose trays are alike says it."""
     options = options_of(command)
     parser = _Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
@@ -70,6 +93,8 @@ def layout_of(command: Sequence[str]) -> Layout | None:
     add("--max-restarts", "--max_restarts", type=int, default=3)
     add("--min-ranks", "--min_ranks", type=int, default=1)
     given, _ = parser.parse_known_args(options)
+    if given.rack and on_rack:
+        return _on_rack(given.rack, given.spares)
     if given.rack or given.policy or given.nnodes not in ("1", "1:1") or not given.nproc_per_node.isdigit():
         return None
     return Layout(

@@ -196,6 +196,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``survives``: it must end as the run without faults, bit for bit. ``stops``: it must stop, with a reason and a remedy."""
     budget: Budget = Budget()
     name: str = ""
+    rollback_max: int | None = None
+    """So many committed steps may be computed again at the most, each time that all go back to a snapshot. None: what follows from how often they are
+    taken, as ranks tell of it."""
     watch: tuple[str, ...] = ()
     """Points that are counted, besides those that it names."""
     format: int = FORMAT

@@ -77,6 +77,7 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
     env: Mapping[str, str] | None = None,
     simulate: bool = True,
     play: Play | None = None,
+    may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Reduced:
     """``plan``: names and steps, as ``resolved.json`` has them. A plan fails when one of ``repeats`` runs is wrong in something in which the first one
@@ -91,7 +92,7 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
     known = reference if reference is not None and (reference / "reference.json").exists() else None
     if play is None:
         known = known or _reference(command, out, env, limit_s, tell)
-        play = _player(command, known, limit_s, env)
+        play = _player(command, known, limit_s, env, may_differ)
     tries = _Tries(out, repeats, play, tell)
     first = tries.fails(plan, ())
     if first is None:
@@ -107,9 +108,9 @@ def reduce_plan(  # noqa: PLR0913 - all but two have a default
             plan, first = smaller, found
     smallest, last = shrink(plan, first, lambda tried: tries.fails(tried, first.wrong))
     (out / "smallest.json").write_bytes(msgspec.json.format(msgspec.json.encode(smallest), indent=1) + b"\n")
-    write_repro(
-        out / "repro.sh", "smallest.json", command, options=["--step-by-step"] if _closely(known) else [], env=env or {}
-    )
+    options = ["--step-by-step"] if _closely(known) else []
+    options += [word for name in may_differ for word in ("--may-differ", name)]
+    write_repro(out / "repro.sh", "smallest.json", command, options=options, env=env or {})
     return Reduced(
         plan=smallest,
         wrong=last.wrong,
@@ -186,7 +187,13 @@ def _closely(reference: Path | None) -> bool:
     return known is not None and known.step_by_step
 
 
-def _player(command: Sequence[str], reference: Path, limit_s: float | None, env: Mapping[str, str] | None) -> Play:
+def _player(
+    command: Sequence[str],
+    reference: Path,
+    limit_s: float | None,
+    env: Mapping[str, str] | None,
+    may_differ: Sequence[str],
+) -> Play:
     again: dict[str, Path] = {}
     closely = _closely(reference)
 
@@ -209,6 +216,7 @@ def _player(command: Sequence[str], reference: Path, limit_s: float | None, env:
             env=env,
             step_by_step=closely,
             repeat=lambda: read_trace(second() / "run", second() / "inside"),
+            may_differ=may_differ,
         )
 
     return play

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -25,7 +26,7 @@ import msgspec
 from rackrun.chaos.budget import check_budget, check_targets
 from rackrun.chaos.cmdline import ENTER, arguments, check_command, check_script, preloading
 from rackrun.chaos.conductor import Conductor, Order, Record, See, Strike, TakeBack
-from rackrun.chaos.diagnosis import judge_script
+from rackrun.chaos.diagnosis import judge_script, judge_untracked
 from rackrun.chaos.doctor import check_plan
 from rackrun.chaos.evidence import Evidence, Trace, read_trace
 from rackrun.chaos.faults import CrashAt, DiskFull, StepClock, Subjects, name_of
@@ -62,6 +63,8 @@ from rackrun.errors import UsageError
 __all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
 
 POLL_S = 0.02
+COMPARED = ("losses", "samples", "weights", "untracked")
+"""Oracles that hold a run against the one without faults."""
 
 
 def run_plan(  # noqa: PLR0913 - all but two have a default
@@ -75,13 +78,14 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     env: Mapping[str, str] | None = None,
     step_by_step: bool = False,
     repeat: Callable[[], Trace] | None = None,
+    may_differ: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Summary:
     """``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run. ``reference``: the folder of
     such a run without faults, else there is one first. ``limit_s``: how long a run may take; default, of the one with faults: a minute, and ten times
     the reference. ``step_by_step``: what ranks hold is written down before every step, so that the first difference is named, and no step begins before
     that of the plan which belongs behind the one before it has. ``repeat`` gives a second run without faults, where there is a difference to be
-    explained; default: it is done then. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
+    explained; default: it is done then. ``may_differ``: names of what is not tracked and goes into no training, as patterns. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
     if seed is not None:
         plan = msgspec.structs.replace(plan, seed=seed)
     check_run(plan, command)
@@ -98,7 +102,12 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
     tell(f"the run with faults, seed {plan.seed}")
     performance = Performance(plan, command, out, env, tell, step_by_step=step_by_step)
-    ended = performance.play(limit_s)
+    try:
+        ended = performance.play(limit_s)
+    except KeyboardInterrupt:
+        for line in performance.so_far():
+            tell(line)
+        raise
     conductor = performance.conductor
     evidence = Evidence(
         plan,
@@ -117,23 +126,26 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
         ),
         performance.places,
         performance.began_wall_s,
-        performance.late_s,
+        began_monotonic_s=performance.began_monotonic_s,
+        struck_s=performance.struck_s,
+        may_differ=tuple(may_differ),
+        late_s=performance.late_s,
     )
     summary = _summary(evidence, known, command, out, twin.folder)
-    if any(
-        verdict.oracle in ("losses", "samples", "weights") and verdict.holds is False for verdict in summary.verdicts
-    ):
+    if any(verdict.oracle in COMPARED and verdict.holds is False for verdict in summary.verdicts):
         tell("they differ: the run without faults once more")
         again = repeat or (
             lambda: run_reference(twin.command, out / "again", env=env, step_by_step=step_by_step, limit_s=limit_s)
         )
-        found = judge_script(evidence.reference, evidence.trace, again())
-        summary = msgspec.structs.replace(summary, diagnosis=str(found or ""))
+        evidence = dataclasses.replace(evidence, again=again())
+        summary = _summary(evidence, known, command, out, twin.folder)
+        summary = msgspec.structs.replace(summary, diagnosis=_diagnosis(evidence))
     write_summary(out, summary)
     (out / "resolved.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(conductor.resolved()), indent=1) + b"\n"
     )
     options = ["--step-by-step"] if step_by_step else []
+    options += [word for name in may_differ for word in ("--may-differ", name)]
     write_repro(out / "repro.sh", "resolved.json", command, options=options, env=env or {})
     return report_on(out, summary, tell)
 
@@ -166,6 +178,8 @@ class Performance:
         self._sight: Sight | None = None
         self.places: dict[int, tuple[str, ...]] = {}
         self.began_wall_s = 0.0
+        self.began_monotonic_s = 0.0
+        self.struck_s: dict[int, float] = {}
         self.late_s = 0.0
         self.begun_s: dict[int, float] = {}
         """Strike -> when it was done; finding whom it strikes takes a moment."""
@@ -176,6 +190,7 @@ class Performance:
             self._start() as job,
         ):
             self._job, self._history, self.began_wall_s = job, History(file), time.time() - job.now_s
+            self.began_monotonic_s = job.started_s
             self._write("started", 0.0, pid=job.process.pid, monotonic_s=job.started_s, wall_s=self.began_wall_s)
             while not job.over and job.now_s < limit_s:
                 self._look()
@@ -194,6 +209,17 @@ class Performance:
             self._write("ended", exit_code=ended.exit_code, left=list(ended.left))
         self._close()
         return ended
+
+    def so_far(self) -> list[str]:
+        """Of a run that was interrupted."""
+        step = -1 if self._sight is None else self._sight.step
+        words = {True: "took effect", False: "took no effect", None: "nobody knows whether it took effect"}
+        struck = [
+            f"struck after step {one.step}: {name_of(one.strike.fault)} of {', '.join(map(str, one.strike.subjects))}: {words[one.took]}"
+            for one in self.conductor.records
+        ]
+        where = f"after step {step}" if step >= 0 else "before the first step"
+        return [f"it was interrupted {where}", *(struck or ["nothing was struck"])]
 
     def _start(self) -> Job:
         rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
@@ -302,6 +328,8 @@ class Performance:
 
     def _confirm(self, number: int, outcome: Outcome) -> None:
         struck_s = None if outcome.struck_s is None else outcome.struck_s - self._job.started_s
+        if struck_s is not None:
+            self.struck_s[number] = struck_s
         self._write("confirmed", strike=number, took=outcome.took, detail=outcome.detail, struck_s=struck_s)
         if not outcome.took:
             self._tell(f"it did not take effect: {outcome.detail}")
@@ -350,6 +378,12 @@ def _points(plan: Plan) -> list[str]:
 
 
 # -- after
+def _diagnosis(evidence: Evidence) -> str:
+    """ "": nothing differs, but for what two runs without faults do not have alike either."""
+    found = judge_script(evidence.reference, evidence.trace, evidence.again)
+    return str(found or judge_untracked(evidence) or "")
+
+
 def _undone(conductor: Conductor, ended: Ended) -> str:
     stops = conductor.plan.expect == "stops" and ended.exit_code != 0
     if stops or not conductor.owes:
@@ -396,4 +430,5 @@ def _summary(
         command=tuple(command),
         reference=str(reference_folder),
         out=str(out),
+        may_differ=evidence.may_differ,
     )

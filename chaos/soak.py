@@ -22,6 +22,7 @@ import msgspec
 from rackrun.chaos.cmdline import check_script
 from rackrun.chaos.evidence import Trace, read_trace
 from rackrun.chaos.faults import Fault, Kill, Pause, Raise, Subjects, name_of
+from rackrun.chaos.job import Ended
 from rackrun.chaos.layout import layout_of
 from rackrun.chaos.plan import Budget, Every, Inject, Par, Plan, Quiet, Seq
 from rackrun.chaos.run import Performance, check_run
@@ -97,6 +98,8 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     """It ran to its end, every sample counted once, every fault took effect, and the spares are back."""
     trouble: tuple[str, ...] = ()
+    interrupted: bool = False
+    """By hand; the rest is of the time until then."""
     out: str
 
 
@@ -117,15 +120,24 @@ def run_soak(
     check_run(plan, command)
     check_script(command)
     soaking = _Soaking(plan, command, out, env, tell, minutes * 60)
-    ended = soaking.play(minutes * 60 + 600)
+    interrupted = False
+    try:
+        ended = soaking.play(minutes * 60 + 600)
+    except KeyboardInterrupt:
+        ended, interrupted = Ended(None, 0.0, ()), True
     trace = read_trace(soaking.folder / "run", soaking.folder / "inside", whole=True)
+    if interrupted and not trace.steps:
+        tell(f"interrupted before the first step; what there is: {out}")
+        raise KeyboardInterrupt
     if not trace.steps:
         raise UsageError(
             f"the job ended (exit code {ended.exit_code}) before it had committed a step.{last_words(soaking.folder, trace)}",
             remedy=f"mend the script first: run it by hand, and look at {soaking.folder / 'stderr.txt'}.",
         )
     trouble = _trouble(soaking, trace, ended.exit_code, ended.left)
-    soak = _account(soaking, trace, command, seed, out, trouble)
+    if interrupted:
+        trouble = ("it was interrupted", *trouble[1:])
+    soak = msgspec.structs.replace(_account(soaking, trace, command, seed, out, trouble), interrupted=interrupted)
     (out / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(soak), indent=1) + b"\n")
     return soak
 
@@ -137,7 +149,7 @@ def _plan(names: Sequence[str], per_minute: float, seed: int, command: Sequence[
         raise UsageError(f"a soak has no faults {', '.join(unknown)!r}.", remedy=f"name some of {', '.join(FAULTS)}.")
     if per_minute <= 0:
         raise UsageError(f"{per_minute} faults a minute are none.", remedy="ask for more than 0.")
-    layout = layout_of(command)
+    layout = layout_of(command, on_rack=True)
     if layout is None or layout.spares < 1:
         raise UsageError("a soak needs a job with spares, and to know how many.", remedy="give --spares 1 or more.")
     mean_s = 60 / per_minute * len(names)

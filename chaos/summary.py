@@ -138,6 +138,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reference: str = ""
     """The folder of the run without faults."""
     out: str
+    may_differ: tuple[str, ...] = ()
+    """What was said to go into no training (``--may-differ``)."""
     diagnosis: str = ""
     """What the first difference is, and what it comes from; "": there is none, or nobody has asked."""
 

@@ -55,6 +55,7 @@ class Job(TypedDict, total=False):
     options: Sequence[str]
     env: Mapping[str, str] | None
     limit_s: float | None
+    may_differ: Sequence[str]
 
 
 @dataclass
@@ -91,7 +92,8 @@ class Chaos:
     - ``plan``: a plan, a part of one, a YAML or JSON file, or nothing: one is drawn from ``--chaos-seed``;
     - ``ranks``, ``spares``, ``trays``: the job, on this machine; ``args``: of the script; ``options``: more of rackrun's; ``env``: beyond this
       process's;
-    - ``limit_s``: so long may each run take.
+    - ``limit_s``: so long may each run take;
+    - ``may_differ``: names of what is not tracked and goes into no training (a list for a plot, a cache), as patterns.
     """
 
     seed: int
@@ -168,6 +170,7 @@ class Chaos:
                 limit_s=limit_s,
                 env=env,
                 step_by_step=True,
+                may_differ=job.get("may_differ", ()),
                 repeat=lambda: self.references.get(path, command, env, limit_s, turn=1).trace,
             )
         except RackrunError as error:

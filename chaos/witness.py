@@ -1,6 +1,7 @@
-"""What every rank holds before every step, by name: written in the workers of a run that is looked at step by step, read by who compares it.
+"""What ranks hold, by name: written in the workers of a run, read by who compares it.
 
-``FOLDER/witness/RANK-PID.jsonl`` has a `Held` for each attempt of a step, and one for the end. It is also where a worker waits until the
+``FOLDER/ends/RANK.json`` is an `End`, of every run: what the script of a rank reached behind its last step and nobody tracks. Where a run is looked at
+step by step, ``FOLDER/witness/RANK-PID.jsonl`` has a `Held` for each attempt of a step, and one for the end. It is also where a worker waits until the
 harness has seen the step before, so that what a plan does after a step is done there: ``FOLDER/go`` is the last step that may begin.
 """
 
@@ -11,16 +12,18 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
+    from rackrun.worker.state import TrackedState
     from rackrun.worker.units import UnitRunner
 
-__all__ = ["FREE", "STEP_BY_STEP", "Held", "Witness", "let_go_on", "read_witness"]
+__all__ = ["FREE", "STEP_BY_STEP", "End", "Ends", "Held", "Witness", "let_go_on", "read_ends", "read_witness"]
 
 STEP_BY_STEP = "RACKRUN_CHAOS_STEP_BY_STEP"
 FREE = 2**53
@@ -43,6 +46,50 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name -> value, or digest: of all that ``run.track`` was given."""
     reached: dict[str, str] = {}
     """The same of what else the step function reaches (`rackrun.chaos.reach`)."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, when its loop has ended."""
+
+    rank: int
+    world: int
+    since: int
+    """The first step that its process has done; -1: none."""
+    reached: dict[str, str]
+    """As `Held` has it, from the step function and from the variables of the functions around the loop."""
+
+
+class Ends:
+    """In a worker: looks when the loop ends, and writes when the rank has finished, which is when its number is its last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._body: Callable[..., Any] | None = None
+        self._since = -1
+        self._reached: dict[str, str] = {}
+
+    def began(self, step: int, body: Callable[..., Any]) -> None:
+        """A step of this process; ``body`` as `Witness.write` has it."""
+        self._since = step if self._since < 0 else self._since
+        self._body = body
+
+    def look(self, state: TrackedState, frame: types.FrameType | None) -> None:
+        """``frame``: of whoever asks ``run.steps`` for the next step."""
+        from rackrun.chaos.reach import frames_of_script, reached
+
+        try:
+            found = reached(
+                *_called(self._body), _known(state), frames_of_script(frame), folder=str(self._folder.parent)
+            )
+        except Exception as error:  # noqa: BLE001 - objects of the user's may raise anything when they are looked at
+            found = {"what the script reaches": f"cannot be looked at: {type(error).__name__}"}
+        self._reached = found
+
+    def write(self, rank: int, world: int) -> None:
+        end = End(rank=rank, world=world, since=self._since, reached=self._reached)
+        partial = self._folder / "ends" / f"{rank}.part"
+        partial.write_bytes(msgspec.json.encode(end))
+        partial.rename(partial.with_suffix(".json"))
 
 
 class Witness:
@@ -71,7 +118,7 @@ class Witness:
             pid=os.getpid(),
             attempt=attempt,
             tracked=_tracked(units),
-            reached=reached(*_called(self._body), [*state.parameters(), *state.parts().values()]),
+            reached=reached(*_called(self._body), _known(state), folder=str(self._folder.parent)),
         )
         path = self._folder / "witness" / f"{world.rank}-{os.getpid()}.jsonl"
         with path.open("ab", buffering=0) as file:
@@ -94,10 +141,24 @@ def read_witness(folder: Path) -> list[Held]:
     return sorted(found, key=lambda held: (held.step, held.rank, held.attempt))
 
 
+def read_ends(folder: Path) -> dict[int, End]:
+    """Rank -> its end, of a run."""
+    paths = sorted((folder / "ends").glob("*.json"))
+    return {end.rank: end for end in (msgspec.json.decode(path.read_bytes(), type=End) for path in paths)}
+
+
 def _read_go(folder: Path) -> int:
     with contextlib.suppress(FileNotFoundError):  # the run is over
         return int((folder / "go").read_text())
     return FREE
+
+
+def _known(state: TrackedState) -> Iterable[object]:
+    """Tensors and torch's own objects that are kept as a whole; what is the user's is looked into, for ``state_dict`` may leave some of it out."""
+    from torch.amp import GradScaler
+
+    scalers = [other for other in state.others.values() if isinstance(other, GradScaler)]
+    return [*state.parameters(), *state.parts().values(), *state.optimizers.values(), *scalers]
 
 
 def _called(body: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
@@ -105,6 +166,8 @@ def _called(body: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None,
     if body is None:
         return None, {}
     inside = inspect.getclosurevars(body).nonlocals
+    if not {"function", "args", "kwargs"} <= inside.keys():
+        return body, {}
     function, given = inside["function"], inside["args"][1:]
     code = getattr(function, "__code__", None)
     names = code.co_varnames[1 : len(given) + 1] if code is not None else ()

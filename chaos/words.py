@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "last_words"]
 
-_SAME = ("losses", "samples", "weights")
+_SAME = ("losses", "samples", "weights", "untracked")
 """One cause, as a rule: it is told once."""
 
 
@@ -76,7 +76,8 @@ def _of_unknown(unknown: dict[str, str]) -> list[str]:
         + (
             "strike earlier, or train for more steps; name targets that the job has; let the budget allow what the plan does."
             if "strikes" in unknown
-            else "leave the world its size (a spare for every rank that is taken away), and the ledger its ids."
+            else 'leave the world its size (a spare for every rank that is taken away), or use reduction="exact" in @rackrun.elastic, with '
+            "which another number of ranks gives the same bits; leave the ledger its ids."
         )
     )
     return lines

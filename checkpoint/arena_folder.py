@@ -35,6 +35,7 @@ from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.digest import content_digest
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, MemoryPlanError
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.checkpoint.process import Process, begin_session, end_session, process_of
@@ -44,7 +45,7 @@ __all__ = ["ArenaFolder", "MemoryTier", "commits_in", "job_folder", "keepers_in"
 
 _ARENA = re.compile(r"rank-(\d{5})-of-(\d{5})-(\d+)-[0-9a-f]+\.arena", re.ASCII)
 _KEEPER = re.compile(r"keeper-(\d+)-(\d+)-(\d+)-(\d+)", re.ASCII)
-_COMMIT = re.compile(r"commit-\d{12,20}\.json", re.ASCII)
+_COMMIT = re.compile(r"commit-(\d{12,20})\.json", re.ASCII)
 _COMMITS_KEPT = 4
 
 register("commit.record_written", "commit.record_named", "commit.sweeping")
@@ -66,7 +67,7 @@ class ArenaFolder:
 
     def __init__(self, tier: MemoryTier, job: str, directory: Path, rank: int, world_size: int) -> None:
         self._tier, self._job, self._rank, self._world_size = tier, job, rank, world_size
-        self.path = job_folder(Path(tier.folder), job, directory)
+        self.path = job_folder(local_path(tier.folder, "the folder of a MemoryTier"), job, directory)
         self._base = self.path.parent
         self._me = begin_session()
         try:
@@ -153,8 +154,8 @@ class ArenaFolder:
         for old in others[: 1 - _COMMITS_KEPT]:
             (self.path / old).unlink(missing_ok=True)
 
-    def commits(self) -> list[CommitRecord]:
-        """Those that can be read."""
+    def commits(self) -> tuple[list[CommitRecord], dict[int, str]]:
+        """Those that can be read, and why others cannot, by generation."""
         return commits_in(self.path)
 
     # -- end
@@ -206,18 +207,22 @@ class ArenaFolder:
 
 def job_folder(tier: Path, job: str, directory: Path) -> Path:
     """Where the arenas of ``job``, whose checkpoints are under ``directory``, are in ``tier``."""
-    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(directory.resolve()))[:12]}"
+    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(str(directory.resolve())))[:12]}"
 
 
-def commits_in(folder: Path) -> list[CommitRecord]:
-    """Those that can be read."""
-    found = []
+def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
+    """Those that can be read, and why others cannot, by generation."""
+    found, unreadable = list[CommitRecord](), dict[int, str]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(folder)):
-            if _COMMIT.fullmatch(name):
-                with contextlib.suppress(CheckpointError, OSError):
+            if match := _COMMIT.fullmatch(name):
+                try:
                     found.append(decode_record((folder / name).read_bytes()))
-    return found
+                except FileNotFoundError:
+                    continue  # a newer one has taken its place
+                except (CheckpointError, OSError) as error:
+                    unreadable[int(match[1])] = f"the commit record {folder / name} cannot be read: {error}"
+    return found, unreadable
 
 
 def keepers_in(folder: Path) -> list[Process]:

@@ -40,6 +40,8 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is none."""
     due: bool = False
     """It shall become durable. Rank 0's word counts."""
+    asked: bool = False
+    """It was asked for by name: it waits for an older one, and is not passed over. Any rank's word counts."""
     writing: bool = False
     """An older one is still being written to disk."""
 
@@ -110,7 +112,9 @@ class CommitDesk:
             self._committer.handle(Deadline(generation=generation))
             return Outcome(reason=_why(said, mine.step))
         writing = any(sealed.writing for sealed in said)
-        return Outcome(record=record, flush=mine.due and not writing, passed_over=mine.due and writing)
+        asked = any(sealed.asked for sealed in said)
+        flush = asked or (mine.due and not writing)
+        return Outcome(record=record, flush=flush, passed_over=mine.due and not flush)
 
 
 def _why(said: list[Sealed], step: int) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 import time
 import uuid
 from collections import defaultdict
@@ -70,9 +71,10 @@ from rackrun.checkpoint.durable_writer import GenerationWriter
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError
 from rackrun.checkpoint.image import check_local, write_head, write_tensor
 from rackrun.checkpoint.layout import ImageLayout, TensorEntry, plan_image
+from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.reshard import fill, plan_reshard
 from rackrun.checkpoint.retention import Retention, collect
-from rackrun.errors import RackrunError
+from rackrun.errors import RackrunError, UsageError
 
 __all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
 
@@ -110,7 +112,7 @@ class RackrunStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
-        return _is_local(checkpoint_id)
+        return _is_a_place(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
@@ -127,7 +129,7 @@ class RackrunStorageWriter(StorageWriter):
             )
         store, _ = place_of(self._path)
         try:
-            store.root.mkdir(parents=True, exist_ok=True)
+            store.files.make_root(store.root)
         except OSError as error:
             raise CheckpointError(
                 f"{store.root} cannot be made: {error.strerror or error}.", remedy="mount it, or check its rights."
@@ -150,6 +152,10 @@ class RackrunStorageWriter(StorageWriter):
                 f"generation {generation} is in {store.directory} already; what is published is not replaced.",
                 remedy=f"save into {store.directory} for the next one.",
             )
+        if (
+            self._part is not None
+        ):  # an earlier save of this writer: it is finished, or has failed and nobody goes on with it
+            self._writer(self._part).give_up()
         self._part = _Part(generation, time.time_ns() // 1_000_000, len(plans), 0)
         self._paths = merged([paths_in(plan) for plan in plans])
         return [
@@ -218,6 +224,8 @@ class RackrunStorageReader(StorageReader):
         self._load_id = uuid.uuid4().hex
         self._rank = 0
         self._found: Found | RackrunError | None = None
+        self.passed_over: Mapping[int, str] = {}
+        """Newer generation -> why the last load did not take it. Rank 0 has said so on stderr too."""
 
     @property
     def checkpoint_id(self) -> Id:
@@ -225,7 +233,7 @@ class RackrunStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
-        return _is_local(checkpoint_id)
+        return _is_a_place(checkpoint_id)
 
     def reset(self, checkpoint_id: Id | None = None) -> None:
         self._path = checkpoint_id or self._path
@@ -236,6 +244,9 @@ class RackrunStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         try:
             self._found = find(self._path)
+            self.passed_over = self._found.passed_over
+            for generation, why in self.passed_over.items():
+                print(f"rackrun: generation {generation} is not loaded: {why}", file=sys.stderr, flush=True)
             return Metadata(self._found.describe(), planner_data=self._found.paths, storage_data={}, storage_meta=meta)
         except RackrunError as error:
             self._found = error
@@ -317,8 +328,12 @@ class RackrunStorageReader(StorageReader):
         return self._found
 
 
-def _is_local(checkpoint_id: Id) -> bool:
-    return "://" not in str(checkpoint_id)
+def _is_a_place(checkpoint_id: Id) -> bool:
+    try:
+        parse_location(checkpoint_id)
+    except UsageError:
+        return False
+    return True
 
 
 def _entry_of(item: WriteItem) -> TensorEntry:

@@ -34,6 +34,7 @@ from rackrun.checkpoint.errors import (
     NoUsableGeneration,
 )
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
+from rackrun.checkpoint.location import absolute, is_remote
 from rackrun.checkpoint.manifest import Manifest, TemporaryName, generation_of
 
 __all__ = [
@@ -83,6 +84,8 @@ class Found:
     paths: Paths | None
     entries: dict[str, TensorEntry]
     """One of each name."""
+    passed_over: dict[int, str]
+    """Newer generation -> why it is not this."""
 
     def describe(self) -> dict[str, Any]:
         """What torch plans with. Raises `LayoutMismatch` unless the boxes of each tensor are all of it, once."""
@@ -114,10 +117,10 @@ class Found:
 
 def find(path: Id | None) -> Found:
     store, named = place_of(path)
-    manifest, digest = store.whole(named) if named is not None else _newest(store)
+    manifest, digest, passed_over = (*store.whole(named), {}) if named is not None else _newest(store)
     layouts, items, paths, entries = [], {}, [], {}
     for record in manifest.shards:
-        directory = store.path(manifest.generation)
+        directory = store.data(manifest)
         with contextlib.closing(ShardReader(store.files, directory, manifest, record)) as shard:
             length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
             layouts.append(parse_image(shard.read(0, length), limit=shard.size))
@@ -125,21 +128,23 @@ def find(path: Id | None) -> Found:
         if plain.startswith(MAGIC):  # else another part of rackrun has written it, and has its own there
             try:
                 decoded = msgspec.msgpack.decode(memoryview(plain)[len(MAGIC) :], type=_Plain)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise IntegrityError(
                     f"the plain part of {shard.path} is none: {error}.", remedy="save again."
                 ) from error
             items.update(decoded.items)
             paths.append(decoded.paths)
         entries.update({entry.name: entry for entry in layouts[-1].entries})
-    return Found(store, manifest, digest, layouts, items, merged(paths), entries)
+    return Found(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
 
 
 def place_of(path: Id | None) -> tuple[DurableStore, int | None]:
     """The store of a checkpoint_id, and the generation if it names one."""
     if not path:
         raise CheckpointError("no directory was given.", remedy="give checkpoint_id=..., or a path to the constructor.")
-    directory = Path(os.path.abspath(path))
+    directory = absolute(path)
+    if not is_remote(directory):
+        directory = Path(os.path.abspath(directory))  # without `..`
     generation = generation_of(directory.name)
     if generation is not None:
         directory = directory.parent
@@ -167,12 +172,20 @@ def next_generation(store: DurableStore) -> int:
     return max([*generations_in(store), *begun], default=-1) + 1
 
 
-def _newest(store: DurableStore) -> tuple[Manifest, str]:
+def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
+    """And why newer ones are passed over. Raises `NoUsableGeneration`."""
+    passed_over: dict[int, str] = {}
     for generation in generations_in(store):
-        with contextlib.suppress(IntegrityError, NoUsableGeneration):
-            return store.whole(generation)
+        try:
+            return *store.whole(generation), passed_over
+        except NoUsableGeneration:
+            continue  # it went meanwhile, or is not published
+        except IntegrityError as error:
+            passed_over[generation] = str(error)
+    story = " ".join(passed_over.values())
     raise NoUsableGeneration(
-        f"there is no whole generation in {store.directory}.", remedy="name the directory that was saved into."
+        f"there is no whole generation in {store.directory}. {story}".rstrip(),
+        remedy="name the directory that was saved into.",
     )
 
 

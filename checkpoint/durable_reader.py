@@ -76,6 +76,8 @@ class ShardReader:
         """The whole file as a read-only map, unverified."""
         if self.size == 0:
             return memoryview(b"")
+        if self._files.objects:
+            raise CheckpointError(f"{self.path} cannot be mapped into memory.", remedy="read it: `ShardReader.read`.")
         if self._map is None:
             with _typed(self.path):
                 self._map = mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ)

@@ -48,20 +48,20 @@ from rackrun.checkpoint.manifest import (
     fragment_name,
     seal,
     shard_name,
-    temporary_name,
     unseal,
 )
 
 if TYPE_CHECKING:
     from rackrun.checkpoint.durable import DurableStore
 
-__all__ = ["GenerationWriter", "SealedPayload"]
+__all__ = ["GenerationWriter", "SealedPayload", "Sliced"]
 
 register(
     "durable.directory",
     "durable.chunk",
     "durable.data_synced",
     "durable.data_named",
+    "durable.read_back",
     "durable.fragment_synced",
     "durable.fragment_named",
     "durable.manifest_synced",
@@ -98,7 +98,7 @@ class GenerationWriter:
         """Why the last call answered False. None: fragments of other ranks are not there yet."""
         self._store, self._files = store, store.files
         self._final = store.path(generation)
-        self._temporary = store.directory / temporary_name(store.job, generation, step, epoch, world_size)
+        self._temporary = store.attempt(generation, step, epoch, world_size)
 
     def write_shard(
         self,
@@ -148,6 +148,10 @@ class GenerationWriter:
             self.failure = failure_of(error)
         return self.failure is None
 
+    def give_up(self) -> None:
+        """Nobody writes this attempt any more: what there is of it goes. Best effort, as retention does the same later."""
+        self._discard()
+
     # -- a shard
     def _fragment(
         self, rank: int, size: int, layout_hash: str, crcs: np.ndarray | Sequence[int], chunk_bytes: int
@@ -192,9 +196,10 @@ class GenerationWriter:
         name = shard_name(fragment.rank, self.world_size)
         with self._new_file(name, _checked_chunks(data, fragment)) as part:
             crash_point("durable.data_synced")
-            if not put_name(self._files, part, self._temporary / name):
-                self._compare(self._temporary / name, fragment)
+            put_name(self._files, part, self._temporary / name)
         crash_point("durable.data_named")
+        self._read_back(self._temporary / name, fragment)
+        crash_point("durable.read_back")
         name = fragment_name(fragment.rank, self.world_size)
         with self._new_file(name, [memoryview(seal(fragment)[0])]) as part:
             crash_point("durable.fragment_synced")
@@ -224,9 +229,11 @@ class GenerationWriter:
             with contextlib.suppress(FileExistsError):
                 self._files.mkdir(path)
 
-    def _compare(self, name: Path, fragment: Fragment) -> None:
-        """Another writer, or an earlier attempt, was first: all is well if its bytes are the same."""
+    def _read_back(self, name: Path, fragment: Fragment) -> None:
+        """From the disk, so that a fragment is there only for bytes that were read and were right. Another writer, or an earlier
+        attempt, may have been first: all is well if its bytes are the same."""
         with opened(self._files, name) as fd:
+            self._files.forget(fd)
             if self._files.fstat(fd).st_size == fragment.size:
                 buffer = memoryview(bytearray(min(fragment.chunk_bytes, fragment.size)))
                 for index, wanted in enumerate(fragment.chunk_crcs()):

@@ -28,6 +28,7 @@ __all__ = [
     "NoUsableGeneration",
     "StaleEpoch",
     "Unreadable",
+    "is_damage",
 ]
 
 
@@ -41,6 +42,11 @@ class IntegrityError(CheckpointError, HardwareError):
 
 class Unreadable(IntegrityError):
     """Storage does not give the bytes. Nothing is known against them."""
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Bytes are wrong or missing, and stay so. False: storage did not give them, or another release wrote them."""
+    return isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
 
 
 class NoUsableGeneration(CheckpointError, StateLost):

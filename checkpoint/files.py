@@ -104,6 +104,9 @@ def failure_of(error: Exception) -> Failure:
 class Files:
     """The operating system's own. Tests put theirs in its place."""
 
+    objects = False
+    """An object store's: no links, no renames, and nothing to sync."""
+
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -116,11 +119,20 @@ class Files:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
+    def forget(self, fd: int) -> None:
+        """What is read next comes from the disk, as far as the system can be asked for that."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    def abandon(self, fd: int) -> None:
+        """`close`, and what was written is not wanted."""
+        self.close(fd)
 
     def stat(self, path: Path) -> os.stat_result:
         return os.lstat(path)
@@ -143,6 +155,36 @@ class Files:
     def rmdir(self, path: Path) -> None:
         os.rmdir(path)
 
+    def make_root(self, path: Path) -> None:
+        """The directory that jobs' directories are in, and those above it."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sizes(self, directory: Path, names: list[str]) -> dict[str, os.stat_result]:
+        """Of these files."""
+        return {name: self.stat(directory / name) for name in names}
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """A small file, whole under its name at once, whatever was there."""
+        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+        write_new(self, temporary, [memoryview(data)])
+        try:
+            self.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.unlink(temporary)
+            raise
+
+    def create(self, path: Path, data: bytes) -> None:
+        """A small file, whole under its name at once. Raises FileExistsError when there is one."""
+        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+        write_new(self, temporary, [memoryview(data)])
+        try:
+            if not put_name(self, temporary, path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        finally:
+            with contextlib.suppress(OSError):
+                self.unlink(temporary)
+
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
@@ -151,7 +193,7 @@ def opened(files: Files, path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         yield fd
     except BaseException:
         with contextlib.suppress(OSError):
-            files.close(fd)
+            files.abandon(fd)
         raise
     files.close(fd)
 

@@ -40,6 +40,8 @@ from rackrun.checkpoint.contents import Contents
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.lease import Lease
+from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.peers import Peers, PeersGone
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.restoring import RestoreReport, restore
@@ -88,7 +90,8 @@ class CheckpointManager:
         durable_every: int | None = None,
         keep: int = 3,
     ) -> None:
-        """Checkpoints of ``job`` under ``directory``, which all ranks see; nothing is touched before `prepare`.
+        """Checkpoints of ``job`` under ``directory``, which all ranks see: a path, or a place in an object store (``s3://bucket/folder``).
+        Nothing is touched before `prepare`.
 
         ``memory``: None keeps no arena that outlives this process. ``durable_every``: steps whose number is a multiple of it
         go to disk too; None: only those saved with ``durable=True``. ``keep``: durable generations that stay, beside the
@@ -99,10 +102,10 @@ class CheckpointManager:
                 f"durable_every is {durable_every}, keep {keep}.",
                 remedy="give a number of steps, or None; keep 1 or more.",
             )
-        self.directory, self.job, self.counters = Path(directory), job, Counters()
+        self.directory, self.job, self.counters = parse_location(directory), job, Counters()
         self._memory, self._durable_every, self._keep = memory, durable_every, keep
         self._store = DurableStore(self.directory, job)
-        self._probation = Probation(self._store.directory)
+        self._probation = Probation(self._store.directory, self._store.files)
         self._contents: Contents | None = None
         self._folder: ArenaFolder | None = None
         self._restored: Saved | None = None
@@ -110,6 +113,7 @@ class CheckpointManager:
         self._seen: list[Seen] = []
         """Every rank's, on rank 0."""
         self._epoch = -1
+        self._lease: Lease | None = None
         self._begun = self._closed = False
 
     # -- before training
@@ -158,6 +162,8 @@ class CheckpointManager:
         agreed = peers.hear_first("agreed", agreed, _Agreed, seconds=2 * _SECONDS)
         crash_point("restore.epoch_agreed")
         self._epoch = agreed.epoch
+        if peers.rank == 0:
+            self._lease = Lease(self._store, f"{self.job}-{self._epoch}", self._epoch)
         slots = self._memory.slots if self._memory is not None else None
         return Place(
             job=self.job,
@@ -170,6 +176,7 @@ class CheckpointManager:
             local_ranks=agreed.hosts[host],
             keep=self._keep,
             seconds=_SECONDS,
+            hold=self._lease.hold if self._lease is not None else str,
         )
 
     def restore(self) -> RestoreReport | None:
@@ -204,7 +211,8 @@ class CheckpointManager:
         """Begin a generation of the state as it is now. What forward and backward may change is copied before this returns;
         parameters and optimizer state must not change before `before_optimizer_step`, which optimizers call themselves.
 
-        ``durable``: whether it goes to disk as well; None: as ``durable_every`` says. What goes wrong is in the handle, on
+        ``durable``: whether it goes to disk as well; None: as ``durable_every`` says, unless an older one is still being written. One
+        that is asked for with True is never passed over: it waits its turn. What goes wrong is in the handle, on
         stderr and in `counters`; only `MemoryPlanError` (the first save may have to make the arena) and `LayoutMismatch` are
         raised.
         """
@@ -214,7 +222,7 @@ class CheckpointManager:
         self._sources.close()
         self._saver.wait_committed()
         due = durable if durable is not None else self._durable_every is not None and step % self._durable_every == 0
-        handle = self._saver.save(contents.describe(), step, due=due)
+        handle = self._saver.save(contents.describe(), step, due=due, asked=durable is True)
         self.counters.saves += 1
         self.counters.stall_s += time.monotonic() - began
         return handle
@@ -255,13 +263,20 @@ class CheckpointManager:
         self._saver.finish()
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Collective. The arenas go when all ranks have come here, unless ``keep_memory``."""
+        """Collective. When what was due last is not on disk yet, the newest generation is written. The arenas go when all ranks have come here, unless ``keep_memory``,
+        and unless the newest that was due could not be written: that is said, and the same job finds it in memory."""
         if self._closed:
             return
         remove = not keep_memory
         if self._contents is not None:
             self._saver.finish()
             try:
+                owed = self._peers.gather("owed", self._saver.owed(), seconds=_SECONDS)
+                if owed[0] >= 0 and len(set(owed)) == 1:
+                    self._saver.write_newest()
+                if self._saver.owed() >= 0 and remove and self._memory is not None:
+                    self._saver.complain("what is in memory was due on disk and is not there: the arenas stay")
+                    remove = False
                 remove = all(self._peers.gather("close", remove, seconds=_SECONDS))
             except PeersGone as error:
                 remove = False
@@ -296,6 +311,8 @@ class CheckpointManager:
         if self._contents is not None:
             self._sources.close()
             self._saver.close(seconds=2.0)
+        if self._lease is not None:
+            self._lease.leave(ended=remove and self._saver.durable)
         if self._folder is not None:
             self._folder.leave(remove=remove, epoch=self._epoch)
 
@@ -309,7 +326,7 @@ class CheckpointManager:
 
     def _make_directory(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self.directory)
         except OSError as error:
             raise CheckpointError(
                 f"the directory {self.directory} cannot be made: {error.strerror or error}.",

@@ -38,6 +38,8 @@ __all__ = [
     "Record",
     "ShardRecord",
     "TemporaryName",
+    "attempt_epoch",
+    "attempt_name",
     "check_job",
     "fragment_name",
     "generation_name",
@@ -164,7 +166,12 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
                 remedy="read it with the rackrun that wrote it.",
             )
         body = msgspec.json.decode(encoded, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # RecursionError: JSON nested too deep
         raise IntegrityError(
             f"{where} is no {kind.__name__.lower()}: {error}.", remedy="use another generation."
         ) from error
@@ -175,6 +182,7 @@ def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
 # -- names
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _GENERATION = re.compile(r"gen-(\d{12,20})", re.ASCII)
+_ATTEMPT = re.compile(r"data-(\d+)-[0-9a-f]+", re.ASCII)
 _TEMPORARY = re.compile(r"\.tmp-gen-(\d+)-(\d+)-[0-9a-f]+", re.ASCII)
 
 
@@ -202,6 +210,17 @@ def temporary_name(job: str, generation: int, step: int, epoch: int, world_size:
     anything do not share a directory."""
     nonce = content_digest(msgspec.json.encode([job, generation, step, epoch, world_size]))[:16]
     return f".tmp-gen-{generation}-{epoch}-{nonce}"
+
+
+def attempt_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
+    """As `temporary_name`, of the prefix in which an object store has one attempt's data."""
+    return f"data-{epoch}-{temporary_name(job, generation, step, epoch, world_size).rpartition('-')[2]}"
+
+
+def attempt_epoch(name: str) -> int | None:
+    """The epoch of the prefix with this name."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ on the one that training uses would hold up training. A process that is alone ta
 
 The traps: a store's wait cannot be interrupted, so it is made of short ones, between which `Peers.stop` is looked at. And
 torchrun may keep one store through its restarts, with what the dead have said: every start draws a room of its own, by one
-broadcast when it is made.
+broadcast when it is made. A file that a group meets in (``init_method="file://..."``) is never cloned: the end of a clone counts as
+that of a rank, and the last rank removes the file.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Peers:
         """Raises `PeersGone`."""
         try:
             self._store.set(key, msgspec.json.encode(message).decode())
-        except dist.DistError as error:
+        except RuntimeError as error:
             raise _gone(key, error) from error
 
     def hear(self, keys: Sequence[str], kind: type[M], *, seconds: float) -> list[M]:
@@ -68,7 +69,9 @@ class Peers:
                 return [msgspec.json.decode(got, type=kind) for got in self._store.multi_get(list(keys))]
             except dist.DistNetworkError as error:
                 raise _gone(keys[0], error) from error
-            except dist.DistError as error:  # it was not there in this short while
+            except (
+                RuntimeError
+            ) as error:  # it was not there in this short while; a FileStore's timeout has no type of its own
                 if self._stopped.is_set() or left <= _WAIT_S:
                     raise _gone(keys[0], error) from error
 
@@ -88,7 +91,7 @@ class Peers:
         try:
             for key in keys:
                 self._store.delete_key(key)
-        except dist.DistError as error:
+        except RuntimeError as error:
             raise _gone("", error) from error
 
     def stop(self) -> None:
@@ -105,7 +108,10 @@ def _drawn() -> int:
 
 
 def _clone(store: dist.Store) -> dist.Store:
-    if isinstance(store, dist.HashStore):  # in this process
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.HashStore | dist.FileStore):  # they have no connection to share
         return store
     own: dist.Store = store.clone()  # type: ignore[attr-defined]
     return own

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+
+from rackrun.checkpoint.errors import IntegrityError
 
 __all__ = ["OptimizerPlain", "Plain", "decode_plain", "pack_plain", "with_elsewhere"]
 
@@ -44,13 +47,26 @@ def pack_plain(plain: Plain) -> bytes:
 
 
 def decode_plain(part: bytes) -> Plain:
-    return msgspec.msgpack.decode(_encoded(part), type=Plain, strict=False)
+    """Raises `IntegrityError` for what nobody has packed."""
+    with _typed():
+        return msgspec.msgpack.decode(_encoded(part), type=Plain, strict=False)
 
 
 def with_elsewhere(part: bytes, elsewhere: Mapping[str, int]) -> bytes:
     """The same plain part, but for where other tensors are."""
-    plain = msgspec.msgpack.decode(_encoded(part), type=_Encoded)
+    with _typed():
+        plain = msgspec.msgpack.decode(_encoded(part), type=_Encoded)
     return _pack(msgspec.msgpack.encode(msgspec.structs.replace(plain, elsewhere=dict(elsewhere))))
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
+        raise IntegrityError(
+            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another generation."
+        ) from error
 
 
 def _pack(encoded: bytes) -> bytes:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from rackrun.checkpoint.choose import ATTEMPTS_MAX
 from rackrun.checkpoint.crashpoints import crash_point, register
+from rackrun.checkpoint.errors import CheckpointError
+from rackrun.checkpoint.files import Files, read_small
+from rackrun.checkpoint.objects import files_at
 
 __all__ = ["Probation"]
 
@@ -22,20 +25,25 @@ register("restore.counting", "restore.counted")
 _QUARANTINED, _RESTORED = "quarantined", "restored"
 _NAME = re.compile(r"(quarantined|restored)-(\d{12,20})", re.ASCII)
 _REASON_BYTES_MAX = 4096
+_NOTE_BYTES_MAX = 2**20
 
 
 class Probation:
     """In ``directory``, which all ranks see. One rank writes."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, files: Files | None = None) -> None:
+        self.directory, self._files = directory, files or files_at(directory)
 
     def quarantined(self) -> dict[int, str]:
         """Generation -> why."""
         found = {}
         for generation, path in self._of(_QUARANTINED):
-            with contextlib.suppress(OSError):
-                found[generation] = path.read_bytes()[:_REASON_BYTES_MAX].decode(errors="replace")
+            try:
+                found[generation] = self._read(path)[:_REASON_BYTES_MAX].decode(errors="replace")
+            except FileNotFoundError:
+                continue  # it was lifted just now
+            except (OSError, CheckpointError) as error:
+                found[generation] = f"why cannot be read: {error}"
         return found
 
     def attempts(self) -> dict[int, int]:
@@ -43,7 +51,7 @@ class Probation:
         found = {}
         for generation, path in self._of(_RESTORED):
             with contextlib.suppress(OSError):
-                found[generation] = path.stat().st_size
+                found[generation] = self._files.stat(path).st_size
         return found
 
     def barred(self) -> dict[int, str]:
@@ -64,15 +72,23 @@ class Probation:
     def confirm(self, generation: int) -> None:
         """It has proven good: what was restored from it went on to something newer, or to the end."""
         with contextlib.suppress(OSError):
-            (self.directory / _name(_RESTORED, generation)).unlink()
+            self._files.unlink(self.directory / _name(_RESTORED, generation))
 
     def forget(self, generation: int) -> None:
         """It is gone, or shall be taken again."""
         self.confirm(generation)
         with contextlib.suppress(OSError):
-            (self.directory / _name(_QUARANTINED, generation)).unlink()
+            self._files.unlink(self.directory / _name(_QUARANTINED, generation))
+
+    def _read(self, path: Path) -> bytes:
+        return read_small(self._files, path, _NOTE_BYTES_MAX)
 
     def _append(self, what: str, generation: int, data: bytes) -> None:
+        if self._files.objects:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._append_to_object(self.directory / _name(what, generation), data)
+            crash_point("restore.counted")
+            return
         with contextlib.suppress(OSError):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self.directory / _name(what, generation)).open("ab") as file:
@@ -82,9 +98,16 @@ class Probation:
                 os.fsync(file.fileno())
         crash_point("restore.counted")
 
+    def _append_to_object(self, path: Path, data: bytes) -> None:
+        former = b""
+        with contextlib.suppress(FileNotFoundError):
+            former = self._read(path)
+        crash_point("restore.counting")
+        self._files.replace(path, former + data)
+
     def _of(self, what: str) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(self.directory)):
+            for name in self._files.listdir(self.directory):
                 match = _NAME.fullmatch(name)
                 if match and match[1] == what:
                     yield int(match[2]), self.directory / name

@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Process", "begin_session", "end_session", "process_of"]
+__all__ = ["NOBODY", "Process", "begin_session", "end_session", "namespace", "process_of"]
 
 _sessions: set[int] = set()
 
@@ -28,7 +28,7 @@ class Process(NamedTuple):
     def alive(self) -> bool:
         if self == NOBODY:
             return False
-        if self.namespace != _namespace():
+        if self.namespace != namespace():
             return True
         if self.start != _start_time(self.pid):
             return False
@@ -44,7 +44,7 @@ NOBODY = Process(0, 0, 0, 0)
 def begin_session() -> Process:
     session = secrets.randbits(63)
     _sessions.add(session)
-    return Process(os.getpid(), _start_time(os.getpid()), _namespace(), session)
+    return Process(os.getpid(), _start_time(os.getpid()), namespace(), session)
 
 
 def end_session(process: Process) -> None:
@@ -53,7 +53,7 @@ def end_session(process: Process) -> None:
 
 def process_of(pid: int) -> Process:
     """Another process of this pid namespace, as a whole."""
-    return Process(pid, _start_time(pid), _namespace(), 0)
+    return Process(pid, _start_time(pid), namespace(), 0)
 
 
 def _start_time(pid: int) -> int:
@@ -65,5 +65,5 @@ def _start_time(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _namespace() -> int:
+def namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino

@@ -201,7 +201,7 @@ def decode_record(data: bytes) -> CommitRecord:
     """A record out of a log. IntegrityError when any bit of it has changed."""
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
-    except (msgspec.DecodeError, CheckpointError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, CheckpointError, ValueError, RecursionError) as error:
         raise IntegrityError(
             f"a commit record cannot be read: {error}.", remedy="Take the log of another agent."
         ) from error

@@ -77,7 +77,7 @@ class Remains:
                 self._slots += [(one.path, arena, info) for info in arena.slots()]
             except CheckpointError as error:
                 self.unused[one.path] = error.what
-        records = newest_records(record for place in self._places for record in commits_in(place))
+        records = newest_records(record for place in self._places for record in commits_in(place)[0])
         self._records = {record.generation: record for record in records}
         self.arenas = len(found) - len(self.unused)
 
@@ -179,7 +179,7 @@ def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None
 
 
 def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
-    directory = store.path(manifest.generation)
+    directory = store.data(manifest)
     if rank >= manifest.world_size:
         raise IntegrityError(f"{directory} is of {manifest.world_size} ranks.")
     return ShardReader(store.files, directory, manifest, manifest.shards[rank])

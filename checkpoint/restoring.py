@@ -20,7 +20,13 @@ from rackrun.checkpoint.choose import Holding, RestorePlan, Tier, choose
 from rackrun.checkpoint.contents import Contents
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.entries import entries_of, locals_of
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
+from rackrun.checkpoint.errors import (
+    CheckpointError,
+    IntegrityError,
+    LayoutMismatch,
+    NoUsableGeneration,
+    is_damage,
+)
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
 from rackrun.checkpoint.peers import Peers
 from rackrun.checkpoint.plain import Plain, decode_plain
@@ -33,6 +39,8 @@ __all__ = ["RestoreReport", "restore"]
 register("restore.planned", "restore.filled", "restore.agreed", "restore.put")
 
 _SECONDS = 600.0
+_AT_ONCE = 8
+"""Generations on disk are looked into, newest first, so many at a time: until one can be taken."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class RestoreReport:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Plain values by name. Dicts and lists that were prepared are changed in place too."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
-    """Newer generation -> why it was not taken."""
+    """Newer generation -> why it was not taken. Rank 0 has said so on stderr too."""
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -63,6 +71,8 @@ class _Plan(msgspec.Struct, frozen=True):
 class _Filled(msgspec.Struct, frozen=True):
     failed: list[tuple[int, Tier]] = []
     """(owner, where) of what could not be read."""
+    damaged: bool = False
+    """Bytes on disk are wrong."""
     problem: str = ""
     mismatch: str = ""
     """The state does not fit what was saved."""
@@ -81,6 +91,8 @@ def restore(
         if said.nothing:
             return None
         if said.plan is None:
+            if chooser is not None:
+                chooser.quarantine_damaged(above=-1)
             raise NoUsableGeneration(
                 said.problem, remedy="bring a lost host back, or begin anew under another name of the job."
             )
@@ -95,6 +107,8 @@ def restore(
         if not any(one.problem for one in everyone):
             values = filling.finish()
             crash_point("restore.put")
+            if chooser is not None:
+                chooser.tell(said.plan)
             return RestoreReport(
                 generation=said.plan.generation,
                 step=said.plan.step,
@@ -114,34 +128,84 @@ class _Chooser:
     """On rank 0."""
 
     def __init__(self, sources: Sources, seen: Sequence[Seen], probation: Probation) -> None:
-        common = set(seen[0].durable).intersection(*(one.durable for one in seen))
-        on_disk, disk_records = sources.on_disk(common)
-        self._inventory: list[Holding] = [*(holding for one in seen for holding in one.holdings), *on_disk]
-        self._records = newest_records([*disk_records, *(record for one in seen for record in one.records)])
-        self._probation = probation
+        self._sources, self._probation = sources, probation
+        self._inventory: list[Holding] = [holding for one in seen for holding in one.holdings]
+        self._records = newest_records(record for one in seen for record in one.records)
         self._left_out = {g: why for one in reversed(seen) for g, why in one.left_out.items()}
-        if any(one.durable for one in seen) and not common:
-            self._left_out |= {-1: "the ranks do not see the same generations on disk"}
+        self._damaged = {g for one in seen for g in one.damaged}
+        """On disk."""
+        common = set(seen[0].durable).intersection(*(one.durable for one in seen))
+        self._unread = sorted((generation for generation, _ in common), reverse=True)
+        for generation in {g for one in seen for g, _ in one.durable} - set(self._unread):
+            self._left_out.setdefault(generation, "the ranks do not see the same generations on disk.")
 
     def choose(self) -> _Plan:
-        if not self._records and self._left_out:  # to begin anew would be to lose them
-            story = " ".join(f"Generation {g}: {why}" if g >= 0 else why for g, why in self._left_out.items())
-            return _Plan(problem=f"no generation can be read. {story}")
-        if not self._records:
+        """Of what is on disk so much is read that nothing newer than the plan's generation is left."""
+        while True:
+            found = self._choose()
+            if not self._unread or (found.plan is not None and found.plan.generation > self._unread[0]):
+                return found
+            self._read_on()
+
+    def _choose(self) -> _Plan:
+        story = " ".join(_sentence(g, why) for g, why in self._left_out.items())
+        if not self._records and not self._left_out:
             return _Plan(nothing=True)
+        if not self._records:  # to begin anew would be to lose them
+            return _Plan(problem=f"no generation can be read. {story}")
         quarantined, attempts = self._probation.quarantined(), self._probation.attempts()
         try:
             plan = choose(self._inventory, self._records, quarantined=quarantined, attempts=attempts)
         except CheckpointError as error:
-            return _Plan(problem=error.what)
-        newer = {g: why for g, why in self._left_out.items() if g > plan.generation}
-        return _Plan(msgspec.structs.replace(plan, passed_over={**newer, **plan.passed_over}))
+            return _Plan(problem=f"{error.what} {story}".rstrip())
+        passed_over = {g: why for g, why in self._left_out.items() if g > plan.generation}
+        for generation, why in plan.passed_over.items():
+            passed_over[generation] = f"{why}: {passed_over[generation]}" if generation in passed_over else why
+        return _Plan(msgspec.structs.replace(plan, passed_over=passed_over))
+
+    def _read_on(self) -> None:
+        now, self._unread = self._unread[:_AT_ONCE], self._unread[_AT_ONCE:]
+        records = []
+        for generation in now:
+            try:
+                holdings, record = self._sources.look_into(generation)
+            except CheckpointError as error:
+                self._leave_out(generation, error.what, damaged=is_damage(error))
+                continue
+            self._inventory += holdings
+            records.append(record)
+        self._records = newest_records([*records, *self._records])
+
+    def _leave_out(self, generation: int, why: str, *, damaged: bool) -> None:
+        self._left_out[generation] = why
+        if damaged:
+            self._damaged.add(generation)
 
     def without(self, generation: int, everyone: Sequence[_Filled]) -> None:
         failed = {(generation, *pair) for one in everyone for pair in one.failed}
-        for problem in sorted({one.problem for one in everyone if one.problem}):
+        problems = sorted({one.problem for one in everyone if one.problem})
+        for problem in problems:
             print(f"rackrun: generation {generation}: {problem}", file=sys.stderr, flush=True)
+        self._leave_out(generation, " ".join(problems), damaged=any(one.damaged for one in everyone))
         self._inventory = [h for h in self._inventory if (h.generation, h.owner, h.tier) not in failed]
+
+    def tell(self, plan: RestorePlan) -> None:
+        """Why it is not a newer one."""
+        for generation, why in sorted(plan.passed_over.items()):
+            what = f"generation {generation}" if generation >= 0 else "the directory"
+            print(f"rackrun: {what} is not used: {why}", file=sys.stderr, flush=True)
+        self.quarantine_damaged(above=plan.generation)
+
+    def quarantine_damaged(self, *, above: int) -> None:
+        """What is damaged stays so, and must not outlive a good one as one of the newest. One that memory had whole is not ``above``."""
+        known = self._probation.quarantined()
+        for generation in sorted(self._damaged):
+            if generation > above and generation not in known:
+                self._probation.quarantine(generation, f"damaged: {self._left_out.get(generation, '')}")
+
+
+def _sentence(generation: int, why: str) -> str:
+    return f"Generation {generation}: {why}" if generation >= 0 else why
 
 
 class _Filling:
@@ -166,7 +230,8 @@ class _Filling:
         except CheckpointError as error:
             owner = self._reading
             tiers = [self.shards[owner].tier] if owner in self.shards else [s.tier for s in self._plan.sources[owner]]
-            return _Filled(failed=[(owner, tier) for tier in tiers], problem=error.what)
+            damaged = Tier.SHARED in tiers and is_damage(error)
+            return _Filled(failed=[(owner, tier) for tier in tiers], damaged=damaged, problem=error.what)
         return _Filled()
 
     def finish(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ over and they are older than a limit.
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +25,13 @@ from pathlib import Path
 import msgspec
 
 from rackrun.checkpoint.crashpoints import crash_point, register
-from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo, Part
 from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside, write_new
-from rackrun.checkpoint.manifest import MANIFEST, TemporaryName
+from rackrun.checkpoint.files import Failure, delete_tree, failure_of, set_aside
+from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
 
-__all__ = ["Choice", "Collected", "Retention", "choose", "collect"]
+__all__ = ["Choice", "Collected", "Retention", "choose", "collect", "sweep"]
 
 register(
     "retention.synced",
@@ -86,8 +85,10 @@ def choose(
     pins: Collection[int],
     newest_verified: int | None,
     barred: Collection[int] = (),
+    superseded: int | None = None,
 ) -> Choice:
-    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk."""
+    """Doing what it says and asking again drops nothing more. ``barred``: those that no restore takes, or that may not be on disk.
+    ``superseded``: the newest step that is verified in this run; what is of later steps stays. None: of any."""
     keep: dict[int, str] = {}
     spans: set[int] = set()
     for info in sorted(generations, key=lambda info: info.generation):
@@ -105,10 +106,13 @@ def choose(
         keep |= {generation: "none is verified" for generation in newest if generation not in keep}
     else:
         keep[newest_verified] = "the newest verified"
+    if superseded is not None:
+        later = [info.generation for info in generations if info.step > superseded and info.generation not in keep]
+        keep |= dict.fromkeys(later, f"this run has nothing verified of a step after {superseded}")
     return Choice(keep, tuple(generation for generation in reversed(newest) if generation not in keep))
 
 
-def collect(
+def collect(  # noqa: PLR0913 - what a caller knows of the job that it is of
     store: DurableStore,
     retention: Retention,
     *,
@@ -117,9 +121,14 @@ def collect(
     orphan_ttl_s: float,
     pins: Collection[int] = (),
     finished: int = -1,
+    began: int | None = None,
+    over: Callable[[int], bool] = lambda _: False,
 ) -> Collected:
     """Delete what `choose` drops, temporary directories of epochs before ``epoch`` older than ``orphan_ttl_s``, those of
-    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
+    ``epoch`` for generations before ``finished`` (which nobody writes any more: the caller knows), and waste. ``began``: the generation
+    that the run of ``epoch`` has restored, -1 when there was none; what is not superseded by a verified one of its own, or of those it
+    began from, stays (the run's own were read back when they were written). None: no run asks, and any verified one will do. ``over``:
+    whether the job of an epoch is known to be over, so that what it left goes at once. ``now`` is in seconds since the epoch of Unix, as file times are. Never raises for what storage does.
 
     Reads all bytes of the newest generation when none is marked as verified yet.
     """
@@ -130,27 +139,63 @@ def collect(
             return done
         store.sync()
         crash_point("retention.synced")
-        probation = Probation(store.directory)
+        probation = Probation(store.directory, store.files)
         barred = {*probation.barred(), *(info.generation for info in generations if info.path in store.doubtful)}
         newest_verified = _newest_verified(store, sorted(generations, key=lambda info: info.generation in barred))
-        choice = choose(generations, retention, pins=pins, newest_verified=newest_verified, barred=barred)
+        choice = choose(
+            generations,
+            retention,
+            pins=pins,
+            newest_verified=newest_verified,
+            barred=barred,
+            superseded=None if began is None else _superseded(generations, epoch, began, newest_verified),
+        )
         done.kept = choice.keep
         if choice.drop:
             crash_point("retention.marking")
             _write_down(store, choice, epoch, done)
             crash_point("retention.marked")
         for generation in choice.drop:
-            if _set_aside(store, store.path(generation), done):
+            if _take_away(store, generation, done):
                 done.dropped.append(generation)
                 probation.forget(generation)
         before = now() - orphan_ttl_s
         _sweep(store, before)
-        for name in _orphans(store, epoch, before, finished):
-            if _set_aside(store, store.directory / name, done):
-                done.orphans.append(name)
+        for part in store.parts():
+            gone = over(part.epoch) or _is_orphan(store, part, epoch, before, finished)
+            if gone and _discard(store, part.path, done):
+                done.orphans.append(part.path.name)
         _delete_trash(store, done)
     except (OSError, CheckpointError) as error:
         done.failures.append(failure_of(error))
+    return done
+
+
+def _superseded(generations: Sequence[GenerationInfo], epoch: int, began: int, newest_verified: int | None) -> int:
+    """The newest step that is verified in the run of ``epoch``, which has begun from ``began``."""
+    own = [
+        info.step
+        for info in generations
+        if info.epoch == epoch
+        or info.generation == began
+        or (info.generation < began and (info.verified or info.generation == newest_verified))
+    ]
+    return max(own, default=-1)
+
+
+def sweep(store: DurableStore, *, epoch: int) -> Collected:
+    """Only what is unfinished of jobs that are over, and waste: the job of ``epoch`` owns the directory, and begins."""
+    done = Collected()
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            for part in store.parts():
+                if part.epoch != epoch and _discard(store, part.path, done):
+                    done.orphans.append(part.path.name)
+            _delete_trash(store, done)
+        except FileNotFoundError:
+            raise
+        except (OSError, CheckpointError) as error:
+            done.failures.append(failure_of(error))
     return done
 
 
@@ -176,10 +221,8 @@ def _newest_verified(store: DurableStore, generations: Sequence[GenerationInfo])
 
 def _write_down(store: DurableStore, choice: Choice, epoch: int, done: Collected) -> None:
     decision = {"epoch": epoch, "keep": {str(key): why for key, why in choice.keep.items()}, "drop": choice.drop}
-    temporary = store.directory / f".{LOG}-{secrets.token_hex(4)}.part"
     try:
-        write_new(store.files, temporary, [memoryview(msgspec.json.encode(decision))])
-        store.files.rename(temporary, store.directory / LOG)
+        store.files.replace(store.directory / LOG, msgspec.json.encode(decision))
     except OSError as error:
         done.failures.append(failure_of(error))
 
@@ -193,6 +236,32 @@ def _sweep(store: DurableStore, before: float) -> None:
                     store.files.unlink(store.directory / name)
 
 
+def _take_away(store: DurableStore, generation: int, done: Collected) -> bool:
+    """Nobody reads it from here on."""
+    if not store.files.objects:
+        return _set_aside(store, store.path(generation), done)
+    try:
+        store.files.unlink(store.path(generation) / MANIFEST)
+    except OSError as error:
+        done.failures.append(failure_of(error))
+        return False
+    crash_point("retention.trashed")
+    return _discard(store, store.path(generation), done)
+
+
+def _discard(store: DurableStore, path: Path, done: Collected) -> bool:
+    if not store.files.objects:
+        return _set_aside(store, path, done)
+    try:
+        for _ in delete_tree(store.files, path, first=MANIFEST):
+            crash_point("retention.deleting")
+    except OSError as error:
+        done.failures.append(failure_of(error))
+        return False
+    crash_point("retention.deleted")
+    return True
+
+
 def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     try:
         gone = set_aside(store.files, path) is not None
@@ -203,20 +272,15 @@ def _set_aside(store: DurableStore, path: Path, done: Collected) -> bool:
     return gone
 
 
-def _orphans(store: DurableStore, epoch: int, before: float, finished: int) -> list[str]:
-    """Temporary directories that nobody will finish."""
-    found = []
-    for name in store.files.listdir(store.directory):
-        temporary = TemporaryName.parse(name)
-        if temporary is None:
-            continue
-        if temporary.epoch == epoch and temporary.generation < finished:
-            found.append(name)
-        elif temporary.epoch < epoch:
-            with contextlib.suppress(FileNotFoundError):
-                if _last_touched(store, store.directory / name) < before:
-                    found.append(name)
-    return found
+def _is_orphan(store: DurableStore, part: Part, epoch: int, before: float, finished: int) -> bool:
+    """Nobody will finish it."""
+    if part.epoch == epoch:
+        return part.generation < finished
+    if part.epoch > epoch:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return _last_touched(store, part.path) < before
+    return False
 
 
 def _last_touched(store: DurableStore, path: Path) -> float:

@@ -23,7 +23,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.peers import Peers, PeersGone
-from rackrun.checkpoint.saving import Counters, Flush, SaveHandle, Saving
+from rackrun.checkpoint.saving import Counters, Disk, Flush, SaveHandle, Saving
 from rackrun.checkpoint.staging import Staging
 
 __all__ = ["Place", "Saved", "Saver"]
@@ -57,6 +57,8 @@ class Place:
     """Durable generations."""
     seconds: float
     """How long ranks wait for each other."""
+    hold: Callable[[], str] = str
+    """Why nothing goes to disk any more. Rank 0's counts."""
 
 
 class Saver:
@@ -68,9 +70,16 @@ class Saver:
         self._outgrown: list[Arena] = []
         self._saving: SaveHandle | None = None
         self._threads: list[threading.Thread] = []
-        self._flushing: threading.Thread | None = None
+        self._flushing: list[threading.Thread] = []
+        """One writes; those that were asked for by name wait behind it."""
         self._flushed = -1
         """The generation that went to disk last."""
+        self._owed = -1
+        """The generation that was due, and is not on disk: an older one was being written, or storage has failed."""
+        self._last: Saving | None = None
+        """The newest that was committed."""
+        self._began = -1
+        """The generation that was restored."""
         self._lost = ""
         """Why no more is saved."""
         self._complained: set[str] = set()
@@ -91,6 +100,7 @@ class Saver:
         """``restored`` must not be written over, when it came from ``here``, this rank's arena. What is newer could not be used
         by all, and what was not used here is damaged."""
         self.newest = restored
+        self._began = restored.generation
         for info in self._arena.slots() if self._arena is not None else ():
             assert self._arena is not None
             if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.generation < restored.generation:
@@ -120,8 +130,13 @@ class Saver:
         return self._arena
 
     # -- a save
-    def save(self, image: Image, step: int, *, due: bool) -> SaveHandle:
-        """Begin the next generation. ``due``: it is to go to disk too."""
+    def save(self, image: Image, step: int, *, due: bool, asked: bool) -> SaveHandle:
+        """Begin the next generation. ``due``: it is to go to disk too. ``asked``: also when an older one is being written; where memory
+        has no slot beside that, this waits, and so does the save after it."""
+        writing = self._alive()
+        held = len(writing) + (self.newest is not None and self.newest.generation != self._flushed)
+        if writing and held >= self._place.slots and (asked or len(writing) > 1):
+            writing[0].join()
         handle = SaveHandle(self._next, step)
         self._next += 1
         if self._lost:
@@ -131,7 +146,7 @@ class Saver:
         saving = Saving(handle, image)
         self._begin(saving)
         self._saving = handle
-        self._start(lambda: self._carry_out(saving, due), f"rackrun-save-{step}")
+        self._start(lambda: self._carry_out(saving, due, asked), f"rackrun-save-{step}")
         return handle
 
     def wait_staged(self) -> None:
@@ -148,8 +163,27 @@ class Saver:
     def finish(self) -> None:
         """Until all that was begun is on disk where it was due, or has failed."""
         self.wait_committed()
-        if self._flushing is not None:
-            self._flushing.join()
+        for thread in self._alive():
+            thread.join()
+
+    @property
+    def durable(self) -> bool:
+        """Something was to go to disk."""
+        return self._flushed >= 0
+
+    def owed(self) -> int:
+        """After `finish`: the generation that was due and is not on disk, nor is a newer one; -1: none."""
+        return self._owed
+
+    def write_newest(self) -> None:
+        """Collective, after `finish`: to disk."""
+        if self._last is not None and self._arena is not None:
+            self._begin_flush(self._last, self._arena)
+            self.finish()
+
+    def _alive(self) -> list[threading.Thread]:
+        self._flushing = [thread for thread in self._flushing if thread.is_alive()]
+        return self._flushing
 
     def close(self, *, seconds: float) -> None:
         """Threads that do not end within ``seconds`` are left."""
@@ -187,23 +221,23 @@ class Saver:
         saving.ready = self._staging.ready()
         crash_point("save.begun")
 
-    def _carry_out(self, saving: Saving, due: bool) -> None:
+    def _carry_out(self, saving: Saving, due: bool, asked: bool) -> None:
         """In a thread of its own."""
         handle = saving.handle
         try:
             saving.copy_and_seal(self._staging)
-            self._settle(saving, due)
+            self._settle(saving, due, asked)
         except PeersGone as error:
             self._lost = f"no more is saved: {error.what}"
             self._fail(handle, error.what)
         except Exception as error:  # noqa: BLE001 - nothing that a save does may stop training
             self._fail(handle, f"{type(error).__name__}: {error}")
 
-    def _settle(self, saving: Saving, due: bool) -> None:
+    def _settle(self, saving: Saving, due: bool, asked: bool) -> None:
         """Commit with all others, or give it up with them."""
         handle, arena = saving.handle, self._arena
         assert arena is not None
-        outcome = self._desk.settle(handle.generation, self._said(saving, arena, due))
+        outcome = self._desk.settle(handle.generation, self._said(saving, arena, due, asked))
         if outcome.record is None:
             if not saving.failure:
                 arena.release(handle.generation)
@@ -213,12 +247,13 @@ class Saver:
         if self._place.folder is not None:
             self._place.folder.remember(outcome.record)
         arena.commit(handle.generation)
-        self.newest = Saved(handle.generation, handle.step)
+        self.newest, self._last = Saved(handle.generation, handle.step), saving
         self._counters.committed += 1
         crash_point("commit.done")
         self._retire()
         crash_point("commit.retired")
         if outcome.passed_over:
+            self._owed = handle.generation
             self._counters.durable_passed_over += 1
             self.complain("a generation was not written to disk: an older one is still being written")
         if outcome.flush:
@@ -227,7 +262,7 @@ class Saver:
         if not outcome.flush:
             handle.durable.set_result(False)
 
-    def _said(self, saving: Saving, arena: Arena, due: bool) -> Sealed:
+    def _said(self, saving: Saving, arena: Arena, due: bool, asked: bool) -> Sealed:
         step = saving.handle.step
         if not saving.failure:
             try:
@@ -236,10 +271,10 @@ class Saver:
                 saving.failure = error.what
         if saving.failure:
             return Sealed(step=step, failure=saving.failure)
-        writing = self._flushing is not None and self._flushing.is_alive()
         return Sealed(
-            step=step, digest=reader.manifest_digest, layout_hash=reader.layout_hash, due=due, writing=writing
-        )
+            step=step, digest=reader.manifest_digest, layout_hash=reader.layout_hash, due=due, asked=asked,
+            writing=bool(self._alive()),
+        )  # fmt: skip
 
     def _retire(self) -> None:
         """After a commit: what only an older world, or a smaller state, could have used."""
@@ -258,16 +293,17 @@ class Saver:
         flush = Flush(
             handle,
             saving.image,
-            place.store,
+            Disk(place.store, place.epoch, place.keep, self._began, place.hold),
             arena,
-            epoch=place.epoch,
-            keep=place.keep,
             peers=place.peers.another(),
             former=self._flushed,
         )
         self._flushed = handle.generation
+        before = self._alive()[-1:]
 
         def run() -> None:
+            for older in before:
+                older.join()
             try:
                 failure = flush.run()
             except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
@@ -278,11 +314,15 @@ class Saver:
                 self._counters.durable_failed += 1
                 self.complain(f"generation {handle.generation} is not on disk: {failure}")
                 handle.failure = handle.failure or failure
+                self._owed = max(self._owed, handle.generation)
             else:
                 self._counters.durable += 1
-            handle.durable.set_result(not failure)
+                if self._owed <= handle.generation:
+                    self._owed = -1
+            if not handle.durable.done():
+                handle.durable.set_result(not failure)
 
-        self._flushing = self._start(run, f"rackrun-flush-{handle.step}")
+        self._flushing.append(self._start(run, f"rackrun-flush-{handle.step}"))
 
     def _fail(self, handle: SaveHandle, why: str) -> None:
         self._counters.failed += 1

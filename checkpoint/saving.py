@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from rackrun.checkpoint.retention import Retention, collect
 from rackrun.checkpoint.sharing import Held, Share, agree, held_in
 from rackrun.checkpoint.staging import Staging
 
-__all__ = ["Counters", "Flush", "SaveHandle", "Saving"]
+__all__ = ["Counters", "Disk", "Flush", "SaveHandle", "Saving"]
 
 register("save.copied", "save.sealed", "flush.leased", "flush.written", "flush.gathered", "flush.finished")
 
@@ -126,6 +127,18 @@ class Saving:
         self.writer = None
 
 
+@dataclass(frozen=True)
+class Disk:
+    """Where generations become durable, and what stays there. ``began``: the generation that was restored; -1: none was."""
+
+    store: DurableStore
+    epoch: int
+    keep: int
+    began: int
+    hold: Callable[[], str] = str
+    """Why nothing is written any more: a later start has taken the directory. Rank 0's counts."""
+
+
 class Flush:
     """A committed generation on its way to disk: what other ranks have too is written by one of them. Its slot is not written
     over meanwhile."""
@@ -134,16 +147,14 @@ class Flush:
         self,
         handle: SaveHandle,
         image: Image,
-        store: DurableStore,
+        disk: Disk,
         arena: Arena,
         *,
-        epoch: int,
-        keep: int,
         peers: Peers,
         former: int,
     ) -> None:
         """``former``: the generation before, of which all ranks have heard."""
-        self._handle, self._store, self._arena, self._epoch, self._keep = handle, store, arena, epoch, keep
+        self._handle, self._disk, self._arena = handle, disk, arena
         self._layout, self._settled = image.layout, image.later
         self._peers, self._former = peers, former
         self._lease = contextlib.ExitStack()
@@ -160,7 +171,8 @@ class Flush:
     def run(self) -> str:
         """All ranks run it; rank 0 finishes. Why it is not on disk; "" when it is. Raises `PeersGone`."""
         generation, peers = self._handle.generation, self._peers
-        writer = self._store.writer(generation, self._handle.step, self._epoch, peers.world_size)
+        disk = self._disk
+        writer = disk.store.writer(generation, self._handle.step, disk.epoch, peers.world_size)
         with self._lease:
             crash_point("flush.leased")
             elsewhere = self._elsewhere() if peers.world_size > 1 else {}
@@ -172,14 +184,20 @@ class Flush:
             return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
         keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
         outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        fenced = disk.hold()
+        outcome = outcome or fenced
         crash_point("flush.gathered")
         if not outcome and not writer.finish():
             outcome = str(writer.failure or "a shard is gone")
         crash_point("flush.finished")
         peers.say(f"durable/{generation}", outcome)
         peers.forget([*keys, f"durable/{self._former}"])
-        if not outcome:
-            collect(self._store, Retention(self._keep), epoch=self._epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
+        if outcome:
+            writer.give_up()  # all have said that they are done with it
+        collect(
+            disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
+            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
+        )  # fmt: skip
         return outcome
 
     def _elsewhere(self) -> dict[str, int]:

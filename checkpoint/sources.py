@@ -21,15 +21,13 @@ from rackrun.checkpoint.arena_slot import SlotInfo, SlotReader
 from rackrun.checkpoint.choose import Holding, RestorePlan, Tier
 from rackrun.checkpoint.durable import DurableStore, GenerationInfo
 from rackrun.checkpoint.durable_reader import GenerationReader, ShardReader
-from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration, is_damage
 from rackrun.checkpoint.manifest import Manifest
 from rackrun.checkpoint.records import CommitRecord, Copy
 
 __all__ = ["DISK", "Seen", "ShardBytes", "Sources", "identity_of", "newest_records"]
 
 DISK = "disk"
-_DURABLE_MAX = 8
-"""The newest ones are looked at."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +41,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     durable: tuple[tuple[int, str], ...] = ()
     """(generation, digest of its manifest), newest first."""
     left_out: dict[int, str] = {}
-    """Generations that are listed on disk and cannot be read as much as what they are, and why; -1: none can even be listed."""
+    """Generations that are there and cannot be read as much as what they are, and why; -1: none can even be listed."""
+    damaged: tuple[int, ...] = ()
+    """Those of them whose bytes on disk are wrong or missing. Of the others nothing is known."""
     newest_generation: int = -1
     newest_epoch: int = -1
 
@@ -63,13 +63,17 @@ class Sources:
         """Every byte in memory that counts is verified here."""
         durable: list[GenerationInfo] = []
         left_out: dict[int, str] = {}
+        damaged: tuple[int, ...] = ()
         try:
-            whole, unusable = self._store.look()
-            durable, left_out = whole[:_DURABLE_MAX], {g: str(why) for g, why in unusable.items()}
+            self._store.complete()
+            durable, unusable = self._store.look()
+            left_out = {g: str(why) for g, why in unusable.items()}
+            damaged = tuple(g for g, why in unusable.items() if is_damage(why))
         except CheckpointError as error:
             left_out = {-1: str(error)}
-        records = tuple(self._folder.commits()) if self._folder is not None else ()
-        known = [*(info.generation for info in durable), *(record.generation for record in records)]
+        records, unreadable = self._folder.commits() if self._folder is not None else ([], {})
+        left_out = {**unreadable, **left_out}
+        known = [*(info.generation for info in durable), *(record.generation for record in records), *left_out]
         newest = max(known, default=-1)  # of what is lost too
         epoch = max((info.epoch for info in durable), default=-1)
         holdings: list[Holding] = []
@@ -89,12 +93,15 @@ class Sources:
                 self._arenas[info.generation, info.owner] = arena, reader
                 if mine:
                     holdings.append(_in_memory(info, self.place))
+                if info.state is SlotState.COMMITTED and all(info.generation != one.generation for one in records):
+                    left_out.setdefault(info.generation, "it was committed in memory, and its commit record is gone.")
         return Seen(
             place=self.place,
             holdings=tuple(holdings),
-            records=records,
+            records=tuple(records),
             durable=tuple((info.generation, info.digest) for info in durable),
             left_out=left_out,
+            damaged=damaged,
             newest_generation=newest,
             newest_epoch=epoch,
         )
@@ -104,22 +111,25 @@ class Sources:
         return self._folder.place if self._folder is not None else ""
 
     def on_disk(self, common: set[tuple[int, str]]) -> tuple[list[Holding], list[CommitRecord]]:
-        """The shards of the durable generations that all ranks see, and a record of each."""
-        holdings: list[Holding] = []
-        records = []
+        """`look_into` of all that can be read."""
+        holdings, records = list[Holding](), list[CommitRecord]()
         for generation, _ in sorted(common):
             with contextlib.suppress(CheckpointError):
-                found = _durable_holdings(self._reader(generation))
-                copies = [
-                    Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash)
-                    for h in found
-                ]
-                records.append(CommitRecord.of(generation, found[0].step, found[0].epoch, copies=copies))
+                found, record = self.look_into(generation)
                 holdings += found
+                records.append(record)
         return holdings, records
 
+    def look_into(self, generation: int) -> tuple[list[Holding], CommitRecord]:
+        """The shards of a durable generation, and a record of it. Raises CheckpointError with what is wrong."""
+        holdings = _durable_holdings(self._reader(generation))
+        copies = [
+            Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash) for h in holdings
+        ]
+        return holdings, CommitRecord.of(generation, holdings[0].step, holdings[0].epoch, copies=copies)
+
     def shard(self, plan: RestorePlan, owner: int) -> ShardBytes:
-        """The nearest that can be opened. Raises `NoUsableGeneration`."""
+        """The nearest that can be opened. Raises what is wrong with the directory's, else `NoUsableGeneration`."""
         for source in plan.sources[owner]:
             if (
                 source.tier is Tier.OWN_TRAY
@@ -128,9 +138,7 @@ class Sources:
             ):
                 return ShardBytes(Tier.OWN_TRAY, self._arenas[plan.generation, owner][1], None)
             if source.tier is Tier.SHARED:
-                with contextlib.suppress(CheckpointError):
-                    reader = self._reader(plan.generation)
-                    return ShardBytes(Tier.SHARED, None, (reader, owner))
+                return ShardBytes(Tier.SHARED, None, (self._reader(plan.generation), owner))
         raise NoUsableGeneration(
             f"rank {self._rank} reaches no copy of the shard of rank {owner} in generation {plan.generation}.",
             remedy="write durable generations: memory is read on its own host only.",

@@ -6,20 +6,23 @@ It only looks, and trusts nothing but `DurableStore`. Jobs may write and collect
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rackrun.checkpoint.durable import DurableStore, GenerationInfo
+from rackrun.checkpoint.durable import DurableStore, GenerationInfo, Part
 from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.files import Files
+from rackrun.checkpoint.location import absolute
 from rackrun.checkpoint.manifest import MANIFEST, TemporaryName, check_job, generation_of
+from rackrun.checkpoint.objects import files_at
 from rackrun.checkpoint.probation import Probation
 from rackrun.errors import UsageError
 
-__all__ = ["Damaged", "Leftover", "Survey", "stores_in", "survey"]
+__all__ = ["Damaged", "Leftover", "Survey", "nothing_in", "one_store", "stores_in", "survey"]
 
 _TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
 _FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
@@ -78,8 +81,9 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
 
     Raises UsageError when the directory is not there or no directory, and when there is no such job.
     """
-    path = Path(directory).expanduser().resolve()
-    names = _listed(path)
+    path = absolute(directory).resolve()
+    files = files_at(path)
+    names = _listed(files, path)
     if generation_of(path.name) is not None and MANIFEST in names:
         raise UsageError(
             f"{path} is one generation.", remedy=f"give {path.parent}, and {generation_of(path.name)} as generation."
@@ -87,7 +91,7 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
     if any(map(_belongs, names)):
         found = [DurableStore(path.parent, path.name)]
     else:
-        found = [DurableStore(path, name) for name in names if _is_job(path, name)]
+        found = [DurableStore(path, name) for name in names if _is_job(files, path, name)]
     if job is None:
         return found
     wanted = [store for store in found if store.job == job]
@@ -97,10 +101,30 @@ def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStor
     return wanted
 
 
+def one_store(directory: Path, job: str | None) -> DurableStore:
+    """The only job there is, or ``job``. Raises as `stores_in`, and UsageError when there are several."""
+    stores = stores_in(directory, job)
+    if len(stores) > 1:
+        raise UsageError(
+            f"{directory} has several jobs: {', '.join(store.job for store in stores)}.",
+            remedy="choose one with --job.",
+        )
+    if not stores:
+        raise nothing_in(directory)
+    return stores[0]
+
+
+def nothing_in(directory: Path) -> NoUsableGeneration:
+    return NoUsableGeneration(
+        f"there is no checkpoint in {directory}.",
+        remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
+    )
+
+
 def survey(store: DurableStore) -> Survey:
     """Raises CheckpointError when the job's directory cannot be listed."""
     whole = store.generations()
-    names = _listed(store.directory)
+    names = _listed(store.files, store.directory)
     seen = {info.generation for info in whole}
     damaged = []
     for number in sorted({g for name in names if (g := generation_of(name)) is not None} - seen, reverse=True):
@@ -114,14 +138,16 @@ def survey(store: DurableStore) -> Survey:
     for info in whole:
         with contextlib.suppress(OSError):
             written[info.generation] = store.files.stat(info.path / MANIFEST).st_mtime
-    leftovers = [found for name in names if (found := _leftover(store, name)) is not None]
-    barred = {g: why for g, why in Probation(store.directory).barred().items() if g in seen}
+    leftovers = [found for name in names if (found := _trash(store, name)) is not None]
+    with contextlib.suppress(OSError):
+        leftovers += [found for part in store.parts() if (found := _unfinished(store, part)) is not None]
+    barred = {g: why for g, why in Probation(store.directory, store.files).barred().items() if g in seen}
     return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
 
 
-def _listed(path: Path) -> list[str]:
+def _listed(files: Files, path: Path) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return files.listdir(path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} is not there.", remedy="give the directory of --checkpoint-dir.") from error
     except NotADirectoryError as error:
@@ -134,19 +160,27 @@ def _belongs(name: str) -> bool:
     return generation_of(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
 
 
-def _is_job(root: Path, name: str) -> bool:
-    with contextlib.suppress(CheckpointError):
+def _is_job(files: Files, root: Path, name: str) -> bool:
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
         check_job(name)
-        return (root / name).is_dir() and any(map(_belongs, _listed(root / name)))
+        is_directory = stat.S_ISDIR(files.stat(root / name).st_mode) or (root / name).is_dir()
+        return is_directory and any(map(_belongs, _listed(files, root / name)))
     return False
 
 
-def _leftover(store: DurableStore, name: str) -> Leftover | None:
-    temporary, trash = TemporaryName.parse(name), _TRASH.match(name)
-    if temporary is None and trash is None:
-        return None
-    path = store.directory / name
-    size, shards, world_size, touched = 0, 0, None, 0.0
+def _trash(store: DurableStore, name: str) -> Leftover | None:
+    match = _TRASH.match(name)
+    return _leftover(store, "trash", store.directory / name, int(match[1]), -1) if match else None
+
+
+def _unfinished(store: DurableStore, part: Part) -> Leftover | None:
+    return _leftover(store, "unfinished", part.path, part.generation, part.epoch)
+
+
+def _leftover(
+    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, generation: int, epoch: int
+) -> Leftover | None:
+    size, shards, world_size = 0, 0, None
     try:
         touched = store.files.stat(path).st_mtime
         for below in store.files.listdir(path):
@@ -157,7 +191,4 @@ def _leftover(store: DurableStore, name: str) -> Leftover | None:
                     shards, world_size = shards + 1, int(fragment[1])
     except OSError:
         return None  # finished or collected meanwhile
-    if temporary is not None:
-        return Leftover("unfinished", path, temporary.generation, temporary.epoch, shards, world_size, size, touched)
-    assert trash is not None
-    return Leftover("trash", path, int(trash[1]), -1, shards, world_size, size, touched)
+    return Leftover(kind, path, generation, epoch, shards, world_size, size, touched)

@@ -28,7 +28,7 @@ def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str,
     try:
         manifest, _ = store.whole(generation)
         record = manifest.shards[damage.rank]
-        reader = ShardReader(store.files, store.path(generation), manifest, record)
+        reader = ShardReader(store.files, store.data(manifest), manifest, record)
         chunk_bytes = reader.chunk_bytes
         reader.close()
     except (CheckpointError, OSError):
@@ -46,7 +46,7 @@ def suspects(store: DurableStore, generation: int, damage: Damage) -> tuple[str,
 def _layout(store: DurableStore, manifest: Manifest, rank: int) -> ImageLayout | None:
     """None: the header is not what was saved."""
     record = manifest.shards[rank]
-    path = store.path(manifest.generation) / shard_name(rank, manifest.world_size)
+    path = store.data(manifest) / shard_name(rank, manifest.world_size)
     try:
         with opened(store.files, path) as fd:
             prefix = memoryview(bytearray(min(_PREFIX_BYTES, record.size)))

@@ -9,6 +9,7 @@ from rackrun.errors import (
     StepError,
     UsageError,
 )
+from rackrun.version import __version__ as __version__
 
 __all__ = [
     "CollectiveBroken",
@@ -23,8 +24,6 @@ __all__ = [
     "UsageError",
     "elastic",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

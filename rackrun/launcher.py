@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rackrun.errors import RackrunError, UsageError
+from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
 if TYPE_CHECKING:
     from rackrun.agent.config import AgentConfig
@@ -34,8 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(
             name, "1"
         )  # torchrun's default; and before torch: a process with threads cannot be forked
+    open_closed_streams()
+    if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # else somebody looks on, as a test does
+        say_what_can_be_said()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _leave)  # until the loop takes over
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _leave)  # until the loop takes over
     try:
         over, hidden = _launch(arguments)
     except UsageError as error:
@@ -75,15 +80,18 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     from rackrun.launch.agents import LocalAgents
     from rackrun.launch.job import host
     from rackrun.launch.place import Endpoint
+    from rackrun.link import descriptors
+    from rackrun.link.address import join
 
-    own = f"http://{_authority(*listening.getsockname()[:2])}"
-    url = f"http://{_authority(*options.endpoint)}" if options.endpoint else own
+    own = f"http://{join(*listening.getsockname()[:2])}"
+    url = f"http://{join(*options.endpoint)}" if options.endpoint else own
     place.write_token(token)
     for what in preload(options.script.preload):
         print(f"rackrun: could not import {what}", file=sys.stderr)
     log_dir = options.log_dir or str(place.directory / "logs")
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
     agents.start()
+    descriptors.raise_limit()  # every agent holds a connection, and every other host one more
     try:
         return asyncio.run(
             host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)
@@ -96,9 +104,10 @@ def _follow(options: Options, run_id: str, token: str) -> StopJob:
     from rackrun.agent.fork_server import preload
     from rackrun.launch.agents import LocalAgents
     from rackrun.launch.job import follow
+    from rackrun.link.address import join
 
     assert options.endpoint is not None
-    url = f"http://{_authority(*options.endpoint)}"
+    url = f"http://{join(*options.endpoint)}"
     preload(options.script.preload)
     log_dir = options.log_dir or (str(options.out_dir / "logs") if options.out_dir else os.devnull)
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
@@ -155,8 +164,11 @@ def _tray_names(options: Options) -> list[str]:
 
 
 def _advertise(options: Options) -> str:
-    """The address under which this host reaches the coordinator is one under which others reach this host."""
-    if options.local_addr:
+    """The address under which this host reaches the coordinator is one under which others reach this host. Where there are no others it is
+    one that only this host can reach."""
+    from rackrun.link.address import is_loopback
+
+    if options.local_addr and (options.endpoint is not None or is_loopback(options.local_addr)):
         return options.local_addr
     if options.endpoint is None:
         return "127.0.0.1"
@@ -164,10 +176,6 @@ def _advertise(options: Options) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: it only chooses the route
         return str(probe.getsockname()[0])
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _explain(over: StopJob, *, hidden: bool) -> None:

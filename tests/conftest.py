@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -46,12 +47,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+# -- alone with what it leaves ---------------------------------------------------------------------------------------
+SHARED = Path("/dev/shm")
+_CLONE_NEWNS, _MS_PRIVATE = 0x20000, 1 << 18
+
+
+def _shared_memory_of_its_own() -> bool:
+    """Mount a ``/dev/shm`` that only this process and its children see, where that is allowed: what is in it then is theirs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    shm, tmpfs = os.fsencode(SHARED), b"tmpfs"
+    private = (
+        libc.mount(b"none", shm, None, ctypes.c_ulong(_MS_PRIVATE), None) == 0
+    )  # the host is to have no mount of it
+    return private and libc.mount(tmpfs, shm, tmpfs, ctypes.c_ulong(0), b"mode=1777") == 0
+
+
+ALONE = _shared_memory_of_its_own()
+OF_LIBRARIES = ("rackrun", "torch_", "psm_", "sem.", "nccl-", "__KMP_", "cuda", "pymp-")
+"""How what rackrun, torch and Python put there is called."""
+
+
 # -- nothing is left behind ------------------------------------------------------------------------------------------
 
 # Opened once, whenever something first needs it, and kept for the life of the process: not a leak of the test.
 LAZY_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/proc/", "/sys/", "/dev/pts")
 LAZY_THREADS = ("pytest_timeout", "QueueFeederThread")
-SETTLE_S = 3.0
+SETTLE_S = 30.0
+PATIENCE_S = 100.0
+"""A job is waited for at least so long: beside other programs all takes its time, and a test is about what happens, not when."""
 
 
 def children() -> dict[str, object]:
@@ -88,7 +113,30 @@ def threads() -> dict[str, object]:
 
 
 def shared_memory() -> dict[str, object]:
-    return {f"/dev/shm/{name}": name for name in os.listdir("/dev/shm")}
+    """Where others use the same ``/dev/shm``: what is called as ours would be, and no program of theirs has in its hands."""
+    names = os.listdir(SHARED)
+    if not ALONE:
+        names = [name for name in names if name.startswith(OF_LIBRARIES)]
+        names = [name for name in names if name not in _held_by_others()] if names else []
+    return {f"/dev/shm/{name}": name for name in names}
+
+
+def _held_by_others() -> set[str]:
+    """Names in ``/dev/shm`` that living processes have open or mapped which are not of this session."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found: set[str] = set()
+    for pid in psutil.pids():
+        if pid in ours:
+            continue
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(f"/proc/{pid}/fd/{name}")
+                    found |= {Path(target).name} if target.startswith("/dev/shm/") else set()
+    return found
 
 
 def listeners() -> dict[str, object]:
@@ -106,6 +154,14 @@ def snapshot() -> dict[str, object]:
     return found
 
 
+_INTERRUPTED: list[object] = []
+
+
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """What fails afterwards would hide the summary of what was done before."""
+    _INTERRUPTED.append(excinfo)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a child, a descriptor, a thread, a file in /dev/shm or a listening port.
@@ -117,6 +173,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     before = snapshot()
     yield
+    if _INTERRUPTED:
+        return  # pytest is on its way out, and takes its own descriptors back meanwhile
     # Something may be on its way out: a process that is being torn down, a thread past its last line.
     deadline = time.monotonic() + SETTLE_S
     while left := [what for what in snapshot() if what not in before]:
@@ -205,7 +263,7 @@ class Job:
 
     def wait_for(self, condition: Callable[[dict[str, Any]], object], timeout_s: float) -> dict[str, Any]:
         """The first status that meets ``condition``; AssertionError with the job's output when none does in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(timeout_s, PATIENCE_S)
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 status = self.status(timeout_s=1.0)
@@ -217,7 +275,7 @@ class Job:
     def finish(self, timeout_s: float) -> Ran:
         """Wait for its end, at most ``timeout_s``; whatever happens, none of its processes lives afterwards."""
         try:
-            exit_code: int | None = self.process.wait(timeout_s)
+            exit_code: int | None = self.process.wait(max(timeout_s, PATIENCE_S) if timeout_s else 0.0)
         except subprocess.TimeoutExpired:
             exit_code = None
         seconds = time.monotonic() - self._started

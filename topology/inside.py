@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from rackrun.topology.mesh import Ints
-from rackrun.topology.objective import NOWHERE, Fitness, Question
+from rackrun.topology.objective import NOWHERE, Fitness, Known, Question
 
 __all__ = ["preference", "seat_groups"]
 
@@ -18,6 +18,8 @@ def seat_groups(question: Question, home: Ints) -> Ints:
 
     `NOWHERE` groups come last and take what is nearest to each other.
     """
+    if question.known is not None and not (home == NOWHERE).any():
+        return _seat_unseated(question, home, question.known)
     board, mesh = question.board, question.mesh
     seats = _kept(question, home)
     taken = np.zeros(len(board.slots), bool)
@@ -44,6 +46,26 @@ def seat_groups(question: Question, home: Ints) -> Ints:
     crossing = np.flatnonzero(home == NOWHERE)
     if len(crossing):
         _scatter(question, seats, crossing)
+    return seats
+
+
+def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
+    """As `seat_groups`, from what is known to stand: only the cliques of ranks without a slot are looked into."""
+    board, mesh = question.board, question.mesh
+    assert question.previous is not None
+    moved = mesh.groups[home != known.homes].ravel()
+    unseated = np.union1d(known.lost, moved)
+    seats = question.previous.copy()
+    seats[unseated] = NOWHERE
+    everyone = np.ones(len(unseated), bool)
+    for clique, at in _ranks_by_clique(home[mesh.group_of[unseated]], everyone).items():
+        held = seats[mesh.groups[home == clique]].ravel()
+        slots = board.members[clique]
+        free = slots[(question.states[slots] == Fitness.USABLE) & ~np.isin(slots, held)]
+        for rank in unseated[at]:
+            best = free[np.lexsort(preference(question, int(rank), free))[0]]
+            seats[rank] = best
+            free = free[free != best]
     return seats
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rackrun.topology.board import Board
 from rackrun.topology.mesh import Ints, Mesh
 
-__all__ = ["NOWHERE", "Fitness", "Question", "Terms", "score"]
+__all__ = ["NOWHERE", "Fitness", "Known", "Question", "Terms", "score"]
 
 NOWHERE = -1
 
@@ -54,6 +54,16 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Known:
+    """What a caller that follows every change knows of `Question.previous`, so that the solver need not look at every slot for one loss."""
+
+    homes: Ints
+    """(groups,): the clique of each bound group. Every group is inside one clique."""
+    lost: Ints
+    """The ranks whose previous slot is BAD, in ascending order. No previous slot is `NOWHERE`, and no slot is AVOID."""
+
+
+@dataclass(frozen=True)
 class Question:
     """All that a placement is computed from."""
 
@@ -68,11 +78,15 @@ class Question:
     spares: int = 0
     """Slots of each NVLink domain to hold back. Only when there is nothing previous: later they are there to be used."""
     allow_crossing: bool = False
+    known: Known | None = None
+    """The answer is the same without it, and takes longer."""
 
     @cached_property
     def previous_cliques(self) -> Ints:
         """(groups,): the clique that each bound group sat in; `NOWHERE` when it sat in several or in none."""
         assert self.previous is not None
+        if self.known is not None:
+            return self.known.homes
         known = self.previous != NOWHERE
         every = np.where(known, self.board.clique[self.previous], NOWHERE)
         cliques = every[self.mesh.columns]

@@ -66,7 +66,7 @@ def nearness(question: Question, home: Ints, group: int) -> tuple[Ints, Ints]:
 
 def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
     """Which groups leave their clique, and where they go."""
-    mesh, size = question.mesh, question.mesh.group_size
+    size = question.mesh.group_size
     home = question.previous_cliques.copy()
     fits = usable // size
     inside = np.bincount(home[home != NOWHERE], minlength=len(fits))
@@ -79,10 +79,7 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
     lost = np.flatnonzero(home == NOWHERE)
     if not len(lost):
         return home
-    assert question.previous is not None
-    sits = (question.previous != NOWHERE) & (question.states[question.previous] == Fitness.AVOID)
-    sits &= home[mesh.group_of] != NOWHERE
-    on_avoid = np.bincount(home[mesh.group_of[sits]], minlength=len(fits))
+    on_avoid = _on_avoid(question, home) if (usable != good).any() else np.zeros(len(fits), np.int64)
     for group in lost:
         open_to = np.flatnonzero(fits > inside)
         if not len(open_to):
@@ -96,6 +93,15 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
         home[group] = clique
         inside[clique] += 1
     return home
+
+
+def _on_avoid(question: Question, home: Ints) -> Ints:
+    """(cliques,): the ranks of groups that stay, on slots to avoid."""
+    mesh = question.mesh
+    assert question.previous is not None
+    sits = (question.previous != NOWHERE) & (question.states[question.previous] == Fitness.AVOID)
+    sits &= home[mesh.group_of] != NOWHERE
+    return np.bincount(home[mesh.group_of[sits]], minlength=len(question.board.cliques))
 
 
 def _leavers(question: Question, home: Ints, clique: int, count: int, avoid: int) -> list[int]:

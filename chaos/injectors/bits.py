@@ -46,7 +46,7 @@ def snapshot_bit(agent: Process, slot: str, incarnation: int, draw: random.Rando
         for fd in _descriptors(agent, f"/memfd:rackrun-snapshot-{slot}-{incarnation}-"):
             stack.callback(os.close, fd)
             with contextlib.suppress(CheckpointError), Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
-                newest = max(newest, *((one.generation, fd) for one in arena.slots() if one.manifest_digest))
+                newest = max([newest, *((one.generation, fd) for one in arena.slots() if one.manifest_digest)])
         named, fd = newest
         if named < 0:
             return ""

@@ -12,6 +12,8 @@ def judge(evidence: Evidence) -> Verdict:
     trace = evidence.trace
     if not trace.plans:
         return Verdict(holds=None, because="the world was never formed")
+    if trace.unpersisted:
+        return Verdict(holds=False, because=f"{trace.unpersisted[0]} is not on disk, and was carried out")
     before, generation, backs = BEGIN, 0, 0
     for plan in trace.plans:
         name = f"generation {plan.generation}"

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence import Evidence, Verdict
+from rackrun.chaos.faults import name_of
 from rackrun.chaos.inside import CRASHED
 
 __all__ = ["judge"]
+
+
+def _late(evidence: Evidence) -> str:
+    """A strike to which nothing was left but the end itself."""
+    late = [record.strike.fault for record in evidence.records if record.took and evidence.came_late(record)]
+    return next((name_of(fault) for fault in late if fault.loses or fault.lasts), "")
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -15,6 +22,8 @@ def judge(evidence: Evidence) -> Verdict:
     said = f"exit code {code}" + (f": {result.because}" if result is not None and result.because else "")
     if result is not None and "contradicts itself" in result.because:
         return Verdict(holds=False, because=said)
+    if code != 0 and evidence.plan.expect == "survives" and (late := _late(evidence)):
+        return Verdict(holds=None, because=f"{said}; {late} came after the last commit")
     if evidence.plan.expect == "survives":
         return Verdict(holds=code == 0, because=said)
     if code == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rackrun.chaos.evidence import Evidence, Verdict
 from rackrun.chaos.faults import name_of
+from rackrun.chaos.plan import is_endless
 
 __all__ = ["judge"]
 
@@ -17,6 +18,10 @@ def judge(evidence: Evidence) -> Verdict:
             missing.append(
                 f"{name_of(record.strike.fault)} of {whom} after step {record.step} did not take effect: {why}"
             )
+    late = [record for record in evidence.records if record.took and evidence.came_late(record)]
+    if late and not is_endless(evidence.plan):
+        named = name_of(late[0].strike.fault)
+        missing.append(f"{named} came after the last commit: the training was over, and nothing was left to be lost")
     if evidence.undone:
         missing.append(evidence.undone)
     if not (missing or evidence.records):

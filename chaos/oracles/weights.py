@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rackrun.chaos.evidence import Evidence, Verdict
+from rackrun.chaos.oracles.losses import resized_because
 
 __all__ = ["judge"]
 
@@ -20,6 +21,10 @@ def judge(evidence: Evidence) -> Verdict:
             holds=None, because=f"{len(mine)} ranks at the end, {len(theirs)} without faults; missing: {missing}"
         )
     other = sorted((rank for rank in mine if mine[rank] != theirs.get(rank, min(same))), key=int)
+    if other and evidence.trace.resized is not None and not evidence.trace.exact:
+        if len(same) == 1 and len(set(mine.values())) > 1:
+            return Verdict(holds=False, because="replicas do not hold the same any more")
+        return Verdict(holds=None, because=resized_because(evidence.trace))
     if other:
         return Verdict(holds=False, because=f"rank {', '.join(other)} held something else")
     return Verdict(holds=True, because=f"{len(mine)} ranks, bit for bit")

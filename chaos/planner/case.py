@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import msgspec
 
@@ -24,7 +21,7 @@ from rackrun.checkpoint.interval import NS, IntervalPolicy, Observed, choose_int
 from rackrun.coordinator.user_code import find
 from rackrun.core.policy import parse_policy, parse_weights
 
-__all__ = ["CHECKPOINT_S", "Case", "chosen_intervals", "rates", "simulate", "simulate_all"]
+__all__ = ["CHECKPOINT_S", "Case", "chosen_intervals", "rates", "simulate"]
 
 CHECKPOINT_S = 300.0
 """Between checkpoints on disk, where nothing ever goes back to one: what the runtime does by itself."""
@@ -78,16 +75,6 @@ def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = Fa
     ).run()
 
 
-def simulate_all(runs: Iterable[tuple[Case, int]], processes: int = 1) -> Iterator[Outcome]:
-    """In their order. ``processes``: so many at a time."""
-    if processes <= 1:
-        for case, seed in runs:
-            yield simulate(case, seed)
-        return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_simulate, runs)
-
-
 def chosen_intervals(case: Case) -> Intervals:
     """Snapshots: as the runtime chooses them. Checkpoints on disk: Daly's interval for those failures that memory does not survive; at
     least as long as one takes to be written."""
@@ -121,10 +108,6 @@ def rates(case: Case) -> tuple[float, float]:
     if case.job.state == "disk":
         return 0.0, small + whole
     return (small, whole) if case.job.state == "mirror" else (small + whole, 0.0)
-
-
-def _simulate(run: tuple[Case, int]) -> Outcome:
-    return simulate(*run)
 
 
 def _function(name: str) -> Policy:

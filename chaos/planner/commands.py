@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,7 @@ from rackrun.chaos.planner.failures import Process
 from rackrun.chaos.planner.fleet import Job, fleet_of
 from rackrun.chaos.planner.predict import predict as predicted
 from rackrun.chaos.planner.presets import PRESETS, preset
-from rackrun.chaos.planner.render import render_prediction, render_survey
+from rackrun.chaos.planner.render import render_grid, render_prediction, render_survey
 from rackrun.chaos.planner.state import Intervals
 from rackrun.chaos.planner.survey import survey
 from rackrun.chaos.planner.traces import read_trace
@@ -120,7 +121,9 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
     days: Annotated[float, typer.Option(help="That are simulated.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Runs of each plan.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes that simulate. Default: one for each processor.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate days of a job with the core's own policy and placement, and say how many spares, which policy, how often to save.
@@ -133,6 +136,7 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         raise PlannerError(
             f"--gpus {gpus} is no fleet.", remedy="give the GPUs that are paid for, such as --gpus 73728."
         )
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if seeds < 1 or jobs < 1 or not 0 < days < float("inf"):
         raise PlannerError(
             f"--seeds {seeds}, --jobs {jobs}, --days {days}.", remedy="give 1 or more, and days above 0."
@@ -198,7 +202,7 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         policy=policy,
         weights=policy_weights,
     )
-    told = Console(stderr=True)
+    told, console = Console(stderr=True), _console()
     found = survey(
         case,
         numbers(spares_per_rack, "--spares-per-rack"),
@@ -207,11 +211,12 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         given=Intervals(snapshot=snapshot_every or 0, checkpoint=checkpoint_every or 0),
         processes=jobs,
         tell=lambda line: told.print(f"plan: {line}", highlight=False, markup=False),
+        show=lambda grid: None if as_json else render_grid(console, grid),
     )
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
-        render_survey(_console(), found)
+        render_survey(console, found)
 
 
 @plan.command(epilog="Example: rackctl plan calibrate out/ > costs.json")

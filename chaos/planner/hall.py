@@ -20,7 +20,7 @@ from rackrun.chaos.planner.fleet import Fleet, Job, board_of
 from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.inside import preference
 from rackrun.topology.mesh import Ints, Mesh
-from rackrun.topology.objective import Fitness, Question
+from rackrun.topology.objective import Fitness, Known, Question
 from rackrun.topology.placement import place
 from rackrun.topology.solver import solve
 from rackrun.topology.ways import RANKS_MAX
@@ -248,7 +248,12 @@ class Hall:
         return found
 
     def _question(self, states: Ints) -> Question:
-        return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats)
+        known = None
+        if self._shortcut and self.job.group > 1:
+            homes = self.board.clique[self.seats[:: self.job.group]]
+            lost = np.array(sorted(self.lost), np.int64)
+            known = Known(homes, lost[states[self.seats[lost]] == Fitness.BAD])
+        return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known)
 
     def _all_start(self, seats: Ints) -> None:
         """Spares are there when the ranks are: they start together."""

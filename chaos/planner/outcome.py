@@ -48,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Time that the world was smaller than whole."""
     queued_max: int
     """Repairs that waited for a crew."""
+    charged: dict[str, float] = {}
+    """Seconds of recoveries that each cost (a field of `PlanCosts`) accounts for: what `rackrun.chaos.planner.sensitivity` scales."""
 
     @property
     def wall_goodput(self) -> float:

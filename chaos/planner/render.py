@@ -9,22 +9,26 @@ from rich.table import Table
 
 from rackrun.chaos.planner.formulas import Formula
 from rackrun.chaos.planner.predict import Prediction
-from rackrun.chaos.planner.survey import Compared, Point, Survey
+from rackrun.chaos.planner.survey import Compared, Grid, Point, Survey
 from rackrun.chaos.planner.words import spell
 
-__all__ = ["render_prediction", "render_survey"]
+__all__ = ["render_grid", "render_prediction", "render_survey"]
 
 _BAR = 24
 
 
-def render_survey(console: Console, found: Survey) -> None:
-    best = found.best
+def render_grid(console: Console, found: Grid) -> None:
     _say(
         console,
         f"{found.gpus} GPUs in {found.racks} racks, {found.days:g} days, {len(found.seeds)} seeds; "
         f"±: the interval in which the mean lies with 95 %",
     )
     _points(console, found.points)
+
+
+def render_survey(console: Console, found: Survey) -> None:
+    """What follows the grid."""
+    best = found.best
     _say(console, "")
     _say(
         console,
@@ -143,9 +147,12 @@ def _tornado(console: Console, found: Survey) -> None:
         left, right = sorted((at(one.low_goodput), at(one.high_goodput)))
         bar = [" "] * left + ["─"] * (right - left + 1) + [" "] * (_BAR - 1 - right)
         bar[at(found.usual)] = "┼"
-        table.add_row(one.what, one.low, f"{one.low_goodput:.2%}", "".join(bar), f"{one.high_goodput:.2%}", one.high)
+        what = one.what if one.simulated else f"{one.what} ~"
+        table.add_row(what, one.low, f"{one.low_goodput:.2%}", "".join(bar), f"{one.high_goodput:.2%}", one.high)
     console.print()
     console.print(table, markup=False, highlight=False)
+    if not all(one.simulated for one in found.tornado):
+        _say(console, "~ by arithmetic: the seconds that a cost accounts for are scaled, the decisions stay the same")
 
 
 def _rungs(one: Point) -> str:

@@ -75,6 +75,9 @@ class Simulation:
     _breaks: int = 0
     _short_s: float = 0.0
     _over: bool = False
+    _due: dict[str, float] = field(default_factory=dict)
+    """What the phase in hand takes, by cost, if nothing interrupts it."""
+    _charged: dict[str, float] = field(default_factory=dict)
     _gone_since: dict[Strike, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,7 @@ class Simulation:
             events=self._engine.ran,
             short_s=self._short_s,
             queued_max=self._crews.queued_max,
+            charged=dict(sorted(self._charged.items())),
         )
 
     @property
@@ -190,6 +194,7 @@ class Simulation:
             self._decide(self._turn)
         elif self._phase is not _Phase.DETECTING or self._broken_s == self._now_s:
             self._enter(_Phase.DETECTING)
+            self._due = {"detect_s": self.costs.detect_s}
             self._later(self.costs.detect_s, self._decide)
 
     def _decide(self, turn: int) -> None:
@@ -216,17 +221,17 @@ class Simulation:
         match rung:
             case Rung.ABSORB:
                 self._absorbs += 1
-                self._recover(costs.regroup_s, 0)
+                self._recover(0, regroup_s=costs.regroup_s)
             case Rung.SWAP | Rung.MOVE:
                 assert staff is not None
                 assert rollback is not None
                 moving = bool(staff.uprooted)
                 self._start(self.hall.take(staff))
-                self._recover(costs.takeover_s + (costs.regroup_s if moving else 0.0), rollback)
+                self._recover(rollback, takeover_s=costs.takeover_s, regroup_s=costs.regroup_s if moving else 0.0)
             case Rung.SHRINK:
                 assert rollback is not None
                 freed = self.hall.drop(self.hall.hit())
-                self._recover(costs.regroup_s + costs.reenter_s, rollback)
+                self._recover(rollback, regroup_s=costs.regroup_s, reenter_s=costs.reenter_s)
                 self._start(freed)
             case Rung.WAIT:
                 self._enter(_Phase.WAITING)
@@ -235,7 +240,7 @@ class Simulation:
                 self._restarts += 1
                 self._state.from_disk()
                 self.hall.begin_again()
-                self._recover(costs.start_s + costs.load_s, 0)
+                self._recover(0, start_s=costs.start_s, load_s=costs.load_s)
             case Rung.STOP:
                 self._enter(_Phase.STOPPED)
                 self._state.from_disk()
@@ -246,10 +251,15 @@ class Simulation:
             case _:
                 assert_never(rung)
 
-    def _recover(self, seconds: float, rollback: int) -> None:
+    def _recover(self, rollback: int, **seconds: float) -> None:
+        """``seconds``: by cost."""
         self._state.go_back(rollback)
+        self._resume_after(seconds)
+
+    def _resume_after(self, seconds: dict[str, float]) -> None:
         self._enter(_Phase.RECOVERING)
-        self._later(seconds + self.costs.first_step_s, self._resume)
+        self._due = {**seconds, "first_step_s": self.costs.first_step_s}
+        self._later(sum(self._due.values()), self._resume)
 
     def _resume(self, turn: int) -> None:
         if turn == self._turn:
@@ -261,17 +271,17 @@ class Simulation:
         """Replicas that were dropped come back, at a step boundary: nothing is computed again."""
         replicas = self.hall.joinable()
         if replicas:
-            self._enter(_Phase.RECOVERING)
+            self._enter(_Phase.RECOVERING)  # what was trained before is counted as the smaller world's
             self.hall.join(replicas)
             self._count("grow")
-            self._later(self.costs.takeover_s + self.costs.reenter_s + self.costs.first_step_s, self._resume)
+            self._resume_after({"takeover_s": self.costs.takeover_s, "reenter_s": self.costs.reenter_s})
 
     def _relaunch(self, turn: int) -> None:
         """By the same command, from the newest checkpoint, with as many replicas as there is room for. With too few, all wait for a repair."""
         if turn == self._turn and self.hall.relaunch():
             self._restarts = 0
             self._count("relaunch")
-            self._recover(self.costs.start_s + self.costs.load_s, 0)
+            self._recover(0, start_s=self.costs.start_s, load_s=self.costs.load_s)
 
     # -- time ----------------------------------------------------------------------------------------------------------
     @property
@@ -288,8 +298,10 @@ class Simulation:
                 self._absorbs = 0 if seconds > self.costs.step_s else self._absorbs
             case _Phase.DETECTING:
                 where.detecting += seconds
+                self._charge(seconds)
             case _Phase.RECOVERING:
                 where.recovering += seconds
+                self._charge(seconds)
             case _Phase.WAITING:
                 where.waiting += seconds
             case _Phase.STOPPED:
@@ -297,6 +309,14 @@ class Simulation:
             case _:
                 assert_never(self._phase)
         self._phase, self._since_s = phase, self._now_s
+
+    def _charge(self, seconds: float) -> None:
+        """So long did detection or recovery last: less than was due, where something came in between."""
+        due, self._due = self._due, {}
+        total = sum(due.values())
+        for name, part in due.items():
+            if part:
+                self._charged[name] = self._charged.get(name, 0.0) + seconds * part / total
 
     def _later(self, seconds: float, do: Callable[[int], None]) -> None:
         """Unless something else comes first."""

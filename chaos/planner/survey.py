@@ -1,32 +1,34 @@
 """The question of a planner, answered: how many spares, where; which policy; how often to save; and what the answer hangs on.
 
-1. Every number of spares of a rack and of spare racks, over the same seeds.
-2. Of the best of these: other policies, other intervals, and each assumption halved and doubled.
+1. Every number of spares of a rack and of spare racks, over the same seeds: the grid.
+2. Of the best of these: other policies, other intervals, and each assumption halved and doubled. Costs are halved and doubled by arithmetic
+   (`rackrun.chaos.planner.sensitivity`), and so are intervals where nothing ever goes back to a save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from rackrun.chaos.planner.case import Case, chosen_intervals, rates, simulate_all
+from rackrun.chaos.planner.case import Case, chosen_intervals, rates
 from rackrun.chaos.planner.closed import daly, multi_level_waste, two_levels, young
 from rackrun.chaos.planner.formulas import Formula, restart_only, takeovers_only, whole_share
 from rackrun.chaos.planner.outcome import Outcome, Where
+from rackrun.chaos.planner.runs import Runs
+from rackrun.chaos.planner.sensitivity import applies, resaved, rescaled
 from rackrun.chaos.planner.spread import Spread, spread_of
 from rackrun.chaos.planner.state import Intervals
 from rackrun.chaos.planner.words import spell
 
-__all__ = ["POLICIES", "Compared", "Point", "Survey", "Swing", "survey"]
+__all__ = ["COSTS", "POLICIES", "Compared", "Grid", "Point", "Survey", "Swing", "survey"]
 
 Tell = Callable[[str], None]
 POLICIES = ("", "swap,move,wait,shrink", "shrink", "restart")
 """What is compared with the policy that was asked for."""
 ADVISED_S_MAX = 3600.0
 """Between checkpoints on disk, at the most: a site loses its power too, which no model here knows of."""
-_COSTS = (
+COSTS = (
     "detect_s",
     "takeover_s",
     "regroup_s",
@@ -77,6 +79,8 @@ class Swing(msgspec.Struct, frozen=True, kw_only=True):
     low_goodput: float
     high: str
     high_goodput: float
+    simulated: bool = True
+    """False: by arithmetic, with the decisions of the best plan's run."""
 
     @property
     def size(self) -> float:
@@ -90,11 +94,19 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     formulas: tuple[Formula, ...] = ()
 
 
-class Survey(msgspec.Struct, frozen=True, kw_only=True):
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """Every number of spares that was tried."""
+
     gpus: int
     racks: int
     days: float
     seeds: tuple[int, ...]
+    points: tuple[Point, ...]
+
+
+class Survey(Grid, frozen=True, kw_only=True):
+    """The grid, and what its best plan hangs on."""
+
     breaks_a_day: float
     """Of the best plan."""
     advice: str
@@ -103,7 +115,6 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     interval_formulas: dict[str, float]
     """Seconds of work between two, by formula and level; ``waste``: the share of time that goes into saving and what is done again."""
     best: Point
-    points: tuple[Point, ...]
     policies: tuple[Compared, ...]
     intervals: tuple[Compared, ...]
     usual: float
@@ -111,11 +122,6 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     tornado: tuple[Swing, ...]
     guessed: tuple[str, ...]
     """Costs that nobody has measured."""
-
-
-class _Run(NamedTuple):
-    case: Case
-    seed: int
 
 
 def survey(
@@ -127,43 +133,52 @@ def survey(
     given: Intervals | None = None,
     processes: int = 1,
     tell: Tell = lambda line: None,  # noqa: ARG005
+    show: Callable[[Grid], None] = lambda grid: None,  # noqa: ARG005
 ) -> Survey:
-    """``case``: its job's spares are not looked at. ``given``: intervals that are not to be chosen, where they are not 0. Raises PlannerError
-    before anything is simulated."""
+    """``case``: its job's spares are not looked at. ``given``: intervals that are not to be chosen, where they are not 0. ``show`` is called with
+    the grid as soon as it is there. Raises PlannerError before anything is simulated."""
     cases = [_given(_with(case, spares_per_rack=each, spare_racks=whole), given) for each in spares for whole in racks]
     for one in cases:
         one.job.ranks(one.fleet)
         one.source(0)
     tell(f"{len(cases)} plans x {len(seeds)} seeds")
-    outcomes = _each(cases, seeds, processes)
-    points = _front([_point(one, found) for one, found in zip(cases, outcomes, strict=True)])
-    best_at = max(range(len(points)), key=lambda at: (points[at].goodput.mean, -at))
-    best, chosen = points[best_at], cases[best_at]
-    tell(f"the best has {best.spares_per_rack} spares a rack and {best.spare_racks} spare racks; what it hangs on")
-    advised, advice, formulas = _advice(chosen, outcomes[best_at])
-    return Survey(
-        gpus=case.fleet.total_gpus,
-        racks=case.fleet.racks,
-        days=case.horizon_s / 86400,
-        seeds=tuple(seeds),
-        breaks_a_day=sum(one.breaks for one in outcomes[best_at]) / len(seeds) / (case.horizon_s / 86400),
-        advice=advice,
-        advised=advised,
-        interval_formulas=formulas,
-        best=best,
-        points=tuple(points),
-        policies=_policies(chosen, seeds, processes),
-        intervals=_intervals(chosen, advised, seeds, processes),
-        usual=outcomes[best_at][0].goodput,
-        tornado=_tornado(chosen, outcomes[best_at][0].goodput, seeds[:1], processes),
-        guessed=tuple(case.costs.guessed()),
-    )
+    with Runs(processes) as runs:
+        runs.fetch((one, seed) for one in cases for seed in seeds)
+        outcomes = [runs.outcomes(one, seeds) for one in cases]
+        points = _front([_point(one, found) for one, found in zip(cases, outcomes, strict=True)])
+        grid = Grid(
+            gpus=case.fleet.total_gpus,
+            racks=case.fleet.racks,
+            days=case.horizon_s / 86400,
+            seeds=tuple(seeds),
+            points=tuple(points),
+        )
+        show(grid)
+        best_at = max(range(len(points)), key=lambda at: (points[at].goodput.mean, -at))
+        best, chosen, usual = points[best_at], cases[best_at], outcomes[best_at]
+        tell(f"the best has {best.spares_per_rack} spares a rack and {best.spare_racks} spare racks; what it hangs on")
+        advised, advice, formulas = _advice(chosen, usual)
+        _fetch_ahead(runs, chosen, advised, usual, seeds)
+        return Survey(
+            **msgspec.structs.asdict(grid),
+            breaks_a_day=sum(one.breaks for one in usual) / len(seeds) / grid.days,
+            advice=advice,
+            advised=advised,
+            interval_formulas=formulas,
+            best=best,
+            policies=_policies(chosen, seeds, runs),
+            intervals=_intervals(chosen, advised, usual, seeds, runs),
+            usual=usual[0].goodput,
+            tornado=_tornado(chosen, usual[0], seeds[0], runs),
+            guessed=tuple(case.costs.guessed()),
+        )
 
 
-def _each(cases: Sequence[Case], seeds: Sequence[int], processes: int) -> list[list[Outcome]]:
-    runs = [_Run(case, seed) for case in cases for seed in seeds]
-    found = list(simulate_all(runs, processes))
-    return [found[at : at + len(seeds)] for at in range(0, len(found), len(seeds))]
+def _fetch_ahead(runs: Runs, case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int]) -> None:
+    """All that is simulated for the best plan, at once, so that no processor waits for the last run of a table."""
+    several = [*reversed(_policy_cases(case).values()), *_interval_cases(case, advised, usual).values()]
+    single = [one for _, low, high, simulated in _swung(case, usual[0]) if simulated for one in (low[1], high[1])]
+    runs.fetch([(one, seed) for one in several for seed in seeds] + [(one, seeds[0]) for one in single])
 
 
 def _point(case: Case, outcomes: Sequence[Outcome]) -> Point:
@@ -199,15 +214,18 @@ def _front(points: Sequence[Point]) -> list[Point]:
     return [msgspec.structs.replace(one, front=not beaten(one)) for one in points]
 
 
-def _policies(case: Case, seeds: Sequence[int], processes: int) -> tuple[Compared, ...]:
-    names = list(dict.fromkeys([case.policy, *POLICIES]))
-    cases = [msgspec.structs.replace(case, policy=name) for name in names]
+def _policy_cases(case: Case) -> dict[str, Case]:
+    names = dict.fromkeys([case.policy, *POLICIES])
+    return {name: msgspec.structs.replace(case, policy=name) for name in names}
+
+
+def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Compared, ...]:
     found = []
-    for name, one, outcomes in zip(names, cases, _each(cases, seeds, processes), strict=True):
+    for name, one in _policy_cases(case).items():
         only_disk = msgspec.structs.replace(one, job=msgspec.structs.replace(one.job, state="disk"))
         intervals = one.intervals or chosen_intervals(one)
         formulas = restart_only(only_disk, intervals) if name == "restart" else ()
-        found.append(_compared(name or "cheapest", outcomes, formulas))
+        found.append(_compared(name or "cheapest", runs.outcomes(one, seeds), formulas))
     return tuple(found)
 
 
@@ -233,20 +251,39 @@ def _advice(case: Case, outcomes: Sequence[Outcome]) -> tuple[Intervals, str, di
     return Intervals(snapshot=now.snapshot, checkpoint=steps), told, formulas
 
 
-def _intervals(case: Case, advised: Intervals, seeds: Sequence[int], processes: int) -> tuple[Compared, ...]:
+def _tried_intervals(case: Case, advised: Intervals) -> dict[str, Intervals]:
     now = case.intervals or chosen_intervals(case)
-    others = {
+    tried = {
         f"checkpoint every {steps} steps": Intervals(snapshot=now.snapshot, checkpoint=steps)
         for steps in sorted({max(now.checkpoint // 2, 1), now.checkpoint, now.checkpoint * 2, advised.checkpoint})
     }
     if now.snapshot:
-        others |= {
+        tried |= {
             f"snapshot every {steps} steps": Intervals(snapshot=steps, checkpoint=now.checkpoint)
             for steps in sorted({max(now.snapshot // 2, 1), now.snapshot * 2})
         }
-    cases = [msgspec.structs.replace(case, intervals=one) for one in others.values()]
+    return tried
+
+
+def _interval_cases(case: Case, advised: Intervals, usual: Sequence[Outcome]) -> dict[str, Case]:
+    """Those that have to be simulated: none where nothing ever goes back to a save."""
+    if not any(one.where.redone for one in usual):
+        return {}
+    tried = _tried_intervals(case, advised)
+    return {name: msgspec.structs.replace(case, intervals=one) for name, one in tried.items()}
+
+
+def _intervals(
+    case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int], runs: Runs
+) -> tuple[Compared, ...]:
+    cases = _interval_cases(case, advised, usual)
     return tuple(
-        _compared(name, outcomes, ()) for name, outcomes in zip(others, _each(cases, seeds, processes), strict=True)
+        _compared(
+            name,
+            runs.outcomes(cases[name], seeds) if cases else [resaved(case, one, intervals) for one in usual],
+            (),
+        )
+        for name, intervals in _tried_intervals(case, advised).items()
     )
 
 
@@ -259,20 +296,30 @@ def _compared(what: str, outcomes: Sequence[Outcome], formulas: tuple[Formula, .
     )
 
 
-def _tornado(case: Case, usual: float, seeds: Sequence[int], processes: int) -> tuple[Swing, ...]:
+def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
     """Intervals are chosen anew where they were not given."""
-    pairs = list(_swung(case))
-    cases = [one for _, low, high in pairs for one in (low[1], high[1])]
-    means = [spread_of([one.goodput for one in found]).mean for found in _each(cases, seeds, processes)]
-    swings = [
-        Swing(what=what, low=low[0], low_goodput=means[2 * at], high=high[0], high_goodput=means[2 * at + 1])
-        for at, (what, low, high) in enumerate(pairs)
-    ]
-    shown = [one for one in swings if max(abs(one.low_goodput - usual), abs(one.high_goodput - usual)) > 0]
-    return tuple(sorted(shown, key=lambda one: -one.size))
+    found = []
+    for what, low, high, simulated in _swung(case, usual):
+        if simulated:
+            ends = [runs.outcomes(one, [seed])[0].goodput for one in (low[1], high[1])]
+        else:
+            ends = [rescaled(case, usual, what, factor).goodput for factor in (0.5, 2.0)]
+        found.append(
+            Swing(
+                what=what,
+                low=low[0],
+                low_goodput=ends[0],
+                high=high[0],
+                high_goodput=ends[1],
+                simulated=simulated,
+            )
+        )
+    changes = [one for one in found if {one.low_goodput, one.high_goodput} != {usual.goodput}]
+    return tuple(sorted(changes, key=lambda one: -one.size))
 
 
-def _swung(case: Case) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case]]]:
+def _swung(case: Case, usual: Outcome) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case], bool]]:
+    """Each assumption, what it is at the low and at the high end, and whether that has to be simulated."""
     replace = msgspec.structs.replace
     for name in ("mtbf_s", "repair_s"):
         if any(getattr(process, name) for process in case.processes) and not (
@@ -286,18 +333,20 @@ def _swung(case: Case) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case]
                 name.removesuffix("_s"),
                 ("half", replace(case, processes=low)),
                 ("twice", replace(case, processes=high)),
+                True,
             )
-    for name in _COSTS:
+    for name in COSTS:
         if value := getattr(case.costs, name):
             low_costs, high_costs = (replace(case.costs, **{name: value * factor}) for factor in (0.5, 2.0))
             yield (
                 name,
                 (f"{value / 2:g}", replace(case, costs=low_costs)),
                 (f"{2 * value:g}", replace(case, costs=high_costs)),
+                not applies(name, usual),
             )
     if case.crews is not None:
         fewer, more = max(case.crews // 2, 1), 2 * case.crews
-        yield "crews", (str(fewer), replace(case, crews=fewer)), (str(more), replace(case, crews=more))
+        yield "crews", (str(fewer), replace(case, crews=fewer)), (str(more), replace(case, crews=more)), True
 
 
 def _with(case: Case, **job: int) -> Case:

@@ -111,6 +111,9 @@ _LOOK = {
     "random numbers of its own, are the usual causes: see run.track.",
     "samples": "rackctl report faulted/run checks the ledger, unit by unit.",
     "weights": "Where losses are the same and weights are not, something was restored that the loss does not show.",
+    "untracked": "A rank that took over runs the script from its beginning: give run.track what is named, or say --may-differ NAME where it "
+    "goes into no training.",
+    "rollback": "More was computed again than the snapshots explain: see which were taken, and which were kept, in rackctl report faulted/run.",
     "ending": "Look at the end of faulted/stderr.txt, and at the last decisions below.",
     "time": "It hung: the last lines of history.jsonl and rackctl report faulted/run say where.",
     "leftovers": "The processes that outlived the job are named above; they are dead now.",

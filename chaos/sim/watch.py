@@ -60,4 +60,11 @@ class Watch:
         for_ms = for_ns // 1_000_000
         waiting = not silent and of.entered_in is not None
         self._told = silent is False
-        of.say(WorkerStalled, step=Step(of.passed + 1), collective=collective, silent=silent, for_ms=for_ms, waiting=waiting)
+        of.say(
+            WorkerStalled,
+            step=Step(of.passed + 1),
+            collective=collective,
+            silent=silent,
+            for_ms=for_ms,
+            waiting=waiting,
+        )

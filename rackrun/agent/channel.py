@@ -48,6 +48,7 @@ class AgentChannel:
             self._loop.remove_writer(self._fd)
             self._fd = -1
             self._socket.close()
+            self._deliver = _to_nobody  # it holds the worker, which holds this, and its page's descriptor
 
     def _readable(self) -> None:
         self._read()  # one chunk a turn: a flood from one worker must not starve the others
@@ -63,14 +64,15 @@ class AgentChannel:
             self.close()
             return False
         self._received += data
+        deliver = self._deliver
         try:
             bodies = split_frames(self._received)
         except ValueError:
             self.close()
-            self._deliver(b"")  # no message: whoever decodes it says whose fault that is
+            deliver(b"")  # no message: whoever decodes it says whose fault that is
             return False
         for body in bodies:
-            self._deliver(body)
+            deliver(body)
         return True
 
     def _writable(self) -> None:
@@ -87,3 +89,7 @@ class AgentChannel:
             self._loop.add_writer(self._fd, self._writable)
         else:
             self._loop.remove_writer(self._fd)
+
+
+def _to_nobody(_body: bytes) -> None:
+    """Its worker is forgotten."""

@@ -28,6 +28,7 @@ import msgspec
 
 from rackrun.agent.binding import bind
 from rackrun.agent.config import ScriptConfig
+from rackrun.core.encodable import bounded
 from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
 from rackrun.link.channel import WorkerChannel
@@ -41,6 +42,10 @@ FRESH_BOOT = "RACKRUN_BOOT_FD"
 
 _TORCH_SEED = 67280421310721
 """What torch's generators begin with (``c10::default_rng_seed_val``)."""
+
+_NAME_CHARS_MAX = 2_000
+_MESSAGE_CHARS_MAX = 16_000
+_TRACEBACK_CHARS_MAX = 200_000
 
 _page: HeartbeatPage | None = None
 
@@ -222,22 +227,28 @@ def _report(error: BaseException, *, early: bool = False) -> Failure:
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     error.__traceback__ = trace
-    frames = traceback.extract_tb(trace)
-    where = _where(frames) or _where_of_syntax_error(error)
+    try:
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        frames = traceback.extract_tb(trace)
+        where = _where(frames) or _where_of_syntax_error(error)
+    except Exception as second:  # noqa: BLE001 - an exception's own methods may be what is wrong
+        text, where = f"<it cannot be formatted: {type(second).__name__}>", ""
     if early and _is_told(f"{type(error).__qualname__} {where} {_text_of(error)}"):
         rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"rackrun: rank {rank} failed alike: {type(error).__qualname__} at {where}\n")
+        with contextlib.suppress(Exception):  # nobody reads stderr any more
+            sys.stderr.write(f"rackrun: rank {rank} failed alike: {type(error).__qualname__} at {where}\n")
     else:
         try:
             sys.excepthook(type(error), error, trace)
         except Exception:  # noqa: BLE001 - the script's own hook may be what is wrong
-            sys.__excepthook__(type(error), error, trace)
+            with contextlib.suppress(Exception):  # or nobody reads stderr any more
+                sys.__excepthook__(type(error), error, trace)
     _write_error_file(error)
     return Failure(
-        type=f"{type(error).__module__}.{type(error).__qualname__}",
-        message=_text_of(error),
-        traceback="".join(traceback.format_exception(type(error), error, trace)),
-        where=where,
+        type=bounded(f"{type(error).__module__}.{type(error).__qualname__}", _NAME_CHARS_MAX),
+        message=bounded(_text_of(error), _MESSAGE_CHARS_MAX),
+        traceback=bounded(text, _TRACEBACK_CHARS_MAX),
+        where=bounded(where, _NAME_CHARS_MAX),
     )
 
 
@@ -274,7 +285,7 @@ def _write_error_file(error: BaseException) -> None:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):
         try:
             raise error  # record_exception formats the exception that is being handled
         except BaseException as raised:  # noqa: BLE001

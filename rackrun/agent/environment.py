@@ -6,6 +6,7 @@ import os
 
 from rackrun.agent.config import AgentConfig
 from rackrun.core.commands import StartWorker
+from rackrun.link.address import host_and_port
 
 __all__ = ["worker_environment"]
 
@@ -14,7 +15,7 @@ def worker_environment(config: AgentConfig, command: StartWorker, master: str, e
     """What is set on top of the agent's own environment. ``master`` is the ``host:port`` of the store to meet at."""
     index = command.slot.rpartition("/")[2]
     local_world_size = _local_world_size(config, command.world_size)
-    host, _, port = master.rpartition(":")
+    host, port = host_and_port(master)
     return {
         "OMP_NUM_THREADS": "1",
         "ROLE_NAME": "default",
@@ -30,7 +31,7 @@ def worker_environment(config: AgentConfig, command: StartWorker, master: str, e
         "GROUP_WORLD_SIZE": str(-(-command.world_size // local_world_size)),
         "ROLE_WORLD_SIZE": str(command.world_size),
         "MASTER_ADDR": host,
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(command.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,

@@ -31,6 +31,8 @@ import msgspec
 from rackrun.agent import proc
 from rackrun.agent.child import exec_fresh, run_worker
 from rackrun.agent.config import ScriptConfig
+from rackrun.core.encodable import clean
+from rackrun.link import descriptors
 from rackrun.link.boot import Boot
 
 __all__ = ["ForkServer", "Forked", "Reaped", "preload", "unsound_because"]
@@ -112,6 +114,7 @@ class ForkServer:
         command = [sys.executable, "-m", "rackrun.agent.fork_server", str(theirs.fileno()), str(os.getpid())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        descriptors.give_back(process.pid)
         theirs.close()
         process.returncode = 0  # the agent reaps it itself
         return cls._introduce(process.pid, ours, script)
@@ -285,7 +288,8 @@ def _reap_all() -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"rackrun: fork server: {text}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(2, clean(f"rackrun: fork server: {text}\n").encode())
 
 
 if __name__ == "__main__":

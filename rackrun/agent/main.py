@@ -34,7 +34,11 @@ from rackrun.checkpoint import isal
 from rackrun.core.commands import DismissTray, StopJob, WorkerCommand
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined
 from rackrun.core.wire import encode
+from rackrun.link import descriptors
+from rackrun.link.address import join
 from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
+from rackrun.link.listener import RESERVE
+from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
 
@@ -43,6 +47,8 @@ EXIT_REFUSED = End.REFUSED.value
 EXIT_LOST = End.LOST.value
 _ORPHAN_S = 30.0
 _FLUSH_S = 2.0
+_DESCRIPTORS_A_START = 12
+"""That a worker takes while it is started: channel, page, snapshots, output, pidfd."""
 
 
 def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: bool = False) -> int:
@@ -54,11 +60,13 @@ def run_agent(config: AgentConfig, *, parent: int | None = None, standalone: boo
     """
     if not standalone:
         proc.die_with(os.getppid() if parent is None else parent)
+    open_closed_streams()
     proc.adopt_orphans()
     gc.collect()
     gc.freeze()  # what the launcher left here must not be collected: its descriptors' numbers are about to be ours
     proc.close_other_fds(())
     open_standard_streams()
+    say_what_can_be_said()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     preload(config.script.preload)
@@ -88,16 +96,18 @@ class _Agent:
     async def run(self, server: ForkServer) -> int:
         config = self._config
         loop = asyncio.get_running_loop()
+        descriptors.raise_limit()
         self._stop, self._leave = loop.create_future(), loop.create_future()
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
         nccl_store = stores.serve() if torch.cuda.is_available() else None
-        presets = {TCPSTORE_KEY: f"{config.advertise}:{nccl_store.port}"} if nccl_store else {}
-        exchange = ExchangeServer(config.advertise, config.token, presets)
+        presets = {TCPSTORE_KEY: join(config.advertise, nccl_store.port)} if nccl_store else {}
+        reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
+        exchange = ExchangeServer(config.advertise, config.token, presets, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, has_gpu=torch.cuda.is_available())
         self._tray = tray = Tray(config, server, stores, logs, devices, fillers)
-        snapshots = SnapshotService(config.tray, config.advertise, config.token, tray)
+        snapshots = SnapshotService(config.tray, config.advertise, config.token, tray, reserve=reserve)
         joined = TrayJoined(
             tray=config.tray,
             host=socket.gethostname(),

@@ -133,7 +133,7 @@ class Mirror:
                 self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
             task = asyncio.create_task(self._push(self._session, worker, to), name=f"mirror-{worker.slot}")
             self._pushing[worker], self._to[worker] = task, to
-            task.add_done_callback(lambda _: self._pushing.pop(worker))
+            task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
 
     def forget_all_but(self, living: Collection[Worker]) -> None:
         """Of a worker that has ended nothing is sent any more: the world goes on from what is elsewhere already."""

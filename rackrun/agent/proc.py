@@ -61,7 +61,7 @@ def read_stat(fd: int) -> ProcessStat | None:
     """Read an open ``/proc/PID/task/PID/stat`` (the whole process's own would add up all threads); None: no such process."""
     try:
         line = os.pread(fd, 1024, 0)
-    except ProcessLookupError:
+    except OSError:
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the command's name may hold anything
     exiting = bool(int(fields[6]) & _PF_EXITING) or fields[0] in (b"Z", b"X")
@@ -115,7 +115,7 @@ def descendants_now(root: int) -> list[int]:
                     below = [int(text) for text in file.read().split()]
                 found += below
                 todo += below
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
             if parent == root and not os.path.exists(f"/proc/{root}/task/{root}/children"):
                 return descendants(root)
     return found
@@ -155,7 +155,7 @@ def kill_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
     for pid, (_, session) in _all_processes().items():
         if session == leader and pid != leader:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -168,7 +168,7 @@ def _all_processes() -> dict[int, tuple[int, int]]:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 line = file.read()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # it has gone, or is another user's where /proc hides those (hidepid)
             continue
         fields = line[line.rindex(b")") + 2 :].split()
         found[int(name)] = (int(fields[1]), int(fields[3]))

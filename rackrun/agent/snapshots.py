@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-import socket
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,7 +21,9 @@ from rackrun.agent.parity import RowKey, Rows
 from rackrun.agent.room import Refused
 from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.stripe_set import Part, StripeSet
+from rackrun.link.address import join, listen_on
 from rackrun.link.boot import MEMORY_HEADER
+from rackrun.link.listener import RESERVE, Listener, http_token
 from rackrun.link.page import HeartbeatPage
 
 __all__ = ["KeptSnapshots", "SnapshotService"]
@@ -44,10 +45,10 @@ class Keeper(Protocol):
 
 
 class SnapshotService:
-    def __init__(self, tray: str, advertise: str, token: str, keeper: Keeper) -> None:
+    def __init__(self, tray: str, advertise: str, token: str, keeper: Keeper, *, reserve: int = RESERVE) -> None:
         self._tray = tray
-        self._advertise = advertise
-        self._authorization = f"Bearer {token}"
+        self._advertise, self._token, self._reserve = advertise, token, reserve
+        self._listener: Listener | None = None
         self._keeper = keeper
         self._copies = Copies()
         self._rows = Rows()
@@ -68,19 +69,23 @@ class SnapshotService:
         app.router.add_put(_ROW, self._put_stripe)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
-        loopback = self._advertise == "localhost" or self._advertise.startswith("127.")
-        listening = socket.create_server((self._advertise if loopback else "", 0), backlog=128)
-        await web.SockSite(self._runner, listening).start()
-        return f"{self._advertise}:{listening.getsockname()[1]}"
+        listening = listen_on(self._advertise)
+        port = listening.getsockname()[1]
+        assert self._runner.server is not None, "it is set up"
+        self._listener = Listener(listening, http_token(self._token), self._runner.server, reserve=self._reserve)
+        return join(self._advertise, port)
 
     async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self._copies.close()
         self._rows.close()
 
     def _admit(self, request: web.Request) -> None:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._authorization.encode()):
+        shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized(text="wrong or missing token")
 
     def _asked(self, request: web.Request) -> tuple[str, int, int, int]:

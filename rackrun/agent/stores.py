@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import socket
 import threading
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed.TCPStore, which has no type
 from torch.distributed import DistError
 
+from rackrun.link.address import join, listen_on
 from rackrun.link.exchange import Exchange
 
 __all__ = ["Stores", "StoreUnreachable"]
 
 _KEPT_GENERATIONS = 2
-_BACKLOG = 1024  # torch's own is small: many workers connect at once
 
 
 class StoreUnreachable(Exception):
@@ -83,18 +82,18 @@ class Stores:
                 if exchange.get("claim", self._timeout_s).decode() != self._tray:
                     return exchange.get("address", self._timeout_s).decode(), None
                 server = self.serve()
-                where = f"{self._advertise}:{server.port}"
+                where = join(self._advertise, server.port)
                 exchange.set("address", where.encode())
                 return where, server
             finally:
                 exchange.close()
-        except (DistError, RuntimeError, OSError) as error:
+        except (DistError, RuntimeError, OSError, ValueError) as error:
             raise StoreUnreachable(f"no store for generation {generation} by way of {address}: {error}") from error
 
     def serve(self) -> TCPStore:
-        """A new server, which lives as long as what is returned."""
-        loopback = self._advertise == "localhost" or self._advertise.startswith("127.")
-        listening = socket.create_server((self._advertise if loopback else "", 0), backlog=_BACKLOG)
+        """A new server, which lives as long as what is returned. It listens where others are told, and nowhere else; it asks nobody for
+        a token, which no client of torch's could show."""
+        listening = listen_on(self._advertise)
         port = listening.getsockname()[1]
         return TCPStore(
             self._advertise,

@@ -192,6 +192,7 @@ class Tray:
                 env=environment,
                 cpus=place.cpus,
                 numa=place.numa,
+                advertise=self._config.advertise,
                 token=self._config.token,
             )
             self._server.ask(boot, (*worker.fds_for_birth, outputs.stdout, outputs.stderr))

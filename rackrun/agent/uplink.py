@@ -24,6 +24,7 @@ from rackrun.core.commands import WorkerCommand
 from rackrun.core.events import Event
 from rackrun.core.wire import PROTOCOL, decode_command
 from rackrun.link.channel import FRAME_BYTES_MAX, frame, split_frames
+from rackrun.link.versions import own_versions
 
 __all__ = ["End", "Uplink", "Urgency"]
 
@@ -240,6 +241,7 @@ class Uplink:
             "session": self._session_name,
             "host": os.uname().nodename,
             "pid": str(os.getpid()),
+            **own_versions(),
         }
         return {**query, "resume": "1"} if self._joined else query
 

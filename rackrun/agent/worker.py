@@ -100,7 +100,7 @@ class Worker:
     def born(self, pid: int, pidfd: int, ended: Callable[[Worker], None]) -> None:
         self.pid = pid
         self._pidfd = pidfd
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # already reaped: that will be told too
+        with contextlib.suppress(OSError):  # already reaped: that will be told too; or hidden, then the pidfd tells
             self._stat_fd = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         asyncio.get_running_loop().add_reader(pidfd, self._over, ended)
         if self.doomed:

@@ -7,6 +7,7 @@ then outboxes. Whoever sends from an outbox is `rackrun.coordinator.server`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -138,6 +139,13 @@ class Driver:
         self._last_words = LastWords()
         self._core = core
         self._journal = journal
+        loop = asyncio.get_running_loop()
+
+        def journal_died(because: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._stop_without_journal, because)
+
+        journal.on_death = journal_died
         self._run_id = run_id
         self._observer = observer
         self._clock = clock
@@ -212,40 +220,59 @@ class Driver:
             self._inbox.clear()
             self._handling = False
 
+    def notice(self, text: str) -> None:
+        """For a person."""
+        self._observer.notice(text)
+
+    def hosts(self) -> list[tuple[str, str]]:
+        """Trays that are here, and their hosts."""
+        return [(str(tray), link.host) for tray, link in sorted(self._links.items())]
+
     def heard(self, telemetry: Iterable[Telemetry]) -> None:
         """Telemetry that arrived together."""
         now_ms = self.now_ms()
         lines = []
         for message in telemetry:
-            match message:
-                case UnitCommitted():
-                    self._committed(message, now_ms)
-                    self.watch.committed(message, now_ms)
-                    self._pace.committed(message)
-                    self._slow.committed(message)
-                case UnitSealed():
-                    self._last_words.heard(message)
-                case StateCopied():
-                    self.metrics.copies.copied(message)
-                    self._pace.copied(message, now_ms)
-                    self.watch.copied(message)
-                case FillerTold():
-                    self._journal.filler(message, now_ms)
-                    self.metrics.fillers.heard(message)
-                case Logged():
-                    lines.append(message)
-                case _:
-                    assert_never(message)
+            if isinstance(message, Logged):
+                lines.append(message)
+                continue
+            try:
+                self._hear(message, now_ms)
+            except Exception:  # noqa: BLE001 - what is told about a job must not end it
+                _log.exception("telemetry that cannot be used: %r", message)
         if lines:
             self._step_log.take(lines)
         if self.over is None and (news := self._pace.news()) is not None:
             self.submit(news)
+
+    def _hear(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
+        match message:
+            case UnitCommitted():
+                self._committed(message, now_ms)
+                self.watch.committed(message, now_ms)
+                self._pace.committed(message)
+                self._slow.committed(message)
+            case UnitSealed():
+                self._last_words.heard(message)
+            case StateCopied():
+                self.metrics.copies.copied(message)
+                self._pace.copied(message, now_ms)
+                self.watch.copied(message)
+            case FillerTold():
+                self._journal.filler(message, now_ms)
+                self.metrics.fillers.heard(message)
+            case _:
+                assert_never(message)
 
     def stop(self, command: StopJob) -> None:
         """End the job without asking the core: it is broken, or it did not end in time."""
         if self.over is None:
             self._journal.command(command, int(self.now_ms()), 0)
             self._carry_out(command)
+
+    def _stop_without_journal(self, because: str) -> None:
+        because = f"the journal {self._journal.path} is not written any more: {because}"
+        self.stop(StopJob(exit_code=3, because=because, remedy="start the same command again, and please report this."))
 
     def close(self) -> None:
         for timer in self._timers:

@@ -3,7 +3,11 @@
 Theory of operation. Two connections share the file (WAL). The *synchronous* one belongs to the event loop and runs with
 ``synchronous=FULL``: `Journal.persist` returns once a generation is on disk, a few milliseconds, and raises
 `JournalError` if it is not. Everything else is telemetry: it is queued and written by a thread, in transactions of at
-most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job.
+most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job. A row that cannot be written costs
+itself; should the thread end all the same, `Journal.on_death` is told, and who waits for it is not held.
+
+On file systems that hosts share WAL does not work (`rackrun.coordinator.file_systems`): there a rollback journal is used, in which a
+reader may hold a writer up for an instant.
 
 Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordinator's monotonic clock since it began;
 ``wall`` is Unix time in seconds, for people. Bodies are JSON; a number that JSON lacks (NaN) is null there.
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sqlite3
 import struct
 import threading
@@ -43,8 +48,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from rackrun.coordinator.file_systems import is_shared
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import BreakGeneration, Command, ResumeGeneration
+from rackrun.core.encodable import INT_MAX, clean, encodable
 from rackrun.core.events import Event
 from rackrun.core.wire import PROTOCOL, FillerTold, UnitCommitted
 from rackrun.errors import RackrunError
@@ -91,8 +98,7 @@ class JournalError(RackrunError):
 class Journal:
     """One job's journal, open for writing.
 
-    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written.
-    Raises JournalError when the file cannot be made.
+    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written. Raises JournalError when the file cannot be made.
     """
 
     def __init__(
@@ -108,18 +114,24 @@ class Journal:
         self.rows_lost = 0
         self._ids = ledger == "ids"
         self._on_trouble = on_trouble
+        self.on_death: Callable[[str], None] = lambda _because: None
+        """Called on the writer's thread when that ends though it should not."""
+        self.dead = ""
+        """Why the writer's thread has ended, though it should not have."""
         self._next_id = 1
+        mode = "TRUNCATE" if is_shared(path.parent) else "WAL"
         try:
-            self._synchronous = _connect(path, "FULL")
+            _make_private(path)
+            self._synchronous = _connect(path, "FULL", mode)
             self._synchronous.execute("PRAGMA wal_autocheckpoint=0")  # the writer's thread checkpoints, not the loop
             self._synchronous.executescript(_SCHEMA)
-            self._telemetry = _connect(path, "NORMAL")
-        except sqlite3.Error as error:
+            self._telemetry = _connect(path, "NORMAL", mode)
+        except (sqlite3.Error, OSError) as error:
             raise JournalError(
                 f"the journal {path} cannot be made: {error}.", remedy="choose another --out-dir."
             ) from error
         began = {"format": FORMAT, "run_id": run_id, "protocol": PROTOCOL, "began_wall": time.time()}
-        self._synchronous.executemany(_META, [(k, str(v)) for k, v in (began | dict(facts or {})).items()])
+        self._synchronous.executemany(_META, [(k, clean(str(v))) for k, v in (began | dict(facts or {})).items()])
         self._one_writer = threading.Lock()  # instead of SQLite's busy handler, which sleeps in whole milliseconds
         self._queue: deque[_Row] = deque()
         self._queued = threading.Event()
@@ -137,10 +149,12 @@ class Journal:
             stage, generation = "break", command.generation
         else:
             stage, generation = "resume", command.plan.generation
+        if self.dead:
+            raise JournalError(f"the journal {self.path} is not written any more: {self.dead}.", remedy="see above.")
         try:
             with self._one_writer:  # held elsewhere for one small transaction without a sync at most
                 self._synchronous.execute(_GENERATION, (generation, stage, at_ms, time.time(), _json(command)))
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, OverflowError) as error:
             raise JournalError(
                 f"generation {generation} could not be written to {self.path}: {error}.",
                 remedy="make room on that disk, or choose another --out-dir.",
@@ -169,19 +183,22 @@ class Journal:
         self._put(_FILLER, (told.slot, told.incarnation, told.start, at_ms, told))
 
     def fact(self, key: str, value: object) -> None:
-        self._put(_META, (key, str(value)))
+        self._put(_META, (key, clean(str(value))))
 
     # -- the end
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all telemetry queued so far is written (or lost)."""
         wanted = self._put_rows
         with self._progress:
-            return self._progress.wait_for(lambda: self._done_rows >= wanted, timeout_s)
+            self._progress.wait_for(lambda: self._done_rows >= wanted or self.dead != "", timeout_s)
+            return self._done_rows >= wanted
 
     def close(self) -> None:
         self._closing.set()
         self._queued.set()
         self._thread.join()
+        while self._queue:  # what came after the writer's death
+            self._write([self._queue.popleft()])
         if self.rows_lost:
             with contextlib.suppress(sqlite3.Error):  # the disk is as full as it was; `on_trouble` has said so
                 self._synchronous.execute(_META, ("rows_lost", str(self.rows_lost)))
@@ -201,35 +218,67 @@ class Journal:
 
     # -- the writer's thread
     def _write_batches(self) -> None:
-        while not (self._closing.is_set() and not self._queue):
-            self._queued.wait()
-            self._closing.wait(BATCH_S)  # let a batch gather
-            self._queued.clear()
-            while self._queue:
-                rows = [self._queue.popleft() for _ in range(min(BATCH_ROWS, len(self._queue)))]
-                self._write(rows)
-                with self._progress:
-                    self._done_rows += len(rows)
-                    self._progress.notify_all()
+        try:
+            while not (self._closing.is_set() and not self._queue):
+                self._queued.wait()
+                self._closing.wait(BATCH_S)  # let a batch gather
+                self._queued.clear()
+                while self._queue:
+                    rows = [self._queue.popleft() for _ in range(min(BATCH_ROWS, len(self._queue)))]
+                    self._write(rows)
+                    with self._progress:
+                        self._done_rows += len(rows)
+                        self._progress.notify_all()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread without knowing
+            self._died(f"its thread ended ({type(error).__name__}: {error})")
+        else:
+            if not self._closing.is_set():
+                self._died("its thread ended")
+
+    def _died(self, because: str) -> None:
+        with self._progress:
+            self.dead = because
+            self._progress.notify_all()
+        self.on_death(because)
 
     def _write(self, rows: list[_Row]) -> None:
-        plain = [(sql, tuple(_json(v) if isinstance(v, msgspec.Struct) else v for v in values)) for sql, values in rows]
-        plain.sort(key=itemgetter(0))  # stable: the order within a table stays
+        """All of them, or as many as can be written: one that cannot does not take others with it."""
         try:
-            with self._one_writer:
+            plain = [(sql, _plain(values)) for sql, values in rows]
+            plain.sort(key=itemgetter(0))  # stable: the order within a table stays
+            self._write_plain(plain)
+        except Exception as error:  # noqa: BLE001 - this thread goes on, whatever a row holds
+            if len(rows) > 1 and not (isinstance(error, sqlite3.OperationalError) and self.rows_lost):
+                for row in rows:
+                    self._write([row])
+                return
+            self._lost(rows, error)
+
+    def _write_plain(self, plain: list[_Row]) -> None:
+        with self._one_writer:
+            try:
                 self._telemetry.execute("BEGIN IMMEDIATE")
                 for sql, group in groupby(plain, key=itemgetter(0)):
                     self._telemetry.executemany(sql, [values for _, values in group])
                 self._telemetry.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._telemetry.in_transaction:
-                self._telemetry.execute("ROLLBACK")
-            if not self.rows_lost and self._on_trouble is not None:
+            except BaseException:
+                if self._telemetry.in_transaction:
+                    self._telemetry.execute("ROLLBACK")
+                raise
+
+    def _lost(self, rows: list[_Row], error: Exception) -> None:
+        first = not self.rows_lost
+        self.rows_lost += len(rows)
+        if first and self._on_trouble is not None:
+            full = isinstance(error, sqlite3.Error)
+            with contextlib.suppress(Exception):  # whoever is told has troubles of his own
                 self._on_trouble(
                     f"the journal {self.path} takes no more telemetry: {error}. Training goes on; the report and the "
                     f"ledger check will be incomplete. Remedy: make room on that disk."
+                    if full
+                    else f"the journal {self.path} has lost a row that cannot be written ({type(error).__name__}: {error}). Training "
+                    f"goes on; the report may be incomplete. Remedy: please report this."
                 )
-            self.rows_lost += len(rows)
 
 
 def digest_of(ids: bytes) -> bytes:
@@ -237,12 +286,37 @@ def digest_of(ids: bytes) -> bytes:
     return hashlib.blake2b(ids, digest_size=16).digest()
 
 
-def _connect(path: Path, synchronous: str) -> sqlite3.Connection:
+def _make_private(path: Path) -> None:
+    """An empty file of ours that nobody else can read, unless it is there; what SQLite puts beside it has the same mode."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+    finally:
+        os.close(fd)
+
+
+def _connect(path: Path, synchronous: str, mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
-    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute(f"PRAGMA journal_mode={mode}")
     connection.execute(f"PRAGMA synchronous={synchronous}")
     return connection
 
 
+def _plain(values: tuple[object, ...]) -> tuple[object, ...]:
+    """As SQLite takes them, whatever they are."""
+    return tuple(
+        _json(one)
+        if isinstance(one, msgspec.Struct)
+        else one
+        if one is None or isinstance(one, float | bytes) or (isinstance(one, int) and -INT_MAX <= one <= INT_MAX)
+        else encodable(one)
+        for one in values
+    )
+
+
 def _json(body: object) -> str:
-    return msgspec.json.encode(body).decode()
+    """Whatever text and numbers are in it (`rackrun.core.encodable`)."""
+    try:
+        return msgspec.json.encode(body).decode()
+    except (ValueError, OverflowError, TypeError):
+        return msgspec.json.encode(encodable(body)).decode()

@@ -55,10 +55,19 @@ class StepLog:
 def step_line(line: Logged) -> str:
     """``step 12  loss 2.3123  lr 0.0003``"""
     where = f"step {line.at.step}" if line.at.phase == 0 else f"step {line.at.step} phase {line.at.phase}"
-    return "  ".join([where, *(f"{name} {_value(value)}" for name, value in line.values.items())])
+    return "  ".join([where, *(f"{_one_line(name)} {_value(value)}" for name, value in line.values.items())])
 
 
 def _value(value: float | int | str) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"
-    return str(value)
+    return _one_line(str(value))
+
+
+def _one_line(text: str) -> str:
+    """Line ends and what else a terminal would obey, as escapes."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )

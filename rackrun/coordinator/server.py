@@ -16,7 +16,7 @@
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
-401 means a wrong or missing token, 426 another protocol version, 409 that the job is over, that another host has the tray's name, or
+401 means a wrong or missing token, 426 another protocol, or another version of rackrun or torch, 409 that the job is over, that another host has the tray's name, or
 (with ``resume=1``) that the tray has been given up: a broken connection is a lost tray, and its agent must begin anew. 503: the tray has an
 agent that lives; ask again. The body says so in words.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import math
 import socket
@@ -37,7 +38,9 @@ from aiohttp import WSMsgType, web
 
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.policy_host import check
+from rackrun.coordinator.validity import unlikely
 from rackrun.core.commands import Answer
+from rackrun.core.encodable import clean
 from rackrun.core.events import (
     BreakerClosed,
     CostsMeasured,
@@ -45,6 +48,7 @@ from rackrun.core.events import (
     DeviceChecked,
     DeviceJudged,
     DrainRequested,
+    Event,
     GrowRequested,
     JournalFailed,
     PolicyAnswered,
@@ -68,6 +72,8 @@ from rackrun.core.policy import parse_policy
 from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.errors import UsageError
 from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
+from rackrun.link.listener import Listener, http_token
+from rackrun.link.versions import own_versions, unlike
 
 __all__ = ["ALONE_S", "Server"]
 
@@ -76,6 +82,7 @@ ALONE_S = 30.0
 """So much longer than a lease nobody is given up while nobody at all is heard."""
 _PINGS = 5
 """In a lease. TCP, which waits twice as long for each answer that it misses, then brings one in time after a silence of up to half of it."""
+_SAID_MAX = 100
 _OUR_OWN = (
     TrayLost,
     TimerFired,
@@ -119,6 +126,8 @@ class Server:
         self._token = token.encode()
         self._lease_s = lease_s
         self._links: set[_AgentLink] = set()
+        self._listener: Listener | None = None
+        self._said: set[str] = set()
         self._alone, self._back_s = False, -math.inf
         """Nobody is heard; and when somebody was again."""
         app = web.Application(client_max_size=64 * 1024)
@@ -144,17 +153,25 @@ class Server:
 
     async def start(self, listening: socket.socket) -> None:
         await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        assert self._runner.server is not None, "it is set up"
+        health = {"/healthz": json.dumps(self._health()).encode()}
+        examine = http_token(self._token.decode(), open_to_all=health, refusal=self._no_token())
+        self._listener = Listener(listening, examine, self._runner.server)
 
     async def close(self) -> None:
         """Say what is still to be said, then close every connection and the port."""
+        if self._listener is not None:
+            await self._listener.close()
         for link in list(self._links):
             await link.close()
         await self._runner.cleanup()
 
     # -- people and machines
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.json_response({"run_id": self._run_id, "protocol": PROTOCOL})
+        return web.json_response(self._health())
+
+    def _health(self) -> dict[str, str | int]:
+        return {"run_id": self._run_id, "protocol": PROTOCOL}
 
     async def _status(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -167,8 +184,8 @@ class Server:
     async def _stop(self, request: web.Request) -> web.Response:
         self._check_token(request)
         because = "rackctl stop"
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-            because = str((await request.json())["because"])[:500]
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            because = clean(str((await request.json())["because"])[:500])
         if self._driver.over is None:
             self._driver.submit(StopRequested(because=because, exit_code=143))
         return web.json_response({"stopping": True}, status=202)
@@ -218,12 +235,12 @@ class Server:
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
-            raise web.HTTPUnauthorized(
-                headers={"WWW-Authenticate": "Bearer"},
-                text=f"wrong or missing job token for run {self._run_id}. Remedy: every host of a job needs the same "
-                f"--token-file.",
-            )
+        shown = token.strip().encode("utf-8", "surrogateescape")
+        if scheme != "Bearer" or not hmac.compare_digest(shown, self._token):
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=self._no_token())
+
+    def _no_token(self) -> str:
+        return f"wrong or missing job token for run {self._run_id}. Remedy: every host of a job needs the same --token-file."
 
     # -- agents
     async def _agent(self, request: web.Request) -> web.StreamResponse:
@@ -234,6 +251,16 @@ class Server:
                 status=426,
                 text=f"the agent speaks protocol {theirs}, the coordinator speaks protocol {PROTOCOL}. Remedy: install "
                 f"the same version of rackrun on every host.",
+            )
+        if different := unlike(request.query, own_versions()):
+            host = request.query.get("host", "")
+            self._say_once(
+                f"{tray} of host {host} is refused: it runs {different}. Every host needs the same versions."
+            )
+            return web.Response(
+                status=426,
+                text=f"this host runs {different}, and ranks must compute the same everywhere. Remedy: install the same version of "
+                f"rackrun and of torch on every host.",
             )
         if not tray or "/" in tray:
             raise web.HTTPBadRequest(text=f"tray={tray!r} is not the name of a tray.")
@@ -265,6 +292,13 @@ class Server:
             self._driver.lost(link.tray, link, because)
             await link.close(code, message)
         return socket_
+
+    def _say_once(self, text: str) -> None:
+        """To who started the job; nothing of a flood."""
+        text = clean(text[:500])
+        if text not in self._said and len(self._said) < _SAID_MAX:
+            self._said.add(text)
+            self._driver.notice(text)
 
     def _check_free(self, tray: TrayId, host: str) -> None:
         """At most one agent acts for a tray: the first, until it is gone or its lease is over."""
@@ -314,13 +348,23 @@ class Server:
             telemetry: list[Telemetry] = []
             for upward in _decode(message.data):
                 if isinstance(upward, Telemetry):
-                    telemetry.append(upward)
+                    if self._is_believed(link, upward):
+                        telemetry.append(upward)
                 else:
                     self._event(link, upward)
             if telemetry:
                 self._driver.heard(telemetry)
         error = link.socket.exception()
         return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
+
+    def _is_believed(self, link: _AgentLink, told: Telemetry) -> bool:
+        """Telemetry is fenced as events are: only an agent that has joined, and has not been given up, tells of its own tray."""
+        if not link.joined:
+            raise _Breach(f"{type(told).__name__} before TrayJoined")
+        if (tray := tray_of(told.slot)) != link.tray:
+            raise _Breach(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
+        link.check(told)
+        return self._driver.link_of(link.tray) is link
 
     def _event(self, link: _AgentLink, event: Upward) -> None:
         assert not isinstance(event, Telemetry)
@@ -329,7 +373,8 @@ class Server:
                 raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
             if (other := self._driver.link_of(link.tray)) is not None:  # two came at the same time
                 raise _Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
-            link.joined, link.host = True, event.host
+            link.check(event)
+            link.joined, link.host, link.slots = True, event.host, event.slots
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
             raise _Breach(f"{type(event).__name__} is not an agent's to say")
@@ -340,6 +385,7 @@ class Server:
         elif (tray := _tray_of(event)) != link.tray:
             raise _Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
         elif self._driver.link_of(link.tray) is link:  # else: it has been given up
+            link.check(event)
             self._driver.submit(event)
 
 
@@ -354,8 +400,8 @@ async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
     own |= {"request": uuid.uuid4().hex, "at_ms": 0}
     try:
         return msgspec.convert({**await request.json(), **own}, kind)
-    except (ValueError, TypeError) as error:  # msgspec's is a ValueError
-        raise web.HTTPBadRequest(text=f"that cannot be asked: {error}") from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's is a ValueError
+        raise web.HTTPBadRequest(text=clean(f"that cannot be asked: {error}")) from error
 
 
 def _said(answer: Answer) -> web.Response:
@@ -388,6 +434,8 @@ class _AgentLink:
         self.tray = tray
         self.socket = socket_
         self.joined = False
+        self.slots = 0
+        """Of the tray, once it has joined."""
         self.host, self.pid = host, pid
         self.heard_s = asyncio.get_running_loop().time()
         self.woke_s = -math.inf
@@ -397,6 +445,11 @@ class _AgentLink:
         self._closing = False
         self._sender = asyncio.create_task(self._send_all(), name=f"send-{tray}")
         self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
+
+    def check(self, message: Event | Telemetry) -> None:
+        """Raises `_Breach` where no sane agent of this tray says that."""
+        if because := unlikely(message, self.slots):
+            raise _Breach(f"{type(message).__name__}: {because}")
 
     def send(self, data: bytes) -> None:
         self._outbox += data

@@ -69,9 +69,10 @@ class Forming:
             because = f"{self._waits}; for {self.config.join_timeout_ms} ms not fit: {self.rack.unfit()}"
             self.stop(3, because, remedy=_REMEDY)
         elif kind == "join" and joined < wanted:  # else the last call is under way
+            named = "".join(f"{', ' if number else ': '}{tray}" for number, tray in enumerate(sorted(self.rack.trays)))
             self.stop(
                 3,
-                f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined)",
+                f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined{named})",
                 remedy="start the missing agents, lower --nnodes, or raise join_timeout_ms.",
             )
 

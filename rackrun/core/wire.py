@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rackrun.core.commands import WorkerCommand
+from rackrun.core.encodable import encodable
 from rackrun.core.events import Event
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 
@@ -117,16 +118,29 @@ _command: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(WorkerCommand)
 
 
 def encode(message: Upward | WorkerCommand) -> bytes:
-    return _encoder.encode(message)
+    """Whatever text and numbers are in ``message``: what cannot be sent as it is (`rackrun.core.encodable`) is sent as what comes closest."""
+    try:
+        return _encoder.encode(message)
+    except (ValueError, OverflowError, TypeError):  # UnicodeEncodeError is a ValueError
+        return _encoder.encode(encodable(message))
 
 
 def decode_upward(data: bytes) -> Upward:
-    """Raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
-    message: Upward = _upward.decode(data)
+    """Raises `msgspec.MsgspecError`, and nothing else, on anything else."""
+    message: Upward = _decode(_upward, data)
     return message
 
 
 def decode_command(data: bytes) -> WorkerCommand:
-    """Raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
-    message: WorkerCommand = _command.decode(data)
+    """Raises `msgspec.MsgspecError`, and nothing else, on anything else."""
+    message: WorkerCommand = _decode(_command, data)
     return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except (ValueError, OverflowError, RecursionError, MemoryError, TypeError) as error:
+        if isinstance(error, msgspec.MsgspecError):
+            raise
+        raise msgspec.DecodeError(f"no message ({type(error).__name__}: {error})") from error

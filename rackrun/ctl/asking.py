@@ -7,10 +7,11 @@ import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from rackrun.errors import UsageError
-from rackrun.launch.place import Endpoint, Result, find_run, read_json
+from rackrun.launch.place import Endpoint, Result, find_run, read_json, read_own
 
 __all__ = ["TIMEOUT_S", "Run", "ask", "running"]
 
@@ -29,17 +30,20 @@ def running(run: str | None) -> Path:
 
 def ask(place: Path, path: str, data: bytes | None = None, *, timeout_s: float | None = TIMEOUT_S) -> str:
     """Ask the run's coordinator. ``timeout_s``: None, however long it takes. Raises UsageError when it is not there."""
-    endpoint = read_json(place / "endpoint.json", Endpoint)
     gone = "see rackctl report for what it did."
-    if endpoint is None:
+    said_where, said_token = read_own(place, "endpoint.json"), read_own(place, "token", secret=True)
+    if said_where is None:
         raise UsageError(
             f"the run in {place} has no coordinator: it never began, or its launcher was killed.", remedy=gone
         )
+    if said_token is None:
+        raise UsageError(f"{place / 'token'} is not there: the run has ended, or is ending.", remedy=gone)
     try:
-        token = (place / "token").read_text(encoding="ascii").strip()
-    except OSError as error:
+        endpoint = msgspec.json.decode(said_where, type=Endpoint)
+        token = said_token.decode("ascii").strip()
+    except ValueError as error:  # msgspec's is one
         raise UsageError(
-            f"{place / 'token'} cannot be read: {error.strerror}.", remedy="be the user who started it."
+            f"{place} says nothing that can be read: {error}.", remedy="is it a run of another version?"
         ) from error
     request = urllib.request.Request(  # noqa: S310 - the url is the launcher's own, out of a directory of mode 0700
         f"{endpoint.url}{path}",

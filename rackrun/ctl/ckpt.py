@@ -6,6 +6,7 @@ Exit codes: 0 all is well; 1 something is damaged or missing, or could not be do
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from rich.console import Console
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.lease import living_epoch
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.probation import Probation
 from rackrun.checkpoint.retention import Retention, choose, collect
-from rackrun.checkpoint.survey import Survey, stores_in, survey
+from rackrun.checkpoint.survey import Survey, nothing_in, one_store, stores_in, survey
 from rackrun.checkpoint.suspects import suspects
-from rackrun.ctl import ckpt_host, ckpt_rebuild
+from rackrun.ctl import ckpt_convert, ckpt_host, ckpt_rebuild
 from rackrun.ctl.ckpt_render import (
     Checked,
     DamageFound,
@@ -79,7 +82,7 @@ def verify(
     """
     if generation is not None and every:
         raise UsageError("a generation and --all are given.", remedy="give one of them.")
-    stores = stores_in(directory, job) if generation is None else [_one(directory, job)]
+    stores = stores_in(directory, job) if generation is None else [one_store(directory, job)]
     if generation is not None:
         with contextlib.suppress(IntegrityError):  # told below
             stores[0].whole(generation)
@@ -89,7 +92,7 @@ def verify(
         there = found.generations() if every else found.generations()[:1]
         wanted += _wanted(store, found, there if generation is None else [generation])
     if not wanted:
-        raise _nothing(directory)
+        raise nothing_in(directory)
     _check(wanted, as_json)
 
 
@@ -126,14 +129,15 @@ def export(
     from rackrun.checkpoint.export import export as write_set
     from rackrun.checkpoint.export import tensor_names
 
-    store, out = _one(directory, job), out.expanduser().resolve()
+    store, out = one_store(directory, job), local_path(out, "OUT").expanduser().resolve()
     if everything and module is not None:
         raise UsageError("--all and --module are given.", remedy="give one of them.")
     if out.exists() or not out.parent.is_dir():
         what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
         raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
+    passed_over: dict[int, str] = {}
     if generation is None:
-        generation = _newest(store, directory)
+        generation, passed_over = _newest(store, directory)
     with store.open(generation) as reader:
         held = tensor_names(reader)
         named = {name: name for name in held} if everything else model_names(held, module)
@@ -152,9 +156,12 @@ def export(
                 "tensors": done.tensors,
                 "bytes": done.bytes,
                 "left_out": left_out,
+                "passed_over": {str(number): why for number, why in passed_over.items()},
             }
         )
         return
+    for number, why in passed_over.items():
+        print(f"generation {number} is not taken: {why}", file=sys.stderr)
     rest = f"; {left_out} of other kinds left out (--all)" if left_out else ""
     print(
         f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of generation {generation}, "
@@ -180,13 +187,15 @@ def gc(
 
     When none is marked as verified, the newest is read and compared first. A job may run meanwhile.
     """
-    store, retention = _one(directory, job), Retention(keep_last, keep_every)
+    store, retention = one_store(directory, job), Retention(keep_last, keep_every)
     found = survey(store)
     if dry_run:
-        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, as_json)
+        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
         return
     _mark_one(store, found, quiet=as_json)
-    done = collect(store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S)
+    done = collect(
+        store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store)
+    )  # fmt: skip
     failures = [str(failure) for failure in done.failures]
     if as_json:
         print_json(
@@ -218,11 +227,11 @@ def quarantine(
     as_json: Json = False,
 ) -> None:
     """No start of the job takes this generation again, because it turned out bad. Nothing is deleted."""
-    store = _one(directory, job)
+    store = one_store(directory, job)
     if bool(reason) == lift:
         raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
     store.whole(generation)
-    probation = Probation(store.directory)
+    probation = Probation(store.directory, store.files)
     if lift:
         probation.forget(generation)
     elif generation not in probation.quarantined():
@@ -236,36 +245,25 @@ def quarantine(
         print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
 
 
+ckpt.command(epilog="Example: rackctl ckpt convert checkpoints/run model/ --to hf")(ckpt_convert.convert)
 ckpt.command(epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(ckpt_rebuild.rebuild)
 ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_host.plan)
 ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_host.clean)
 
 
 # -- which
-def _one(directory: Path, job: str | None) -> DurableStore:
-    stores = stores_in(directory, job)
-    if len(stores) > 1:
-        raise UsageError(
-            f"{directory} has several jobs: {', '.join(store.job for store in stores)}.",
-            remedy="choose one with --job.",
-        )
-    if not stores:
-        raise _nothing(directory)
-    return stores[0]
-
-
-def _newest(store: DurableStore, directory: Path) -> int:
-    whole = store.generations()
+def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
+    """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
+    whole, left_out = store.look()
+    story = {number: str(why) for number, why in left_out.items()}
     if not whole:
-        raise _nothing(directory)
-    return whole[0].generation
-
-
-def _nothing(directory: Path) -> NoUsableGeneration:
-    return NoUsableGeneration(
-        f"there is no checkpoint in {directory}.",
-        remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
-    )
+        if story:
+            raise NoUsableGeneration(
+                f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
+            )
+        raise nothing_in(directory)
+    newest = whole[0].generation
+    return newest, {number: why for number, why in story.items() if number > newest}
 
 
 # -- verification
@@ -327,7 +325,20 @@ def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
                 return
 
 
-def _would_collect(found: Survey, retention: Retention, before_s: float, as_json: bool) -> None:
+def _over(store: DurableStore) -> Callable[[int], bool]:
+    """Whether the job of an epoch is known to be over. Raises CheckpointError when storage does not say."""
+    try:
+        known, living = living_epoch(store)
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
+        ) from error
+    return lambda epoch: known and epoch != living
+
+
+def _would_collect(
+    found: Survey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+) -> None:
     usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
     marked = next((info.generation for info in usable if info.verified), None)
     assumed = marked if marked is not None else next((info.generation for info in usable), None)
@@ -336,7 +347,7 @@ def _would_collect(found: Survey, retention: Retention, before_s: float, as_json
     unfinished = [
         left.path.name
         for left in found.leftovers
-        if left.kind == "unfinished" and left.epoch < newest and left.touched_s < before_s
+        if left.kind == "unfinished" and (over(left.epoch) or (left.epoch < newest and left.touched_s < before_s))
     ]
     waste = sum(left.kind == "trash" for left in found.leftovers)
     if as_json:

@@ -11,6 +11,7 @@ import typer
 
 from rackrun.checkpoint.arena_folder import job_folder
 from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.location import local_path
 from rackrun.checkpoint.manifest import check_job
 from rackrun.checkpoint.orphans import SHARED_MEMORY
 from rackrun.checkpoint.remains import Remains
@@ -80,7 +81,7 @@ def rebuild(
 
 def _store(directory: Path, folders: Sequence[Path], job: str | None) -> DurableStore:
     """The job may have nothing on disk yet: then its arenas have its name."""
-    path = directory.expanduser().resolve()
+    path = local_path(directory, "DIR").expanduser().resolve()
     found = {store.job: store for store in stores_in(path)}
     for name in (name for folder in folders for name in _jobs_in(folder, path)):
         found.setdefault(name, DurableStore(path, name))

@@ -2,7 +2,7 @@
 
 An elastic job names its tensors ``NAME/param/PATH`` and ``NAME/buffer/PATH`` for a tracked module, and otherwise for what
 is no module's. Wrappers put a name of theirs in front of every path, which goes: DDP's ``module.``, and that of
-torch.compile. A checkpoint in which no name has that form is somebody else's, and keeps its names.
+torch.compile. A module that has several models, such as a `torch.nn.ModuleDict`, is exported one by one: ``--module NAME.PART``. A checkpoint in which no name has that form is somebody else's, and keeps its names.
 """
 
 from __future__ import annotations
@@ -27,25 +27,37 @@ def model_names(held: Collection[str], module: str | None = None) -> dict[str, s
     """
     paths = {name: match for name in held if (match := _OF_MODULE.fullmatch(name))}
     if not paths:
-        if module is not None:
-            raise UsageError(f"no tensor is of a module {module!r}.", remedy="leave --module out.")
-        return {name: name for name in held}
+        return {name: name for name in held} if module is None else _below(module, {name: name for name in held})
     modules = sorted({match[1] for match in paths.values()})
     if module is None and len(modules) > 1:
         raise UsageError(
             f"there are several tracked modules: {', '.join(modules)}.",
             remedy="choose one with --module, or give --all.",
         )
-    chosen = module if module is not None else modules[0]
+    chosen, _, part = (module, "", "") if module in modules or module is None else module.partition(".")
+    chosen = chosen if chosen is not None else modules[0]
     if chosen not in modules:
         raise UsageError(f"there is no tracked module {chosen!r}.", remedy=f"choose one of {', '.join(modules)}.")
     named = {name: match[2] for name, match in paths.items() if match[1] == chosen}
+    if part:
+        named = _below(part, _unwrapped(named))
     if parts := [name for name in named if _OF_A_RANK.search(name)]:
         raise UsageError(
             f"{len(parts)} tensors, such as {min(parts)!r}, are parts that cannot be put together without their model.",
             remedy="resume the job and save its full state dict; or give --all for the parts under their own names.",
         )
     return _unwrapped(named)
+
+
+def _below(part: str, named: dict[str, str]) -> dict[str, str]:
+    """The tensors of a part of it: ``generator`` of a `torch.nn.ModuleDict`, or of a state dict of several models."""
+    found = {name: path[len(part) + 1 :] for name, path in named.items() if path.startswith((f"{part}.", f"{part}/"))}
+    if not found:
+        there = sorted({re.split(r"[./]", path, maxsplit=1)[0] for path in named.values()})
+        raise UsageError(
+            f"no tensor is of a module {part!r}.", remedy=f"choose one that is there: {', '.join(there[:10])}."
+        )
+    return _unwrapped(found)
 
 
 def _unwrapped(named: dict[str, str]) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 
+from rackrun.checkpoint.location import local_path
 from rackrun.coordinator.report import read_report
 from rackrun.ctl.asking import Run, ask, running
 from rackrun.ctl.chaos import WithChaos
@@ -17,10 +19,10 @@ from rackrun.ctl.ckpt import ckpt
 from rackrun.ctl.control import add_control
 from rackrun.ctl.render import render_report, render_result, render_status
 from rackrun.ctl.topology import topology
-from rackrun.errors import RackrunError, UsageError
+from rackrun.errors import InternalError, RackrunError, UsageError
 from rackrun.launch.place import Result, find_run, read_json
 
-__all__ = ["app", "main"]
+__all__ = ["CRASHED", "app", "main"]
 
 app = typer.Typer(
     name="rackctl",
@@ -40,13 +42,36 @@ add_control(app)
 app.add_typer(topology)
 
 
+CRASHED = 70
+"""``EX_SOFTWARE`` of sysexits.h: no verdict on anything, but a bug of ours."""
+
+
 def main() -> None:
-    """Exit codes: 0 done; 1 it is not as asked for (a ledger that does not add up, a damaged checkpoint); 2 bad usage."""
+    """Exit codes: 0 done; 1 it is not as asked for (a ledger that does not add up, a damaged checkpoint); 2 bad usage; 70 rackctl itself
+    has failed, which says nothing about what it was asked; 130 interrupted."""
     try:
+        _refuse_remote(sys.argv[1:])
         app()
     except RackrunError as error:
         print(f"rackctl: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(2 if isinstance(error, UsageError) else CRASHED if isinstance(error, InternalError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - Python would give it the exit code of a verdict
+        traceback.print_exc()
+        print(
+            f"rackctl: internal error: {type(error).__name__}: {error} Remedy: this is a bug of rackrun; please report it with the lines above.",
+            file=sys.stderr,
+        )
+        sys.exit(CRASHED)
+
+
+def _refuse_remote(words: list[str]) -> None:
+    """Only checkpoints are read from object stores, and only by `rackctl ckpt`; a command after -- is another's."""
+    for word in words[: words.index("--")] if "--" in words else words:
+        value = word.partition("=")[2] if word.startswith("--") else word
+        if "://" in value and words[0] != "ckpt":
+            local_path(value, "the place")
 
 
 @app.command(epilog="Example: rackctl status out/ --json")

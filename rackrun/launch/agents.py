@@ -22,6 +22,7 @@ from rackrun.agent import proc
 from rackrun.agent.config import JOB_IS_OVER, AgentConfig
 from rackrun.agent.fork_server import unsound_because
 from rackrun.core.ids import TrayId
+from rackrun.link import descriptors
 
 __all__ = ["LocalAgents"]
 
@@ -189,6 +190,7 @@ def _spawn_agent(config: AgentConfig) -> int:
             pass_fds=(fd,),
             start_new_session=True,
         )
+        descriptors.give_back(process.pid)
         process.returncode = 0  # reaped through its pidfd
         return process.pid
     finally:
@@ -198,8 +200,12 @@ def _spawn_agent(config: AgentConfig) -> int:
 def _children(known: Iterable[int]) -> list[int]:
     """Our children that are not agents: orphans of an agent that died."""
     ours = set(known)
-    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-        return [pid for text in file.read().split() if (pid := int(text)) not in ours]
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            found = [int(text) for text in file.read().split()]
+    except OSError:  # a kernel that does not list them
+        found = proc.children(os.getpid())
+    return [pid for pid in found if pid not in ours]
 
 
 def _reap(pid: int) -> None:

@@ -22,6 +22,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from rackrun.agent.config import FillerConfig, ScriptConfig
+from rackrun.checkpoint.location import RemotePath, absolute, local_path
+from rackrun.checkpoint.objects import files_at
 from rackrun.checkpoint.placement import Redundancy
 from rackrun.coordinator.journal import LedgerMode
 from rackrun.core.config import SlowRanks
@@ -34,6 +36,7 @@ from rackrun.launch.provider import Provider, provider
 from rackrun.launch.rack import Axes, RackHere, mesh_text
 from rackrun.launch.redundancy import redundancy
 from rackrun.launch.size import size_of
+from rackrun.link.address import host_and_port
 
 __all__ = ["DEFAULT_PORT", "MAX_RESTARTS", "Options", "make_parser", "parse"]
 
@@ -183,8 +186,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_restarts=args.max_restarts,
         endpoint=endpoint,
         node_rank=args.node_rank,
-        out_dir=Path(args.out_dir).expanduser().absolute() if args.out_dir else None,
-        log_dir=args.log_dir,
+        out_dir=local_path(args.out_dir, "--out-dir").expanduser().absolute() if args.out_dir else None,
+        log_dir=str(local_path(args.log_dir, "--log-dir")) if args.log_dir else args.log_dir,
         redirects=args.redirects,
         tee=args.tee,
         local_ranks_filter=args.local_ranks_filter,
@@ -348,19 +351,15 @@ def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | Non
                 remedy=f"give --rdzv-endpoint HOST[:PORT] (default port {DEFAULT_PORT}), the same on every host.",
             )
         text, port = args.master_addr, args.master_port or 29500
-    host, colon, tail = text.rpartition(":")
-    if not colon or (tail and not tail.isdigit() and "]" in tail):
-        host = text
-    else:
-        try:
-            port = int(tail)
-        except ValueError as error:
-            raise UsageError(f"--rdzv-endpoint {text!r} has no port number.", remedy="give HOST:PORT.") from error
-    if not host or not 0 < port < 65536:
-        raise UsageError(f"--rdzv-endpoint {text!r} names no host and port.", remedy="give HOST:PORT.")
-    if nodes_max == 1 and host in {"localhost", "127.0.0.1"} and port == 0:
+    if nodes_max == 1 and text in {"localhost:0", "127.0.0.1:0", "[::1]:0"}:
         return None
-    return host.strip("[]"), port
+    try:
+        return host_and_port(text, port)
+    except ValueError as error:
+        raise UsageError(
+            f"--rdzv-endpoint {text!r} names no host and port ({error}).",
+            remedy="give HOST:PORT; an IPv6 address in brackets, as in [fd00::1]:29400.",
+        ) from error
 
 
 def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
@@ -373,7 +372,14 @@ def _checkpoints(args: argparse.Namespace) -> dict[str, str]:
             raise UsageError("--checkpoint-every is given without --checkpoint-dir.", remedy="say where to.")
     elif not args.checkpoint_dir:
         raise UsageError("--checkpoint-dir names no directory.", remedy="say where to, or leave it out.")
-    directory = Path(args.checkpoint_dir).expanduser().absolute() if args.checkpoint_dir else ""
+    directory = absolute(args.checkpoint_dir) if args.checkpoint_dir else ""
+    if isinstance(directory, RemotePath):
+        if directory.scheme == "memory":
+            raise UsageError(
+                f"--checkpoint-dir {directory} is memory of one process, and ranks are many.",
+                remedy="give a directory, or a bucket that all hosts reach.",
+            )
+        files_at(directory)  # refused now, where the package for that store is not installed
     return {
         "RACKRUN_CHECKPOINT_DIR": str(directory),
         "RACKRUN_CHECKPOINT_KEEP": str(args.checkpoint_keep),

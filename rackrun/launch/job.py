@@ -28,6 +28,7 @@ from rackrun.launch.agents import LocalAgents
 from rackrun.launch.arguments import Options
 from rackrun.launch.place import Endpoint, Result, RunPlace
 from rackrun.launch.screen import Screen, status_text
+from rackrun.launch.waiting import AGAIN_S, FIRST_S, expected_trays, who_is_missing
 
 __all__ = ["follow", "host"]
 
@@ -130,6 +131,7 @@ async def host(
         with (
             _handled(options.signals, stop),
             _repeating(lambda: screen.status(status_text(driver.status())), screen.live),
+            _telling_who_is_missing(options, config, driver),
         ):
             over = await asyncio.shield(driver.finished)
             if idle := _idle(options, core, over):
@@ -287,6 +289,7 @@ async def _request_stop(session: aiohttp.ClientSession, url: str, because: str) 
 @contextlib.contextmanager
 def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
+    signals = tuple(number for number in signals if signal.getsignal(number) is not signal.SIG_IGN)  # nohup
     for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
@@ -294,6 +297,25 @@ def _handled(signals: tuple[signal.Signals, ...], stop: Callable[[signal.Signals
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _telling_who_is_missing(options: Options, config: JobConfig, driver: Driver) -> Iterator[None]:
+    """Until the world is formed, or the job is over."""
+
+    async def tell() -> None:
+        await asyncio.sleep(FIRST_S)
+        expected = expected_trays(options)
+        while missing := who_is_missing(driver.hosts(), config.trays_min, expected, options.trays):
+            driver.notice(missing)
+            await asyncio.sleep(AGAIN_S)
+
+    task = asyncio.create_task(tell()) if options.nodes_max > 1 else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 @contextlib.contextmanager

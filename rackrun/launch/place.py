@@ -12,9 +12,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +27,21 @@ import msgspec
 from rackrun.core.wire import PROTOCOL
 from rackrun.errors import UsageError
 
-__all__ = ["Endpoint", "Result", "RunPlace", "find_run", "new_run_id", "read_json", "read_token", "runs_root"]
+__all__ = [
+    "Endpoint",
+    "Result",
+    "RunPlace",
+    "find_run",
+    "new_run_id",
+    "read_json",
+    "read_own",
+    "read_token",
+    "runs_root",
+]
 
 _TOKEN_CHARS_MIN = 16
+_FILE_BYTES_MAX = 1 << 20
+_NOT_OURS = "look who has put it there; the run's own is made by its launcher, for its user alone."
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -62,6 +76,7 @@ class RunPlace:
     def make(cls, run_id: str, wanted: Path | None) -> RunPlace:
         """Raises UsageError when the directory cannot be used."""
         directory = wanted or _free_name(runs_root() / run_id)
+        _refuse_what_is_others(directory)
         made = tuple(path for path in (directory, *directory.parents) if not path.exists())
         if (directory / "journal.sqlite").exists():
             raise UsageError(
@@ -70,6 +85,7 @@ class RunPlace:
             )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_what_is_others(directory)  # somebody may have been faster
             probe = directory / f".probe-{os.getpid()}"
             probe.touch(mode=0o600)
             probe.unlink()
@@ -156,6 +172,53 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path} cannot be read: {error}.", remedy="is it a run of another version?") from error
+
+
+def read_own(directory: Path, name: str, *, secret: bool = False) -> bytes | None:
+    """A file of a run that only its owner can have written: none that somebody else has put in its place; None when it is not there.
+    ``secret``: nor can anybody else read it. Raises UsageError."""
+    path = directory / name
+    try:
+        place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            owner = os.fstat(place).st_uid
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        finally:
+            os.close(place)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise UsageError(f"{path} cannot be read: {why}.", remedy="be the user who started the run.") from error
+    with os.fdopen(fd, "rb") as file:
+        known = os.fstat(fd)
+        trusted = {os.geteuid()} if os.geteuid() else {0, owner}
+        if not stat.S_ISREG(known.st_mode):
+            raise UsageError(f"{path} is no ordinary file: it is not used.", remedy=_NOT_OURS)
+        if known.st_uid not in trusted:
+            raise UsageError(f"{path} belongs to user {known.st_uid}, not to you: it is not used.", remedy=_NOT_OURS)
+        if known.st_mode & (0o077 if secret else 0o022):
+            what = "can be read by others" if secret else "can be written by others"
+            raise UsageError(f"{path} {what}: it is not used.", remedy=_NOT_OURS)
+        return file.read(_FILE_BYTES_MAX)
+
+
+def _refuse_what_is_others(directory: Path) -> None:
+    """Who owns the directory can put anything in the place of what is written there."""
+    try:
+        known = os.lstat(directory)
+    except OSError:
+        return  # not there, or making it will say why not
+    if stat.S_ISLNK(known.st_mode):
+        raise UsageError(
+            f"the output directory {directory} is a link, which may lead elsewhere tomorrow.",
+            remedy="name the directory itself with --out-dir.",
+        )
+    if known.st_uid != os.geteuid():
+        raise UsageError(
+            f"the output directory {directory} belongs to user {known.st_uid}, not to you.",
+            remedy="name a directory of your own, or a new one, with --out-dir.",
+        )
 
 
 def _lock(directory: Path) -> int:

@@ -12,6 +12,7 @@ import msgspec
 
 from rackrun.core.wire import PROTOCOL
 from rackrun.errors import UsageError
+from rackrun.link.address import is_loopback, join, listen, listen_everywhere
 
 __all__ = ["listen", "meet"]
 
@@ -25,31 +26,14 @@ class _Health(msgspec.Struct):
     protocol: int
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that no child inherits. Raises OSError."""
-    family, kind, _, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listening = socket.socket(family, kind)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listening.bind(address)
-        listening.listen(512)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
-    return listening
-
-
 def meet(host: str, port: int, run_id: str) -> socket.socket | None:
     """The listening socket when the coordinator is ours to host; None when it runs, or will run, elsewhere.
 
     Raises UsageError when the port belongs to something else, or the host name to nobody.
     """
     try:
-        return listen(_bind_address(host), port)
+        own = _own_address(host)
+        return listen(own, port) if own else listen_everywhere(port)
     except socket.gaierror as error:
         raise UsageError(
             f"--rdzv-endpoint: the host {host} is unknown ({error.strerror}).", remedy="check the name."
@@ -68,26 +52,23 @@ def meet(host: str, port: int, run_id: str) -> socket.socket | None:
         )
     if health.protocol != PROTOCOL:
         raise UsageError(
-            f"the coordinator at {host}:{port} speaks protocol {health.protocol}, this rackrun speaks protocol {PROTOCOL}.",
+            f"the coordinator at {join(host, port)} speaks protocol {health.protocol}, this rackrun speaks protocol {PROTOCOL}.",
             remedy="install the same version of rackrun on every host.",
         )
     return None
 
 
-def _bind_address(host: str) -> str:
-    """A host's own name often resolves to loopback, where other hosts cannot come; then listen everywhere."""
-    address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    if str(address).startswith("127.") and host not in {"localhost", address} and host == socket.gethostname():
-        return ""
-    return str(address)
+def _own_address(host: str) -> str:
+    """What to listen on; "": everywhere, because a host's own name often leads to loopback, where other hosts cannot come."""
+    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return "" if is_loopback(address) and not is_loopback(host) and host == socket.gethostname() else address
 
 
 def _ask(host: str, port: int) -> _Health | None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    where = f"[{host}]" if ":" in host else host
     deadline = time.monotonic() + _ASK_S
     try:
-        with opener.open(f"http://{where}:{port}/healthz", timeout=deadline - time.monotonic()) as answer:
+        with opener.open(f"http://{join(host, port)}/healthz", timeout=deadline - time.monotonic()) as answer:
             return msgspec.json.decode(answer.read(4096), type=_Health)
     except (OSError, ValueError, msgspec.MsgspecError, urllib.error.URLError):
         return None

@@ -40,6 +40,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """Heartbeat page (`rackrun.link.page`)."""
     snapshot_fds: tuple[int, int] = (-1, -1)
     """Two memfds, empty at first, that the agent keeps open: snapshots in them outlive this process."""
+    advertise: str = ""
+    """The address of this host that other hosts are told; "" where nobody said."""
     token: str = ""
     """The job's token, for the snapshot service of other trays."""
 

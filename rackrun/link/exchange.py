@@ -19,6 +19,9 @@ import struct
 import time
 from collections import OrderedDict
 
+from rackrun.link.address import connection_to, join, listen_on
+from rackrun.link.listener import FIRST_BYTES_MAX, RESERVE, Admit, Listener, Reply
+
 __all__ = ["TCPSTORE_KEY", "Exchange", "ExchangeServer", "ExchangeTimeout", "ExchangeUnreachable"]
 
 TCPSTORE_KEY = "tcpstore"
@@ -26,8 +29,9 @@ TCPSTORE_KEY = "tcpstore"
 
 _HEAD = struct.Struct("<HI")  # bytes of the key, bytes of the value
 _VALUE_BYTES_MAX = 16 * 2**20
-_ROOMS_MAX = 64
-_BACKLOG = 1024
+"""Of who has shown the token."""
+_EMPTY_ROOMS_MAX = 1024
+"""Of each kind: what stands before the first slash of a room's name, numbers being one kind. Whoever comes late finds what was said."""
 
 
 class ExchangeTimeout(RuntimeError):
@@ -44,43 +48,75 @@ def _pack(key: str, value: bytes) -> bytes:
 
 
 class ExchangeServer:
-    """In the agent's event loop."""
+    """In the agent's event loop. It listens on the address that is announced, and on no other; who has not shown the token costs it a few
+    kilobytes for a few seconds (`rackrun.link.listener`). ``reserve``: descriptors that such callers leave free."""
 
-    def __init__(self, advertise: str, token: str, presets: dict[str, str]) -> None:
-        self._token = token
+    def __init__(self, advertise: str, token: str, presets: dict[str, str], *, reserve: int = RESERVE) -> None:
+        self._token = token.encode()
         self._presets = {key: value.encode() for key, value in presets.items()}
-        self._rooms: OrderedDict[str, _Room] = OrderedDict()
-        self._server: asyncio.Server | None = None
-        self._advertise = advertise
+        self._rooms: dict[str, _Room] = {}
+        self._empty: dict[str, OrderedDict[str, None]] = {}
+        """By kind, the rooms in which nobody is: the one that was left first, first."""
+        self._listener: Listener | None = None
+        self._advertise, self._reserve = advertise, reserve
 
     async def start(self) -> str:
         """Serve; returns ``host:port``."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Member(self), "", 0, family=socket.AF_INET, backlog=_BACKLOG)
-        return f"{self._advertise}:{self._server.sockets[0].getsockname()[1]}"
+        listening = listen_on(self._advertise)
+        port = listening.getsockname()[1]
+        self._listener = Listener(listening, self._examine, lambda: _Member(self), reserve=self._reserve)
+        return join(self._advertise, port)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            await self._listener.close()
         for room in self._rooms.values():
             for member in tuple(room.members):
                 member.transport.abort()
 
+    def _examine(self, heard: bytes) -> Admit | Reply | None:
+        """The first message: it names the room and carries the token."""
+        if len(heard) < _HEAD.size:
+            return None
+        key_bytes, value_bytes = _HEAD.unpack_from(heard)
+        end = _HEAD.size + key_bytes + value_bytes
+        if end > FIRST_BYTES_MAX or value_bytes != len(self._token):
+            return Reply()
+        if len(heard) < end:
+            return None
+        return Admit() if self._is_token(heard[_HEAD.size + key_bytes : end]) else Reply()
+
+    def _is_token(self, shown: bytes) -> bool:
+        return hmac.compare_digest(shown, self._token)
+
     def enter(self, name: str, token: bytes, member: _Member) -> _Room | None:
-        if not hmac.compare_digest(token, self._token.encode()):
+        if not self._is_token(token):
             return None
         room = self._rooms.get(name)
         if room is None:
-            room = self._rooms[name] = _Room(dict(self._presets))
-            while len(self._rooms) > _ROOMS_MAX:
-                self._rooms.popitem(last=False)
+            room = self._rooms[name] = _Room(name, dict(self._presets))
         room.members[member] = None
+        self._empty.get(_kind_of(name), OrderedDict()).pop(name, None)
         return room
+
+    def leave(self, room: _Room, member: _Member) -> None:
+        """A room in which nobody is any more goes when very many others of its kind were left after it; one with members never does."""
+        room.members.pop(member, None)
+        if not room.members:
+            empty = self._empty.setdefault(_kind_of(room.name), OrderedDict())
+            empty[room.name] = None
+            while len(empty) > _EMPTY_ROOMS_MAX:
+                del self._rooms[empty.popitem(last=False)[0]]
+
+
+def _kind_of(name: str) -> str:
+    first = name.partition("/")[0]
+    return "" if first.isdigit() else first
 
 
 class _Room:
-    def __init__(self, values: dict[str, bytes]) -> None:
-        self.values = values
+    def __init__(self, name: str, values: dict[str, bytes]) -> None:
+        self.name, self.values = name, values
         self.members: dict[_Member, None] = {}
 
 
@@ -101,7 +137,7 @@ class _Member(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
         if self._room is not None:
-            self._room.members.pop(self, None)
+            self._server.leave(self._room, self)
 
     def data_received(self, data: bytes) -> None:
         self._heard += data
@@ -149,12 +185,14 @@ class Exchange:
     """
 
     def __init__(self, address: str, token: str, room: str, timeout_s: float) -> None:
-        host, _, port = address.rpartition(":")
         try:
-            self._socket = socket.create_connection((host, int(port)), timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = connection_to(address, timeout_s)
+        except OSError as error:
+            raise ExchangeUnreachable(f"the exchange at {address} cannot be reached: {error}") from error
+        try:
             self._socket.sendall(_pack(room, token.encode()))
         except OSError as error:
+            self._socket.close()
             raise ExchangeUnreachable(f"the exchange at {address} cannot be reached: {error}") from error
         self._address = address
         self._values: dict[str, bytes] = {}

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rackrun.link.address import host_and_port, take_no_more
+from rackrun.link.boot import current
 from rackrun.link.exchange import TCPSTORE_KEY
 
 __all__ = ["COLLECTIVE_TIMEOUT", "Communicator", "GlooCommunicator", "NcclCommunicator", "build_communicator"]
@@ -48,8 +50,8 @@ def build_communicator(
 ) -> Communicator:
     """Blocks until all ``size`` ranks have come. Raises RuntimeError after ``timeout``: run it in a thread that may be left."""
     if device.type == "cuda":
-        host, _, port = store.get(TCPSTORE_KEY).decode().rpartition(":")  # NCCL's own threads read it, long after
-        real = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        host, port = host_and_port(store.get(TCPSTORE_KEY).decode())  # NCCL's own threads read it, long after
+        real = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         return NcclCommunicator(device, dist.PrefixStore(prefix, real), rank, size)
     return GlooCommunicator(store, rank, size, timeout)
 
@@ -63,13 +65,15 @@ class GlooCommunicator:
         options._timeout = timeout
         with _listener_lock:
             before = _sockets()
-            options._devices = [gloo.create_default_device()]
-            mine = [
-                port for fd, inode in _sockets().items() if before.get(fd) != inode and (port := _listening_port(fd))
-            ]
+            options._devices = [_gloo_device()]
+            new = [(fd, inode) for fd, inode in _sockets().items() if before.get(fd) != inode]
+            mine = [port for fd, _ in new if (port := _listening_port(fd))]
         store.set(f"listening/{rank}", ",".join(map(str, mine)))
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # all pairs are connected: nobody else has any business here
+            for fd, inode in new:
+                _take_no_more(fd, inode)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
         self._mine = frozenset(mine)
         self._peers = frozenset(int(port) for ports in told for port in ports.decode().split(",") if port)
@@ -94,6 +98,19 @@ class GlooCommunicator:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def _gloo_device() -> Any:
+    """On the interface that the user names (GLOO_SOCKET_IFNAME), else on the address that other hosts are told of this one. torch's own
+    choice is what this host's name leads to: another family than the job's, all interfaces, or nothing."""
+    gloo = dist.ProcessGroupGloo
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return gloo.create_device(interface=interface)
+    boot = current()
+    if boot is not None and boot.advertise:
+        with contextlib.suppress(RuntimeError):  # an address that is translated on the way: it is not ours to listen on
+            return gloo.create_device(hostname=boot.advertise)
+    return gloo.create_default_device()
+
+
 def _sockets() -> dict[int, int]:
     """Every socket of this process: descriptor -> inode."""
     found = {}
@@ -103,6 +120,15 @@ def _sockets() -> dict[int, int]:
             if target.startswith("socket:["):
                 found[int(name)] = int(target[8:-1])
     return found
+
+
+def _take_no_more(fd: int, inode: int) -> None:
+    """Have the kernel drop what comes to a listening socket: gloo takes every caller in, without asking for anything, and ends the process
+    when descriptors run short. Closing the socket would end it too."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listening:
+        ours = os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening)
+        if ours and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            take_no_more(listening)
 
 
 def _is_tcp(connection: socket.socket) -> bool:

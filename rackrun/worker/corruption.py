@@ -66,6 +66,11 @@ class CorruptionCheck:
         """Generation and step of the comparison that follows a recovery."""
         self._told_off = False
 
+    @property
+    def on(self) -> bool:
+        """Somebody has asked for comparisons."""
+        return bool(self._every)
+
     # -- when
     def due(self, step: int, *, last: bool) -> bool:
         """The same on all ranks, whoever joined when. ``last``: the run ends with this step."""

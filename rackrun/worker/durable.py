@@ -16,13 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
+from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.layout import ImageLayout
+from rackrun.checkpoint.lease import Lease
+from rackrun.checkpoint.location import parse_location
+from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint.retention import Retention, collect, sweep
 from rackrun.core.ids import Position
 from rackrun.worker.copies import copies_from
 from rackrun.worker.gate import GateSums
@@ -62,7 +65,7 @@ class DurableOptions:
             return None
         every = os.environ.get("RACKRUN_CHECKPOINT_EVERY")
         keep = int(os.environ.get("RACKRUN_CHECKPOINT_KEEP", "3"))
-        return cls(Path(directory), int(every) if every else None, keep, facts)
+        return cls(parse_location(directory), int(every) if every else None, keep, facts)
 
 
 @dataclass
@@ -78,7 +81,7 @@ class DurableCheckpoints:
         self._device = copies_from(runtime.device)
         self._images = StateImages(state)
         self._store = DurableStore(options.directory, JOB)
-        self._probation = Probation(self._store.directory)
+        self._probation = Probation(self._store.directory, self._store.files)
         self._flushes: list[_Flush] = []
         self._saved = self._given_up = -1
         self._doubtful = False
@@ -87,13 +90,21 @@ class DurableCheckpoints:
         """Step -> whether its checkpoint is, as far as somebody has looked."""
         self._room = Room(1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._complained: set[str] = set()
+        token = runtime.boot.token if runtime.boot else ""
+        self._owner = content_digest(token.encode())[:16] if token else ""
+        """Of the job; of none there is no lease."""
+        self._lease: Lease | None = None
 
     # -- at the start
     def resume(self) -> Position | None:
         """As `rackrun.worker.resumption.Resumption.run`."""
         began = time.monotonic()
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
-        position, life = resumption.run()
+        position, life = resumption.run(self._take() if self._world.rank == 0 else "")
+        if self._lease is not None:
+            self._lease.epoch = life
+            sweep(self._store, epoch=life)
+            self._lease.keep(self._complain)
         if position is not None:
             self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
         for generation in resumption.not_used if self._world.rank == 0 else ():
@@ -101,6 +112,30 @@ class DurableCheckpoints:
         self._saved = position.step if position else -1
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
+
+    def _take(self) -> str:
+        """Own the directory, for the job. Why not; "" when it does."""
+        if not self._owner:
+            return ""
+        lease = Lease(self._store, self._owner)
+        try:
+            self._store.files.make_root(self._store.root)
+            lease.take()
+        except (OSError, CheckpointError) as error:
+            lease.leave(ended=False)
+            return error.what if isinstance(error, CheckpointError) else f"{self._store.root} cannot be used: {error}."
+        self._lease = lease
+        return ""
+
+    def _own(self) -> None:
+        """Rank 0 renews the lease; whoever has become rank 0 goes on with it."""
+        if self._world.rank != 0:
+            if self._lease is not None:
+                self._lease.leave(ended=False)
+                self._lease = None
+        elif self._lease is None and self._owner:
+            lease = self._lease = Lease(self._store, self._owner, self._state.lineage.life)
+            lease.keep(self._complain)
 
     def become(self, state: TrackedState) -> None:
         """``main`` is entered again: of another state from here on. What is being written goes on."""
@@ -114,6 +149,7 @@ class DurableCheckpoints:
             threading.Thread(target=self._probation.confirm, args=[began], daemon=True).start()
         if not self._state.lineage.kin and not last:
             return False  # replicas have not been compared yet
+        self._own()
         every = self._options.every or self._every(gate)
         if last or gate.draining:
             self.save(at.step, last=True)  # whether or not an older one is still being written
@@ -159,9 +195,17 @@ class DurableCheckpoints:
         """Whether the checkpoint of ``step`` is whole. Of what storage does not tell, nothing is said."""
         whole = True
         with contextlib.suppress(OSError):
-            whole = self._store.path(step).exists()
+            whole = self._is_there(step)
         self._whole = {step: whole}
         return whole
+
+    def _is_there(self, step: int) -> bool:
+        path = self._store.path(step)
+        try:
+            self._store.files.stat(path / MANIFEST if self._store.files.objects else path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _every(self, gate: GateSums) -> int:
         step_s = gate.step_s / self._world.size
@@ -191,7 +235,7 @@ class DurableCheckpoints:
             return
         payload = memoryview(memory)[: shard.layout.total_bytes]
         rank, ranks = self._world.rank, self._world.size
-        later = {path for path in shard.tensors if self._state.is_settled(path)}
+        later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, payload)
         for path in shard.tensors.keys() - later:
             write_tensor(shard.layout, path, shard.tensors[path], payload)
@@ -243,6 +287,8 @@ class DurableCheckpoints:
         self.wait_written(enough)
         if self._world.rank == 0 and not enough():
             self._probation.confirm(self._state.lineage.began)
+            if self._lease is not None:
+                self._lease.leave(ended=True)
 
     def wait_written(self, enough: Callable[[], bool]) -> None:
         """Wait until what was begun is on disk or has failed, or until there is something better to do."""
@@ -255,6 +301,8 @@ class DurableCheckpoints:
     ) -> None:
         """``part``: this rank, of so many, when the checkpoint was begun."""
         life, (rank, ranks) = self._state.lineage.life, part
+        if self._lease is not None and self._lease.lost:
+            raise CheckpointError(self._lease.lost + ".", remedy="give each job a --checkpoint-dir of its own.")
         if step in self._probation.quarantined():
             return  # what is published stays, and nobody takes it
         writer = self._store.writer(step, step, life, ranks)
@@ -275,6 +323,8 @@ class DurableCheckpoints:
                 now=time.time,
                 orphan_ttl_s=_ORPHANS_S,
                 finished=step if not last else -1,
+                began=self._state.lineage.began,
+                over=lambda epoch: self._lease is not None and not self._lease.lost and epoch < life,
             )
 
     def _failed(self, step: int, why: str, reason: str = "") -> None:

@@ -139,7 +139,7 @@ class ExactReduction:
         """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
         ranks share the global batch."""
         step.gradient_scale = step.weight
-        if not self._once.begun or self._world.unit_passed:
+        if not self._once.begun or self._world.updated:
             return  # nothing is trained in a phase, or after the gate
         if self._once.shard is not None:
             self._harvest(counts=not self._once.shard.ghost)
@@ -236,7 +236,7 @@ class ExactReduction:
     ) -> torch.futures.Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
         slots = [self._slots[id(parameter)] for parameter in bucket.parameters()]
-        counts = self._once.reduces(slots, wrapper.process_group.size(), passed=self._world.unit_passed)
+        counts = self._once.reduces(slots, wrapper.process_group.size(), passed=self._world.updated)
         if buffer.is_sparse:
             raise StepError(
                 'reduction="exact" cannot add sparse gradients.', remedy="use nn.Embedding(..., sparse=False)."
@@ -283,7 +283,7 @@ class ExactReduction:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The sums of this rank's shards, in floats of the same size, and a mark for each parameter."""
         slots = [self._slots[id(parameter)] for parameter in parameters]
-        counts = self._once.reduces(slots, ranks, passed=self._world.unit_passed)
+        counts = self._once.reduces(slots, ranks, passed=self._world.updated)
         if ranks == self._world.size:  # parts of equal size would meet unseen
             self._world.order.add(f"reduces {[slot.index for slot in slots]}")
         found = []

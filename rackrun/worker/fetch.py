@@ -16,6 +16,7 @@ from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.parity import rebuild
 from rackrun.checkpoint.stripe_set import Part, RowHeader, StripeSet, decode_header
 from rackrun.core.commands import Restore, Stripes
+from rackrun.link.address import host_and_port
 
 __all__ = ["Damaged", "fetch_snapshot"]
 
@@ -72,8 +73,8 @@ class _Agents:
         if self._overtaken():
             raise RuntimeError("overtaken")
         address, _, path = where.partition("/")
-        host, _, port = address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=_SILENCE_S)
+        host, port = host_and_port(address)
+        connection = http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
         try:
             headers = self._headers | ({} if stop is None else {"Range": f"bytes={start}-{stop - 1}"})
             connection.request("GET", f"/{kind}/{path}/{self._step}", headers=headers)

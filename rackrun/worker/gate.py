@@ -57,6 +57,12 @@ class GateSums(NamedTuple):
     """Ranks whose part of the loss is inf or NaN (``--nan-probation``)."""
     tried: float
     """Ranks that have computed this step before for that, or go on so."""
+    parts: float = 0.0
+    """Ranks that have seen a step go on, with collectives, after its first ``optimizer.step()`` (`rackrun.worker.parts`)."""
+    torn: float = 0.0
+    """Ranks that have found, doing the step again, that their state is not the one it began with."""
+    stirred: float = 0.0
+    """Ranks whose state had changed between the unit before and this one."""
 
 
 class CollectiveOrder:

@@ -10,7 +10,7 @@ import torch
 
 from rackrun.checkpoint.boxes import Box
 from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.errors import LayoutMismatch
+from rackrun.checkpoint.errors import IntegrityError, LayoutMismatch
 from rackrun.checkpoint.image import (
     ImageLayout,
     TensorEntry,
@@ -112,6 +112,11 @@ def load_image(state: TrackedState, payload: memoryview, threads: int = 1) -> Ma
 
 
 def manifest_in(plain: bytes) -> Manifest:
-    """The plain part of an image."""
-    (length,) = _LENGTH.unpack_from(plain)
-    return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)
+    """The plain part of an image. Raises `IntegrityError` for what is none."""
+    try:
+        (length,) = _LENGTH.unpack_from(plain)
+        return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)
+    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
+        raise IntegrityError(
+            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another copy."
+        ) from error

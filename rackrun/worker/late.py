@@ -8,11 +8,9 @@ have written to it, and it must be the same, bit for bit, at the end of the step
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from rackrun.worker.parts import writes_tracked
 from rackrun.worker.state import TrackedState
 
 __all__ = ["LateBreaks"]
@@ -33,14 +31,10 @@ class LateBreaks:
     def broke(self, result: Any) -> None:
         """``result``: the tensors that the collective was to write, nested in lists. Any thread."""
         with self._lock:
-            if self._state.gathered or self._are_tracked(_tensors(result)):
+            if self._state.gathered or writes_tracked(self._state, result):
                 self._written = True  # of shards it cannot be told while a forward is under way
             elif self._content is None:
                 self._content = self._state.content(buffers=True)
-
-    def _are_tracked(self, tensors: Iterator[torch.Tensor]) -> bool:
-        mine = {tensor.untyped_storage().data_ptr() for tensor in self._state.tensors().values() if tensor.nbytes}
-        return any(tensor.untyped_storage().data_ptr() in mine for tensor in tensors)
 
     @property
     def any(self) -> bool:
@@ -49,11 +43,3 @@ class LateBreaks:
     def torn(self) -> bool:
         """Asked at the end of the unit."""
         return self._written or (self._content is not None and self._content != self._state.content(buffers=True))
-
-
-def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    if isinstance(nested, torch.Tensor):
-        yield nested
-    elif isinstance(nested, (list, tuple)):
-        for one in nested:
-            yield from _tensors(one)

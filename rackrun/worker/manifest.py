@@ -9,7 +9,7 @@ import torch
 
 from rackrun.core.ids import BEGIN, Position
 
-__all__ = ["Lineage", "Manifest", "TensorInfo"]
+__all__ = ["Changes", "Lineage", "Manifest", "TensorInfo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +45,31 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
         return torch.as_strided(typed, self.shape, self.strides) if self.strides else typed.view(self.shape)
 
 
+class Changes(msgspec.Struct, frozen=True):
+    """What the script was seen to change, and where: tensors by their paths (`rackrun.worker.undo`)."""
+
+    early: tuple[str, ...] = ()
+    """Of an optimizer, and changed before the gate of a step."""
+    moving: tuple[str, ...] = ()
+    """Of no optimizer, and changed in steps."""
+    phases: dict[str, tuple[str, ...]] = {}
+    """Changed in a phase, by its name."""
+    parts: bool = False
+    """A step has parts: it goes on after its first ``optimizer.step()`` (`rackrun.worker.parts`)."""
+
+    def union(self, other: Changes) -> Changes:
+        """What either knows; ``parts``, in which all ranks agree, is this one's."""
+        phases = {
+            name: _united(self.phases.get(name, ()), other.phases.get(name, ()))
+            for name in (*self.phases, *(name for name in other.phases if name not in self.phases))
+        }
+        return Changes(_united(self.early, other.early), _united(self.moving, other.moving), phases, self.parts)
+
+
+def _united(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*one, *other}))
+
+
 class Lineage(msgspec.Struct, frozen=True):
     """What a newcomer has to know of the run that it joins."""
 
@@ -58,6 +83,7 @@ class Lineage(msgspec.Struct, frozen=True):
     """What must be the same for a resumed run to be the same training."""
     entered: Position = BEGIN
     """What was committed when all ranks entered ``main`` again last; `BEGIN`: they have not."""
+    changes: Changes = Changes()
 
     @property
     def since(self) -> Position:

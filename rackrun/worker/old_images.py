@@ -16,6 +16,7 @@ from rackrun.checkpoint.arena_slot import SlotReader
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout
+from rackrun.link.address import host_and_port
 from rackrun.link.boot import MEMORY_HEADER
 from rackrun.worker.fetch import Damaged
 from rackrun.worker.image import manifest_in
@@ -182,8 +183,8 @@ class _Distant(RemoteSlot):
         """Nothing is open between two requests, which may be far apart."""
 
     def _get(self, start: int, into: memoryview) -> None:
-        host, _, port = self._address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=_SILENCE_S)
+        host, port = host_and_port(self._address)
+        connection = http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
         try:
             _listen(self._heard)
             span = {"Range": f"bytes={start}-{start + len(into) - 1}"}

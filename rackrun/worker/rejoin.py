@@ -275,7 +275,13 @@ class Rejoin:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
             world.attempt(plan, lambda: communicator.inner.barrier().wait())
         since = manifest.lineage
-        self._state.lineage = Lineage(began=since.began, life=since.life, facts=since.facts, entered=plan.committed)
+        self._state.lineage = Lineage(
+            began=since.began,
+            life=since.life,
+            facts=since.facts,
+            entered=plan.committed,
+            changes=since.changes.union(self._state.lineage.changes),
+        )
         world.began, world.layout = plan.committed, plan.layout
         world.stand_at(plan.committed, plan.gate)
         self._replicas.begin_again()

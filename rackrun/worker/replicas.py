@@ -129,7 +129,8 @@ class ReplicaCheck:
         """A newcomer is what its source was."""
         self._told = self.changed_late = False  # what it was told after that does not count
         self._world.replica_class = manifest.replica_class
-        self._state.lineage = manifest.lineage
+        learned = manifest.lineage.changes.union(self._state.lineage.changes)
+        self._state.lineage = msgspec.structs.replace(manifest.lineage, changes=learned)
         self._world.began = manifest.lineage.since
         self.some_are_unique = manifest.replica_class.endswith(_ALONE)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, Unreadable
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, is_damage
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.probation import Probation
@@ -30,43 +30,45 @@ from rackrun.worker.world import World
 
 __all__ = ["Resumption", "say"]
 
-_LISTED_MAX = 32
-_TRIED_MAX = 5
-
 
 class Resumption:
     """``facts``: what must be the same to go on."""
 
     def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
         self._world, self._state, self._store, self._facts = world, state, store, facts
-        self._probation = Probation(store.directory)
+        self._probation = Probation(store.directory, store.files)
         self.not_used: list[int] = []
         """Generations that are newer than the one that was taken."""
         self._unusable: dict[int, tuple[str, bool]] = {}
         """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
 
-    def run(self) -> tuple[Position | None, int]:
+    def run(self, refused: str = "") -> tuple[Position | None, int]:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
         been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
-        start. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        start. ``refused``: why this rank may not use the directory; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
         try:
-            self._store.root.mkdir(parents=True, exist_ok=True)
+            self._store.files.make_root(self._store.root)
+            self._store.complete()
             whole, left_out = self._store.look()
         except (OSError, CheckpointError) as error:
             raise UsageError(
                 f"the checkpoint directory {self._store.root} cannot be used: {error}.",
                 remedy="give one that all ranks can read and write.",
             ) from error
-        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole[:_LISTED_MAX]]
-        unusable = {g: [str(why), not isinstance(why, Unreadable)] for g, why in list(left_out.items())[:_LISTED_MAX]}
+        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole]
+        unusable = {g: [str(why), is_damage(why)] for g, why in left_out.items()}
         barred = self._probation.barred() if self._world.rank == 0 else {}
-        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable, refused))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
+        if refusal := next((why for *_, why in everyone if why), ""):
+            raise UsageError(refusal, remedy="give this job a --checkpoint-dir of its own, or end the other one.")
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
-        for *_, theirs in everyone:
+        for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
+            self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
+        for *_, theirs, _ in everyone:
             self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
-        if not common and any(seen) and not self._unusable:
+        if not common and any(seen) and not any(theirs for *_, theirs, _ in everyone):
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
@@ -83,7 +85,6 @@ class Resumption:
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """The same on all ranks. A resumption is remembered before anything is trained on it."""
-        tried = 0
         for generation in there:
             if generation in barred:
                 if self._world.rank == 0:
@@ -97,9 +98,6 @@ class Resumption:
                 if self._world.rank == 0:
                     self._probation.restored(generation)
                 return position
-            tried += 1
-            if tried == _TRIED_MAX:
-                break
         return None
 
     def _try(self, generation: int) -> Position | None:
@@ -110,8 +108,7 @@ class Resumption:
                 step, world_size = reader.step, reader.world_size
                 self._fill_from(reader)
         except CheckpointError as error:
-            problem = str(error)
-            damaged = isinstance(error, IntegrityError) and not isinstance(error, Unreadable)
+            problem, damaged = str(error), is_damage(error)
         said = [one for one in self._gather((problem, damaged)) if one[0]]
         if said:
             self._pass_over(generation, said[0][0], any(one[1] for one in said))
@@ -134,7 +131,7 @@ class Resumption:
         layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
-        manifest = manifest_in(bytes(reader.read(own, *layouts[own].extents[PLAIN])))
+        manifest = manifest_in(_plain_in(reader, own, layouts[own]))
         if manifest.lineage.facts != self._facts:
             raise UsageError(
                 f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
@@ -143,9 +140,7 @@ class Resumption:
         holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
         if not same:
             holders = tuple(range(reader.world_size))
-            manifests = (
-                manifest_in(bytes(reader.read(rank, *layout.extents[PLAIN]))) for rank, layout in enumerate(layouts)
-            )
+            manifests = (manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts))
             check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
 
         def source(path: str, target: TensorEntry) -> int | None:
@@ -174,6 +169,15 @@ def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
     shard = reader.reader(rank)
     length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
     return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes:
+    if PLAIN not in layout.extents:
+        raise IntegrityError(
+            f"the shard of rank {rank} in {reader.directory} has no state that is not tensors.",
+            remedy="it was not written by an elastic job: give another --checkpoint-dir.",
+        )
+    return bytes(reader.read(rank, *layout.extents[PLAIN]))
 
 
 def _story(barred: dict[int, str], common: list[int]) -> str:

@@ -18,6 +18,7 @@ from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.log_values import log_values
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.reports import say
@@ -168,7 +169,11 @@ class Run:
                 )
             at = Position(self._looping)
             self._looping = None
-            return self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            result = self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            reseed(
+                self.batch.seed, "after", at.step
+            )  # what the loop's body draws is the same on every rank, whoever joined when
+            return result
 
         return committed
 
@@ -205,6 +210,7 @@ class Run:
                 break
             self._looping = number
             self._world.scope = Scope.OUTSIDE
+            reseed(self.batch.seed, "before", number)
             yield number
             if self._looping is not None:
                 raise StepError(
@@ -215,12 +221,12 @@ class Run:
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)
         self._world.scope = Scope.OUTSIDE
+        reseed(self.batch.seed, "after", total)
         self._units.loop_over()
 
     def log(self, **values: float | str) -> None:
         """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
-        plain = {key: value if isinstance(value, str | int) else float(value) for key, value in values.items()}
-        self._units.report_log(plain)
+        self._units.report_log(log_values(values))
 
     def expect(self, seconds: float) -> None:
         """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""

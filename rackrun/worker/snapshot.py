@@ -166,7 +166,7 @@ class Snapshots:
         described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
         writer = self._begin(slot, named, shard.layout.total_bytes)
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
-        later = {path for path in shard.tensors if self._state.is_settled(path)}
+        later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, writer.payload)
         for path in shard.tensors.keys() - later:
             write_tensor(shard.layout, path, shard.tensors[path], writer.payload)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import fsdp
+from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests
@@ -46,6 +47,7 @@ class TrackedState:
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
         _refuse(name, thing)
+        thing = as_tracked(thing)
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -114,6 +116,12 @@ class TrackedState:
         """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
         name, kind, _ = path.split("/", 2)
         return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
+
+    def stands_until_gate(self, path: str) -> bool:
+        """As `is_settled`, and it was not seen to change before a gate, nor to change at all when no optimizer trains it."""
+        changes = self.lineage.changes
+        changing = {*changes.early, *changes.moving}
+        return self.is_settled(path) and path not in changing and path.rpartition("@")[0] not in changing
 
     def is_buffer(self, path: str) -> bool:
         """Of a tracked module: what replicas may differ in."""
@@ -223,6 +231,70 @@ class TrackedState:
     def parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
             yield from module.parameters()
+
+    def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Path -> parameter: those that tracked optimizers train, and all others."""
+        ids = {
+            id(p) for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]
+        }
+        found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = {}, {}
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                found[id(parameter) not in ids][f"{name}/param/{path}"] = parameter
+        return found
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """What optimizers train, and what they hold for it: this rank's part."""
+        found = {path: local_part(parameter) for path, parameter in self.trained_and_free()[0].items()}
+        for name, optimizer in self.optimizers.items():
+            for path, _, key, value in _optimizer_state(optimizer):
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}/{path}/{key}"] = local_part(value)
+        return found
+
+    def put_owned(self, path: str, value: torch.Tensor) -> None:
+        """What an optimizer has held for a parameter, where it has dropped or replaced it."""
+        name, kind, rest = path.split("/", 2)
+        if kind != "state":
+            raise StepError(
+                f"{path} has another shape than when the step began.", remedy="keep the shapes of parameters."
+            )
+        group_index, index, key = rest.split("/", 2)
+        optimizer = self.optimizers[name]
+        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        held = optimizer.state[parameter].get(key)
+        if isinstance(parameter, DTensor) and (held is None or isinstance(held, DTensor)) and value.dim():
+            value = DTensor.from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        optimizer.state[parameter][key] = value
+
+    def optimizer_keys(self) -> dict[str, dict[int, set[str]]]:
+        """For each optimizer and parameter, what it holds."""
+        return {
+            name: {id(parameter): set(held) for parameter, held in optimizer.state.items()}
+            for name, optimizer in self.optimizers.items()
+        }
+
+    def keep_optimizer_keys(self, keys: Mapping[str, Mapping[int, set[str]]]) -> None:
+        """Have optimizers hold nothing but what `optimizer_keys` said."""
+        for name, optimizer in self.optimizers.items():
+            for parameter in list(optimizer.state):
+                had = keys[name].get(id(parameter), set())
+                for key in [key for key in optimizer.state[parameter] if key not in had]:
+                    del optimizer.state[parameter][key]
+                if id(parameter) not in keys[name]:
+                    del optimizer.state[parameter]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     def wrappers(self) -> Iterator[DistributedDataParallel]:
         """DDP, also inside what torch.compile returns."""

@@ -36,6 +36,8 @@ class Step:
         """Samples in the global batch of this step."""
         self.lr_factor = 1.0
         """By what all learning rates are multiplied in this step's ``optimizer.step()``: not 1 with ``batch="scale_lr"`` only."""
+        self.early_loss: float | None = None
+        """What `loss` is, while the gate is still to come: in a step of several parts."""
         self._world = world
 
     def __int__(self) -> int:
@@ -73,6 +75,8 @@ class Step:
     def loss(self) -> float:
         """The mean loss over the global batch, the same on every rank. Known once the gate has passed: after the first
         ``optimizer.step()`` of the step. Raises `StepError` before."""
+        if self.early_loss is not None:
+            return self.early_loss
         if not self._world.unit_passed:
             raise StepError(
                 "step.loss was read before optimizer.step().",

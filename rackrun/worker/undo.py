@@ -1,14 +1,28 @@
-"""What one unit may change before its gate, and how it is put back when the unit will not count.
+"""What a unit changes before its gate, and how it is put back when the unit will not count.
 
-Parameters and optimizers are not changed before the gate (`check_unchanged` sees to it), so they cost nothing here.
+Every tracked tensor is either *copied* when a unit begins, or known by a *digest*, or trusted until a unit is abandoned:
+
+- Copied: small buffers and small tensors of other tracked objects, always. What no optimizer trains (a moving average, a momentum encoder, a
+  codebook, a queue), once it was seen to change in a step, wherever: a step that skips its optimizer has its gate at the end, after all
+  that. What an optimizer trains, once it was seen to change before a gate. And everything in the first step, in steps of several parts
+  (`rackrun.worker.parts`), and in phases until it is known what they change.
+- Known by a digest: large, of no optimizer, and never seen to change (a frozen model). When a unit is abandoned it is digested again.
+- Trusted: what optimizers train. It changes after the gate only, as far as versions and audits tell. When a unit was abandoned, the next
+  attempt at it is audited: the same code with the same numbers writes the same tensors. What is changed before the gate then was changed in
+  the attempt before, too, so this rank's state is not what it is held to be, and no gate is passed.
+
+A tensor's version that has moved proves a change; one that stands proves nothing (``.data``, a kernel of the script's own). So in the first
+three steps, and then in ever fewer, everything is *audited*: digests at the beginning, at the gate, and at the end.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,37 +30,74 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
+from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
-from rackrun.worker.state import TrackedState
+from rackrun.worker.state import TrackedState, local_part
+from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 
-__all__ = ["Undo"]
+__all__ = ["Undo", "changed_between"]
 
-_SMALL_BUFFER_BYTES = 2**20
+_SMALL_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
+_PHASE_RUNS_COPIED = 3
+"""So often a phase begins with a copy of everything, before it is believed to change what it has changed so far."""
+_ROOM_FOR_UNKNOWN = 2
+_ROOM_BYTES = 64 * 2**20
+"""What no optimizer trains and nobody has seen change is copied once, too, unless it is more than this, and so many times larger than what
+optimizers train."""
 
 
 class Undo:
-    def __init__(self, state: TrackedState) -> None:
-        self._state = state
+    """``say`` tells, once, what copies cost."""
+
+    def __init__(self, state: TrackedState, say: Callable[[str], None] = lambda _: None) -> None:
+        self._state, self._say = state, say
+        self._copies = UndoCopies()
         self._filled = -1
-        self._saved: dict[str, _Saved] = {}
-        """Buffers, and tensors of other tracked objects and of parameter groups, as they were when the unit began."""
-        self._norm_buffers: set[str] | None = None
+        self._phase = ""
+        self._whole = self._audits = False
+        """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
+        self._suspect = False
+        """An attempt was abandoned, and nothing has shown yet that it had left alone what is not copied."""
+        self._parameters: dict[str, nn.Parameter] = {}
+        """That optimizers train."""
+        self._free_parameters: dict[str, nn.Parameter] = {}
+        """All others."""
+        self._norm_buffers: set[str] = set()
+        self._trained: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+        """Path, parameter, and version when the unit began."""
+        self._marks: dict[str, tuple[int, int]] = {}
+        """Of what no optimizer trains, and is not known to change: address and version when the unit began."""
+        self._static: dict[str, int] = {}
+        """Of that, the digests of what there is no room to copy, from whenever they were taken."""
+        self._begun: dict[str, int] = {}
+        """Digests when the unit began of what optimizers train, where they are asked for."""
+        self._ended: dict[str, int] = {}
+        """Of everything, at the end of the unit before, when that was audited."""
+        self._found_early: set[str] = set()
+        self.changed_between = ""
+        """Something that had another content at the end of the unit before than when the one in hand began: where all ranks see that it is
+        the script, and where one does it may be its memory."""
+        self._phase_runs: dict[str, int] = {}
+        self._place: tuple[int, torch.device | None] = 0, None
+        self._told_bytes = 0
+        self._state_keys: dict[str, dict[int, set[str]]] = {}
         self._saved_plain = b""
         self._submodules: list[nn.Module] = []
         self._modes: list[bool] = []
-        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
         self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
 
+    # -- between units
     def committed(self) -> None:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
         self._stands = self._state.encode_plain(), self.versions(), self._buffer_versions(), self._state.filled
 
     def check_stands(self) -> None:
-        """Raises `StepError` when it has."""
+        """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then."""
         plain, versions, buffers, filled = self._stands
         if filled != self._state.filled or not versions:
             return
@@ -54,52 +105,142 @@ class Undo:
         if not changed and buffers != self._buffer_versions():
             changed = "a buffer (by a forward in training mode, perhaps)"
         if changed or plain != self._state.encode_plain():
-            raise StepError(
-                f"{changed or 'tracked state (a scheduler, an optimizer setting, ...)'} was changed between two steps, where it is lost when a step is done again.",
-                remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",
-            )
+            raise changed_between(changed or "tracked state (a scheduler, an optimizer setting, ...)")
 
-    def begin(self) -> None:
-        """Remember what forward and backward may change. Large constant buffers cost nothing: only changed ones are copied."""
+    def versions(self) -> list[int]:
+        """Of all parameters, this rank's part: equal as long as nothing was written to them."""
+        return [_version(p) for p in self._state.parameters()]
+
+    def _buffer_versions(self) -> list[int]:
+        return [buffer._version for buffer in self._state.buffers().values()]
+
+    # -- a unit begins
+    def begin(self, *, whole: bool = False, audit: bool = False, phase: str = "") -> None:
+        """Remember what the unit may change. ``whole``: everything, if there is memory for it. ``audit``: learn from content what it
+        changes. ``phase``: its name."""
+        self._phase = phase
+        runs = self._phase_runs.get(phase, 0)
+        self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
+        self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         if self._filled != self._state.filled:
-            self._filled = self._state.filled
-            self._saved.clear()
+            self._forget()
+        if self._audits:
+            self._look_around()
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
         for module in self._state.modules.values():
             fsdp.begin(module)
-        for path, tensor in self._unstable():
-            saved = self._saved.get(path)
-            if saved is None or not saved.stands(tensor) or self._changes_unseen(path, tensor):
-                self._saved[path] = _Saved(tensor)
-        self._versions = [(weakref.ref(p), p._version) for p in self._state.parameters() if not isinstance(p, DTensor)]
-        if not self._submodules:
-            self._submodules = [module for root in self._state.modules.values() for module in root.modules()]
         self._modes = [module.training for module in self._submodules]
         self._saved_plain = self._state.encode_plain()
+        self._found_early.clear()
+        self._take()
+        self._trained = [(path, weakref.ref(p), _version(p)) for path, p in self._parameters.items()]
         self._grads_present = {id(p): p.grad is not None for p in self._state.parameters()}
         found = (p for p in self._state.parameters() if p.grad is not None)
         self._grads_found = [
             (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
         ]
 
-    def check_unchanged(self) -> None:
-        """Before the first optimizer step of a unit: raises `StepError` when parameters are not those it began with."""
-        for ref, version in self._versions:
-            parameter = ref()
-            if parameter is not None and parameter._version != version:
-                raise StepError(
-                    f"a parameter (shape {tuple(parameter.shape)}) was changed in a step before optimizer.step(), where it could not be put back.",
-                    remedy="change parameters after optimizer.step().",
-                )
+    def _forget(self) -> None:
+        """The state was filled from outside."""
+        self._filled = self._state.filled
+        self._copies.clear()
+        self._static.clear()
+        self._ended.clear()
+        self._suspect = False
+        self._look_around()
 
-    def versions(self) -> list[int]:
-        """Of all parameters, this rank's part: equal as long as nothing was written to them."""
-        parameters = self._state.parameters()
-        return [(p._local_tensor if isinstance(p, DTensor) else p)._version for p in parameters]
+    def _look_around(self) -> None:
+        """Which tensors there are, but for those that are asked for in every unit."""
+        self._submodules = [module for root in self._state.modules.values() for module in root.modules()]
+        self._parameters, self._free_parameters = self._state.trained_and_free()
+        self._norm_buffers = {
+            f"{name}/buffer/{at}.{buffer}".replace("/.", "/")
+            for name, root in self._state.modules.items()
+            for at, sub in root.named_modules()
+            if isinstance(sub, _NormBase)
+            for buffer, _ in sub.named_buffers()
+        }
 
-    def _buffer_versions(self) -> list[int]:
-        return [buffer._version for buffer in self._state.buffers().values()]
+    def _take(self) -> None:
+        """Copies and digests of the state as it is now."""
+        began = time.perf_counter()
+        changes = self._state.lineage.changes
+        wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
+        free = dict(self._free_tensors())
+        unknown = [path for path, tensor in free.items() if path not in wanted and not self._always(path, tensor)]
+        trained = sum(p.nbytes for p in self._parameters.values())
+        room = sum(free[path].nbytes for path in unknown) <= max(_ROOM_FOR_UNKNOWN * trained, _ROOM_BYTES)
+        self._check_between(free)
+        self._learn(moving=[path for path in unknown if self._changed_unseen(path, free[path])] if self._audits else ())
+        self._copies.begin()
+        self._marks = {path: _mark(free[path]) for path in unknown}
+        held = unknown if room else []
+        again = [path for path in held if self._audits or self._whole or not self._copies.stands(path, free[path])]
+        now = {path: tensor for path, tensor in free.items() if path not in self._marks or path in again}
+        digested = [] if room else [path for path in unknown if self._audits or path not in self._static]
+        self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
+        self._static |= _digests({path: free[path] for path in digested})
+        owned: dict[str, torch.Tensor] = {}
+        if self._whole or self._audits or self._suspect or self._phase or not wanted <= free.keys():
+            owned = self._state.owned()
+        copied = {path: tensor for path, tensor in owned.items() if self._whole or path in wanted}
+        size = sum(tensor.nbytes for tensor in copied.values())
+        try:
+            place = self._place_for(size)
+        except NoRoom as none:
+            self._say(
+                f"no memory for a copy of what may have to be undone ({none}): a failure in this unit costs this rank"
+            )
+            copied, place, self._whole = {}, None, False
+        self._copies.keep_only([*held, *now, *copied])
+        taken = self._copies.take(now) + self._copies.take(copied, place)
+        self._state_keys = self._state.optimizer_keys() if self._whole else {}
+        looks = self._audits or self._suspect or bool(self._phase)
+        self._begun = _digests({p: t for p, t in owned.items() if p not in copied}) if looks else {}
+        self._tell(taken, time.perf_counter() - began, {**now, **copied})
+
+    def _place_for(self, size: int) -> torch.device | None:
+        """Raises `NoRoom`."""
+        if size > self._place[0]:
+            first = self._whole and not self._phase and not self._state.lineage.changes.parts
+            self._place = size, place_for(size, self._state.device, on_host=first)
+        return self._place[1] if size else None
+
+    def _check_between(self, free: Mapping[str, torch.Tensor]) -> None:
+        """What has changed since the end of the unit before, if that was audited."""
+        self.changed_between = ""
+        if self._ended:
+            ended, self._ended = self._ended, {}
+            now = _digests({path: t for path, t in {**self._state.owned(), **free}.items() if path in ended})
+            for path, digest in now.items():
+                if digest != ended[path]:
+                    self.changed_between = path
+
+    def _changed_unseen(self, path: str, tensor: torch.Tensor) -> bool:
+        """Since it was copied or digested, though its version stands."""
+        if path in self._static:
+            return _digests({path: tensor})[path] != self._static[path]
+        return self._copies.stands(path, tensor) and not self._copies.equals(path, tensor)
+
+    # -- its gate
+    def before_update(self) -> None:
+        """Right before the first optimizer step of a step, or at its gate when it makes none: what optimizers train and has changed
+        until here changes early."""
+        if self._phase:
+            return
+        owned = self._state.owned() if self._begun or (self._whole and self._audits) else {}
+        early = self._moved() | self._differing(self._begun, owned)
+        if self._whole and self._audits:
+            early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
+        moved = self._moved()  # where the version moves now, it stood in the attempt before: that had not come so far
+        self._found_early = {path for path in early - moved if not self._copies.is_fresh(path)}
+        self._learn(early=early)
+
+    def not_put_back(self) -> list[str]:
+        """After `before_update`: what this attempt has changed so far, and the one before it, which was abandoned, must have changed as
+        well, and nobody had copied. This rank's state is of no use then."""
+        return sorted(self._found_early) if self._suspect else []
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
@@ -113,8 +254,40 @@ class Undo:
             )
         self._cleared = grads.cleared()
 
-    def discard(self, *, backward_open: bool) -> None:
-        """Put back what the abandoned unit changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state.
+    # -- it counts
+    def ended(self) -> None:
+        """The unit is committed, and nothing has happened since: learn what it has changed."""
+        self._suspect = False
+        if not self._marks and not self._audits and not self._phase:
+            return
+        free = dict(self._free_tensors())
+        moving = {path for path, mark in self._marks.items() if path not in free or mark != _mark(free[path])}
+        owned = self._state.owned() if self._audits else {}
+        if self._audits:
+            moving |= self._differing(self._static, free)
+            fresh = [path for path in self._marks if path in free and self._copies.is_fresh(path)]
+            moving |= {path for path in fresh if not self._copies.equals(path, free[path])}
+        if self._phase:
+            self._phase_runs[self._phase] = self._phase_runs.get(self._phase, 0) + 1
+            changed = self._moved() | moving
+            if self._audits:
+                changed |= self._differing(self._begun, owned)
+                changed |= {p for p in owned if self._copies.is_fresh(p) and not self._copies.equals(p, owned[p])}
+            self._learn(phase=changed)
+            if changed:
+                self._look_around()
+        else:
+            self._learn(moving=moving)
+        for path in moving:
+            self._static.pop(path, None)
+        if self._audits:
+            self._ended = _digests({**owned, **free})
+            self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
+
+    # -- it does not
+    def discard(self, *, backward_open: bool) -> list[str]:
+        """Put back what the abandoned unit has changed: gradients, buffers, scaler, scheduler, FSDP's and DDP's intermediate state, and
+        all that was copied. Returns what it has changed without a copy: then this rank's state is of no use.
 
         ``backward_open``: it was left before all of its backward passes had ended.
         """
@@ -131,43 +304,120 @@ class Undo:
                         parameter.grad.zero_()
                     else:
                         parameter.grad = None
-            changed = False
-            for path, tensor in self._unstable():
-                saved = self._saved.get(path)
-                if saved is None or (saved.stands(tensor) and not self._changes_unseen(path, tensor)):
-                    continue
-                changed = True
-                if saved.value.shape == tensor.shape:
-                    tensor.copy_(saved.value)
-                    self._saved[path] = _Saved(tensor, saved.value)
+        torn = self._torn()
         for other in self._state.others.values():
             if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
                 other._per_optimizer_states.clear()
+        self._put_back()
+        self._suspect = not self._whole and not self._begun
+        return torn
+
+    def _torn(self) -> list[str]:
+        free = dict(self._free_tensors())
+        torn = {path for path in self._moved() if not self._copies.is_fresh(path)}
+        for path, mark in self._marks.items():
+            if path not in free:
+                torn.add(path)
+            elif (
+                path in self._copies
+                and not self._copies.is_fresh(path)
+                and mark == _mark(free[path])
+                and not self._copies.equals(path, free[path])
+            ):
+                torn.add(path)  # through ``.data``: in this unit, or in one before it
+        torn |= self._differing(self._static, free)
+        if self._begun:
+            torn |= self._differing(self._begun, self._state.owned())
+        return sorted(torn)
+
+    def _put_back(self) -> None:
+        changed = False
+        for path, tensor in self._free_tensors():
+            if path in self._copies and not self._copies.equals(path, tensor):
+                changed = True
+                self._copies.put_back(path, tensor)
+        copied = [path for path in self._copies if self._copies.is_fresh(path) and self._state.is_settled(path)]
+        copied = [path for path in copied if path not in self._free_parameters]
+        if copied:
+            if self._whole:
+                self._state.keep_optimizer_keys(self._state_keys)
+            owned = self._state.owned()
+            for path in copied:
+                if path not in owned or not self._copies.put_back(path, owned[path]):
+                    self._state.put_owned(path, self._copies.value(path).clone())
         if changed or self._state.encode_plain() != self._saved_plain:
-            self._state.put_plain(self._saved_plain, {path: saved.value.clone() for path, saved in self._saved.items()})
+            values = {path: self._copies.value(path).clone() for path in self._copies if self._is_others(path)}
+            self._state.put_plain(self._saved_plain, values)
 
-    def _changes_unseen(self, path: str, buffer: torch.Tensor) -> bool:
-        """torch's batch norm writes its statistics without counting up their version; and who knows what a custom kernel does.
-        Only large buffers (masks, tables) are believed to be what their version says."""
-        if buffer.nbytes <= _SMALL_BUFFER_BYTES:
+    def went_back(self) -> None:
+        """The state is another's, or a snapshot's: what was abandoned before does not matter."""
+        self._suspect = False
+
+    def may_be_left(self) -> bool:
+        """Whether the phase in hand may be left at this point: what it has changed so far can be put back."""
+        if self._whole:
             return True
-        path = path.removeprefix("buffer:")
-        if self._norm_buffers is None:
-            norms = [
-                (f"{name}/{at}", sub) for name, root in self._state.modules.items() for at, sub in root.named_modules()
-            ]
-            self._norm_buffers = {
-                f"{at}.{name}".replace("/.", "/")
-                for at, sub in norms
-                if isinstance(sub, _NormBase)
-                for name, _ in sub.named_buffers()
-            }
-        return path in self._norm_buffers
+        return not self._found_moved() and all(self._copies.is_fresh(path) for path in self._moved())
 
-    def _unstable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What may change before the gate, other than parameters and gradients."""
+    # -- helpers
+    def _moved(self) -> set[str]:
+        """What optimizers train, and has another version than when the unit began."""
+        return {
+            path
+            for path, ref, version in self._trained
+            if (parameter := ref()) is not None and _version(parameter) != version
+        }
+
+    def _found_moved(self) -> bool:
+        """Something of which there is a digest alone was written to."""
+        free = dict(self._free_tensors()) if self._static else {}
+        return any(path in free and self._marks[path] != _mark(free[path]) for path in self._static)
+
+    def _differing(self, known: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """From what was digested."""
+        here = {path: tensors[path] for path in known if path in tensors}
+        return {path for path, digest in _digests(here).items() if digest != known[path]}
+
+    def _learn(
+        self, early: Collection[str] = (), moving: Collection[str] = (), phase: Collection[str] | None = None
+    ) -> None:
+        known = self._state.lineage.changes
+        found = Changes(tuple(early), tuple(moving), {self._phase: tuple(phase)} if phase else {})
+        learned = known.union(found)
+        if learned != known:
+            self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=learned)
+
+    def _tell(self, taken: int, seconds: float, copied: Mapping[str, torch.Tensor]) -> None:
+        """Once, and when it has become more."""
+        changes = self._state.lineage.changes
+        known = [path for path in (*changes.early, *changes.moving) if path in copied]
+        size = sum(copied[path].nbytes for path in known)
+        if self._phase or self._whole or size <= max(_SMALL_BYTES, self._told_bytes):
+            return
+        self._told_bytes = size
+        early = f" ({changes.early[0]} even before optimizer.step())" if changes.early else ""
+        self._say(
+            f"a step changes {len(known)} tensors, such as {known[0]}, where it may have to be undone{early}: they are copied when a step "
+            f"begins ({taken / 2**20:.1f} MiB, {seconds * 1000:.1f} ms)"
+        )
+
+    def _is_others(self, path: str) -> bool:
+        return path.split("/", 1)[0] in self._state.others
+
+    def _always(self, path: str, tensor: torch.Tensor) -> bool:
+        """It is copied whether or not it was seen to change. torch's batch norm writes its statistics without counting up their version;
+        and who knows what a custom kernel does."""
+        if path in self._free_parameters:
+            return False
+        return tensor.nbytes <= _SMALL_BYTES or path in self._norm_buffers
+
+    def _free_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What no optimizer trains."""
+        for path, parameter in self._free_parameters.items():
+            yield path, local_part(parameter)
         for path, buffer in self._state.buffers().items():
-            yield f"buffer:{path}", buffer
+            name, _, rest = path.partition("/")
+            yield f"{name}/buffer/{rest}", buffer
         for name, optimizer in self._state.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
@@ -178,15 +428,22 @@ class Undo:
                 yield from flatten(f"{name}/state", other.state_dict()).items()
 
 
-class _Saved:
-    """A tensor, and what it was."""
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor._version
 
-    def __init__(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
-        self._tensor, self._version = tensor, tensor._version
-        self.value = tensor.clone() if value is None else value
 
-    def stands(self, tensor: torch.Tensor) -> bool:
-        """As far as its version tells."""
-        mine = self._tensor
-        same = tensor.data_ptr() == mine.data_ptr() and tensor.shape == mine.shape and tensor.stride() == mine.stride()
-        return same and tensor._version == self._version
+def _version(parameter: torch.Tensor) -> int:
+    version: int = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
+    return version
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(tensors, digests(list(tensors.values())), strict=True))
+
+
+def changed_between(what: str) -> StepError:
+    """What a script is told that has done it."""
+    return StepError(
+        f"{what} was changed between two steps, where it is lost when a step is done again.",
+        remedy="change tracked state inside the @run.step function (scheduler.step() after optimizer.step()), or in a phase.",
+    )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,17 +33,18 @@ from rackrun.worker.late import LateBreaks
 from rackrun.worker.learning_rates import LearningRates
 from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
+from rackrun.worker.parts import Parts
 from rackrun.worker.pause import Pause
 from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
-from rackrun.worker.reports import Reports
+from rackrun.worker.reports import Reports, say
 from rackrun.worker.resizing import fixed_because, held_because
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
-from rackrun.worker.undo import Undo
+from rackrun.worker.undo import Undo, changed_between
 from rackrun.worker.unit_times import EXITS, UNKNOWN
 from rackrun.worker.world import Abandoned, Scope
 
@@ -50,6 +52,7 @@ __all__ = ["Carried", "UnitRunner"]
 
 T = TypeVar("T")
 
+_AUDITED = 3
 _BETWEEN = "between"
 
 
@@ -90,7 +93,8 @@ class UnitRunner:
         self._state, self._seed = state, batches.plan.seed
         # a shrink is another training where the batch follows the world
         shards = 0 if batches.scale else batches.plan.shards
-        self._undo = Undo(state)
+        self._undo = Undo(state, self._say_once)
+        self._parts = Parts(state)
         self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
         self._batches, self._rates = batches, LearningRates()
         self._batch: StepBatch | None = None
@@ -135,9 +139,13 @@ class UnitRunner:
         self._reached_gate = False
         self._copies_beside = False
         """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
-        self._content = 0
-        self._versions: list[int] = []
-        self._world.may_leave_phase = lambda: self._undo.versions() == self._versions
+        self._loss = 0.0
+        """This rank's part, as of the first ``optimizer.step()``."""
+        self._late_gate = False
+        """That of the step in hand stands at its end."""
+        self._not_put_back: list[str] = []
+        self._nobody_is_whole = self._stirred = False
+        self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
 
@@ -343,6 +351,8 @@ class UnitRunner:
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
+            self._world.after_update = None
+            self._parts.ends()
             if not self._world.unit_passed:
                 self._pass_gate()
         except Abandoned:
@@ -354,6 +364,7 @@ class UnitRunner:
         finally:
             self.step_in_hand = None
             self._world.in_phase = False
+            self._world.after_update = None
             self._rates.restore_all()
         if self._late.any:
             self._judge_late_breaks(at)
@@ -362,6 +373,14 @@ class UnitRunner:
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
             if self._to_pause(at):
                 self._pause.stand(at, last=at.step == self._last_step)
+        elif self._nobody_is_whole:
+            self._leave_torn(at)
+        elif self._stirred and self._undo.changed_between:
+            leave(
+                self._world.rank,
+                f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
+                "ranks: its memory, or a script that changes tracked state between two steps on one rank.",
+            )
         else:
             self._discard(step)
 
@@ -370,14 +389,14 @@ class UnitRunner:
             self._settle()  # a phase may change parameters
         self._logs.clear()
         self._delivered.clear()
-        self._reached_gate = False
+        self._reached_gate = self._nobody_is_whole = self._stirred = False
+        self._not_put_back = []
         self.step_in_hand = step
-        self._undo.begin()
+        self._begin_undo(step.at)
         if self._exact is not None and not step.at.phase:
             self._exact.begin(step)
-        self._content = self._state.content() if step.at.phase else 0
-        self._versions = self._undo.versions() if step.at.phase else []
         self._late.begin_unit()
+        self._parts.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
         work = self._begin_batch(step)
         if step.at.phase:
@@ -387,6 +406,18 @@ class UnitRunner:
             deadline_ms = self._pace.step_deadline_ms(copying=self._copies_beside, work=work)
             self._page.enter(Activity.STEP, step.at, deadline_ms)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
+
+    def _begin_undo(self, at: Position) -> None:
+        """The first step since the run began or was resumed shows what a script is like: until then nothing is taken for granted."""
+        parts = self._state.lineage.changes.parts
+        if at.phase:
+            self._late_gate = True
+            self._undo.begin(phase=f"{'end' if at.step > self._last_step else 'every'} {at.phase}")
+            return
+        number = at.step - self._world.began.step
+        tries = not self._world.generation  # a spare
+        self._late_gate = parts or number == 1
+        self._undo.begin(whole=self._late_gate and not tries, audit=_is_audited(number) and not tries)
 
     def _phase(self, at: Position, name: str) -> str:
         """What its times are kept under: a function may be registered twice."""
@@ -419,30 +450,55 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.",
                 remedy="pass the optimizer to run.track(...).",
             )
-        if not self._world.unit_passed:
-            self._undo.check_unchanged()
-            self._undo.check_gradients()
-            self._pass_gate()
+        if not self._world.updated:
+            self._before_first_update(self.step_in_hand)
         self._rates.scale(optimizer, self.step_in_hand.lr_factor)
+
+    def _before_first_update(self, step: Step) -> None:
+        """All gradients of the step, or of its first part, are complete."""
+        if self._world.broken or not self._world.generation:
+            raise Abandoned
+        self._undo.check_gradients()
+        if step.at.phase:
+            self._world.updated = True
+            return
+        if self._late_gate:
+            self._complete(step)
+            mine = GateSums(*[0.0] * len(GateSums._fields))._replace(loss=self._loss)
+            step.early_loss = self._world.sum_before_gate(step.at, mine).loss
+            self._world.updated = True
+        else:
+            self._pass_gate()
+        if not self._state.lineage.changes.parts:
+            self._world.after_update = self._parts.called
+
+    def _complete(self, step: Step) -> None:
+        """What is computed of gradients and loss, before an optimizer changes anything."""
+        self._world.passes_over()
+        self._settle()
+        if step.at.phase:
+            self._loss = 0.0
+            return
+        self._undo.before_update()
+        self._not_put_back = self._undo.not_put_back()
+        self._corruption.before_gate(step.at, last=step.at.step == self._last_step)
+        if self._exact is not None:
+            self._loss = self._exact.settle(step)
+        else:
+            self._loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
 
     def _pass_gate(self) -> None:
         step = self.step_in_hand
         assert step is not None, "a gate belongs to a unit"
         self._reached_gate = True
-        self._world.passes_over()
-        self._settle()
-        if not step.at.phase:
-            self._corruption.before_gate(step.at, last=step.at.step == self._last_step)
+        if not self._world.updated or step.at.phase:
+            self._complete(step)
         self._replicas.unique.exchange()
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
-        if self._exact is not None and not step.at.phase:
-            loss = self._exact.settle(step)
-        else:
-            loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
         not_finite, tried = self._nan.offers(step)
         mine = GateSums(
-            loss=loss,
+            loss=self._loss,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
             # A checkpoint is of a step: told in a phase, the world does one more step.
@@ -459,8 +515,19 @@ class UnitRunner:
             dealt=float(self._world.deals.heard_next),
             not_finite=not_finite,
             tried=tried,
+            parts=float(bool(self._parts.found)),
+            torn=float(bool(self._not_put_back)),
+            stirred=float(bool(self._undo.changed_between)),
         )
-        self._world.pass_gate(step.at, mine, self._nan.refuses)
+        self._world.pass_gate(step.at, mine, self._refuses)
+
+    def _refuses(self, at: Position, sums: GateSums) -> bool:
+        """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""
+        if sums.stirred == self._world.size:
+            raise changed_between(self._undo.changed_between)
+        self._nobody_is_whole = sums.torn > 0
+        self._stirred = sums.stirred > 0 and not self._corruption.on
+        return self._nobody_is_whole or self._stirred or self._nan.refuses(at, sums)
 
     def _delivered_ids(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
@@ -476,6 +543,9 @@ class UnitRunner:
         self._nan.committed(at)
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
+        self._undo.ended()
+        if gate.parts and not self._state.lineage.changes.parts:
+            self._has_parts()
         if self._replicas.committed(gate.changed_late):
             self._reports.ready(self._world.replica_class)
         if not self._replicas.need_snapshots and self._replicas.known(at):
@@ -531,11 +601,43 @@ class UnitRunner:
         return self._snapshots.copying or (self._durable is not None and self._durable.copying)
 
     def _discard(self, step: Step | None = None) -> None:
-        self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
+        torn = self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
         self._replicas.unique.discarded()
         self._world.scope = Scope.OUTSIDE
-        if step is not None and step.at.phase and self._state.content() != self._content:
-            leave(self._world.rank, "changed parameters in a phase that broke, and cannot put them back.")
+        if step is not None and torn:
+            unit = f"step {step.at.step}" if not step.at.phase else f"a phase after step {step.at.step}"
+            leave(
+                self._world.rank,
+                f"changed {_listed(torn)} in {unit}, which broke, and has no copy to put back. "
+                "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
+                "known in time.",
+            )
+
+    def _leave_torn(self, at: Position) -> None:
+        """Some rank has found what `Undo.not_put_back` says. Who has joined since has copied it from such a rank."""
+        what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
+        leave(
+            self._world.rank,
+            f"{what} before the first optimizer.step() of step {at.step}, which was not seen before, and had begun that step before a "
+            "failure: nobody can tell what it was then. Remedy: change what an optimizer trains after optimizer.step(), or before it in "
+            "every step.",
+        )
+
+    def _has_parts(self) -> None:
+        """All ranks come to this after the same unit."""
+        changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
+        self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
+        if self._world.rank == 0:
+            size = sum(tensor.nbytes for tensor in self._state.owned().values())
+            say(
+                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}. So that it can be "
+                f"done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
+                "are copied when it begins. Where all collectives can come before the first optimizer.step(), that is not needed."
+            )
+
+    def _say_once(self, what: str) -> None:
+        if self._world.rank == 0:
+            say(what)
 
     def _judge_late_breaks(self, at: Position) -> None:
         """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
@@ -585,6 +687,15 @@ class UnitRunner:
                 optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+
+def _is_audited(number: int) -> bool:
+    """The first three steps of a run, and then ever fewer: the ``number``-th."""
+    return number <= _AUDITED or not number & (number - 1)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return paths[0] + (f" (and {len(paths) - 1} others)" if len(paths) > 1 else "")
 
 
 def _ids_digest(ids: np.ndarray[Any, Any]) -> float:

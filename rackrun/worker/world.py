@@ -85,6 +85,10 @@ class World:
         self.replica_class = ""
         self.unit_passed = False
         """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
+        self.updated = False
+        """An optimizer has stepped in the unit in hand."""
+        self.after_update: Callable[[str, Any], None] | None = None
+        """Told of every collective of the script, and its result, from then on."""
         self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
         """Told of every collective, by its result, that breaks after that."""
         self.good: Position | None = None
@@ -190,6 +194,8 @@ class World:
         self.own_time.goes_on()
         if group.size() == self.size:
             self.order.called(name, result)
+        if self.after_update is not None:
+            self.after_update(name, result)
         if self.meetings.looks:
             self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
         if self.scope is Scope.SETUP:
@@ -286,6 +292,36 @@ class World:
             if self._broken or not self.generation:
                 raise Abandoned
             self._entered = at
+        values = self._sum(at, mine)
+        with self._changed:
+            sums = None if self._broken else agreed(values.tolist(), self.size, at)
+            if sums is not None and refuses(at, GateSums(*sums)):
+                self._entered = self._passed
+                raise Abandoned
+            if sums is not None:
+                self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
+                if GateSums(*sums).dealt == self.size:
+                    self.deals.agree()
+                return
+        self.own_time.disturbed()
+        began = time.monotonic()
+        self.wait_plan()  # which carries the verdict
+        self.waited_s = time.monotonic() - began
+        if self._passed < at:
+            raise Abandoned
+        self.unit_passed = self.updated = True
+
+    def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
+        """What the gate of ``at`` would sum up now. Nothing is committed by it. Raises `Abandoned` when the unit will not count."""
+        if self._broken or not self.generation:
+            raise Abandoned
+        values = self._sum(at, mine)
+        sums = None if self._broken else agreed(values.tolist(), self.size, at)
+        if sums is None:
+            raise Abandoned
+        return GateSums(*sums)
+
+    def _sum(self, at: Position, mine: GateSums) -> torch.Tensor:
         values = offered(at, self.order, mine)
         if self.size > 1:
             on_device = values.to(self.device)
@@ -296,23 +332,7 @@ class World:
                 self._in_gate = False
             values = on_device.cpu()
             self.page.collectives_over()
-        with self._changed:
-            sums = None if self._broken else agreed(values.tolist(), self.size, at)
-            if sums is not None and refuses(at, GateSums(*sums)):
-                self._entered = self._passed
-                raise Abandoned
-            if sums is not None:
-                self._passed, self._gate, self.unit_passed = at, sums, True
-                if GateSums(*sums).dealt == self.size:
-                    self.deals.agree()
-                return
-        self.own_time.disturbed()
-        began = time.monotonic()
-        self.wait_plan()  # which carries the verdict
-        self.waited_s = time.monotonic() - began
-        if self._passed < at:
-            raise Abandoned
-        self.unit_passed = True
+        return values
 
     def abandon(self) -> None:
         """Leave the unit in hand."""
@@ -326,7 +346,8 @@ class World:
         self.deals.take_effect()
         self.flights.some_left_behind = False
         self.scope = Scope.UNIT
-        self.unit_passed = False
+        self.unit_passed = self.updated = False
+        self.after_update = None
 
     def passes_over(self) -> None:
         """Of the unit in hand: what comes now, all do once."""
@@ -519,7 +540,7 @@ class World:
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
             self.scope, self.met = Scope.SETUP, 0
-            self.unit_passed = self.in_phase = False
+            self.unit_passed = self.updated = self.in_phase = False
             self.order = CollectiveOrder()
         threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()
         del dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -60,22 +61,21 @@ async def two_sleepers(rig) -> list[int]:
 async def test_stop_ends_workers_and_all_their_children(rig):
     await rig.start(SLEEPER)
     below = await two_sleepers(rig)
-    before = time.monotonic()
     assert await rig.end(1) == 0
-    assert time.monotonic() - before < 3
     assert not [pid for pid in below if rig.alive(pid)]
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGTERM
 
 
 async def test_a_worker_that_ignores_sigterm_is_killed_after_a_second_when_the_job_failed(rig):
     await rig.start(
-        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)",
+        grace_s=600.0,  # it is not that which it gets
     )
     await rig.start_worker()
     await rig.line("deaf")
     before = time.monotonic()
     assert await rig.end(1) == 0
-    assert 0.9 < time.monotonic() - before < 3
+    assert time.monotonic() - before > 0.9
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
 
 
@@ -140,6 +140,7 @@ async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
         block = bytearray({size_mb} << 20)
         for at in range(0, len(block), 4096):
             block[at] = 1
+        os.nice(10)  # beside other programs its end takes longer, and nobody else's does
         print(f"pid={{os.getpid()}}", flush=True)
         time.sleep(600)
         """
@@ -149,13 +150,20 @@ async def test_a_kill_is_seen_before_the_memory_is_torn_down(rig, size_mb, how):
     await rig.start(script)
     await rig.start_worker()
     pid = await rig.number("pid")
-    killed = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    ended, seen = await rig.coordinator.timed_exit_of(1)
-    print(f"{how}, {size_mb} MB resident: told after {(seen - killed) * 1000:.1f} ms")  # pytest -s shows it
-    assert ended.signal == signal.SIGKILL
-    assert seen - killed < 0.05  # 70 ms and more when one waits for the process to be gone
-    assert await rig.end(1) == 0
+    gone: list[float] = []
+    pidfd, loop = os.pidfd_open(pid), asyncio.get_running_loop()
+    loop.add_reader(pidfd, lambda: gone.append(time.monotonic()) or loop.remove_reader(pidfd))
+    try:
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        ended, seen = await rig.coordinator.timed_exit_of(1)
+        print(f"{how}, {size_mb} MB resident: told after {(seen - killed) * 1000:.1f} ms")  # pytest -s shows it
+        assert ended.signal == signal.SIGKILL
+        assert not size_mb or not gone or seen < gone[0], "it was waited for until its memory was torn down"
+        assert await rig.end(1) == 0
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig):
@@ -164,12 +172,13 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     pid = await rig.number("pid")
     stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "stall")).message
     assert (stalled.step, stalled.collective, stalled.silent) == (7, 2, False)
-    assert 300 <= stalled.for_ms < 600
+    assert stalled.for_ms >= 300
     os.kill(pid, signal.SIGSTOP)
     silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled) and m.silent, "silence")
     assert silent.message.for_ms > 200
-    stalls = [timed for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
-    assert all(b.at - a.at > 0.25 for a, b in itertools.pairwise(stalls[:-1])), "told more often than once a deadline"
+    told = [timed.message for timed in rig.coordinator.received if isinstance(timed.message, WorkerStalled)]
+    stalls = [one.for_ms for one in told if not one.silent]
+    assert all(b - a > 250 for a, b in itertools.pairwise(stalls)), "told more often than once a deadline"
     await rig.fence(0, 1)
     assert (await rig.coordinator.exit_of(1)).signal == signal.SIGKILL
     assert await rig.end(1) == 0
@@ -180,10 +189,8 @@ async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
     await rig.start_worker()
     pid = await rig.number("pid")
     os.kill(pid, signal.SIGSTOP)
-    stopped = time.monotonic()
     silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")
-    assert silent.message.silent
-    assert silent.at - stopped < 1.0
+    assert silent.message.silent, "without any deadline it is known by that alone"
     assert await rig.end(1) == 0
 
 
@@ -254,21 +261,25 @@ async def test_ctrl_c_at_the_terminal_is_left_to_the_launcher(rig):
     assert await rig.end() == 0
 
 
-async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_killed_in_the_end(rig):
+@pytest.mark.parametrize("grace_s", [600.0, 0.5], ids=["told at once", "killed in the end"])
+async def test_a_worker_that_lingers_after_its_exception_is_told_at_once_and_killed_in_the_end(rig, grace_s):
     await rig.start(
         """
-        import atexit, threading, time
-        atexit.register(lambda: (print("lingers", flush=True), time.sleep(600)))
+        import atexit, os, threading, time
+        atexit.register(lambda: (print(f"lingers={os.getpid()}", flush=True), time.sleep(600)))
         raise RuntimeError("over")
         """,
-        grace_s=0.5,
+        grace_s=grace_s,
     )
-    before = time.monotonic()
     await rig.start_worker()
-    ended, at = await rig.coordinator.timed_exit_of(1)
+    ended = await rig.coordinator.exit_of(1)
     assert ended.failure.message == "over"
-    assert at - before < 0.5
-    await rig.line("lingers")
+    pid = await rig.number("lingers")
+    if grace_s > 100:
+        assert rig.alive(pid), "its end was waited for"
+        assert await rig.end(1) == 0
+        return
+    await rig.all_gone([pid])
     await rig.start_worker(0, 2)
     await rig.coordinator.exit_of(2)
     exits = [timed for timed in rig.coordinator.received if isinstance(timed.message, WorkerExited)]
@@ -295,9 +306,7 @@ async def test_stop_does_not_wait_for_a_store_that_does_not_answer(rig):
     await rig.start("print('ran')")
     with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
         await rig.start_worker(store=f"127.0.0.1:{mute.getsockname()[1]}")
-        before = time.monotonic()
-        assert await rig.end(3) == 0
-    assert time.monotonic() - before < 3
+        assert await rig.end(3) == 0  # while it still says nothing
     assert (await rig.coordinator.exit_of(1)).failure is None
     assert rig.out.read_text() == ""
 

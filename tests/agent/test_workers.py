@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import aiohttp
@@ -397,10 +396,8 @@ async def test_a_flood_of_output_goes_to_the_file_and_not_through_the_agent(rig)
         """,
         logs=LogConfig(directory=str(rig.folder / "logs"), redirects="1"),
     )
-    before = time.monotonic()
     await rig.start_worker()
     assert (await rig.coordinator.exit_of(1)).exit_code == 0
-    assert time.monotonic() - before < 10
     (log,) = (rig.folder / "logs").glob("a-run_*/attempt_0/0/stdout.log")
     assert log.stat().st_size == 300 << 20
     peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{rig.agent}/status").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rackrun.chaos.budget import Label, check_budget, judge_plan
 from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.draw import VARIANTS, draw_run
+from rackrun.chaos.draw import FLAGS, VARIANTS, draw_flags, draw_run
 from rackrun.chaos.faults import all_faults, name_of
 from rackrun.chaos.layout import Layout
 from rackrun.chaos.plan import Plan, check
@@ -46,3 +46,21 @@ def test_every_fault_is_drawn_once_it_can_be_injected(tmp_path: Path) -> None:
     on_racks = {one.layout.rack for one in drawn} - {""}
     assert {path.name for path in map(Path, on_racks)} == {"5x1.yaml"}
     assert len(read_rack_file(Path(on_racks.pop())).trays) == 5
+
+
+def test_what_the_script_has_besides_is_drawn_from_a_stream_of_its_own() -> None:
+    drawn = [draw_flags(seed) for seed in range(300)]
+    assert drawn == [draw_flags(seed) for seed in range(300)]
+    words = [set(flags.split(",")) - {""} for flags in drawn]
+    assert set().union(*words) == set(FLAGS)
+    assert {len(some) for some in words} == {0, 1, 2, 3}
+    assert all(set(draw_flags(seed, ["random", "skip"]).split(",")) <= {"random", "skip", ""} for seed in range(50))
+    assert not any("batchnorm" in draw_flags(seed, reduction="exact") for seed in range(300))
+
+
+def test_the_script_of_the_campaign_knows_what_may_be_drawn() -> None:
+    """By its text: it is not imported, for it would train."""
+    script = (Path(__file__).resolve().parents[2] / "examples" / "chaos" / "small.py").read_text()
+    for flag in FLAGS:
+        assert f"``{flag}``" in script
+        assert script.count(f'"{flag}"') >= 2, "it is known, and does something"

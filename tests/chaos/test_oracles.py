@@ -15,9 +15,10 @@ from rackrun.chaos.evidence import Evidence, Trace
 from rackrun.chaos.faults import Kill, Pause, Slow, Subjects
 from rackrun.chaos.job import Ended
 from rackrun.chaos.oracles import judge, overall
-from rackrun.chaos.plan import Inject, Plan
+from rackrun.chaos.plan import Every, Inject, Plan
 from rackrun.chaos.replay import Replayed
 from rackrun.chaos.targets import One, Subject
+from rackrun.chaos.witness import End
 from rackrun.coordinator.recoveries import LostRank, Recovery
 from rackrun.coordinator.report import Goodput
 from rackrun.core.commands import Plan as WorldPlan
@@ -47,8 +48,15 @@ def trace(**changes: Any) -> Trace:
     gates = {(step, 0): struct.pack("<3d", 1.0 / (step + 3), 4.0, 77.0 + step) for step in range(2)}
     samples = {step: {0: (4 * step, 4 * step + 1), 1: (4 * step + 2, 4 * step + 3)} for step in range(2)}
     fine = Trace(gates, samples, held={"0": "a", "1": "b"}, plans=[world(1, -1)], result=result(0))
+    fine.ends = {rank: end(rank) for rank in range(2)}
+    fine.began_monotonic_s = 50.5
     fine.began_wall_s, fine.goodput, fine.replayed = 1000.5, GOODPUT, Replayed(events=9, commands=7)
     return replace(fine, **changes)
+
+
+def end(rank: int, since: int = 0, **changes: str) -> End:
+    """An average, which all ranks have alike, and a counter, which is a rank's own."""
+    return End(rank=rank, world=2, since=since, reached={"ema.mean": "0.5", "count": f"{rank}", **changes})
 
 
 def world(generation: int, committed: int, rollback: int | None = None) -> WorldPlan:
@@ -67,7 +75,9 @@ def recovery(slot: str = "tray-00/1", **changes: Any) -> Recovery:
 
 def evidence(plan: Plan = PLAN, **changes: Any) -> Evidence:
     records = (Record(STRIKE, 3, 0.0, 4.0, took=True),)
-    fine = Evidence(plan, trace(), trace(), Ended(0, 5.0, ()), 60.0, records, (), "", began_wall_s=1000.0)
+    fine = Evidence(
+        plan, trace(), trace(), Ended(0, 5.0, ()), 60.0, records, (), "", began_wall_s=1000.0, began_monotonic_s=50.0
+    )
     return replace(fine, places={0: ("tray-00/1",)}, **changes)
 
 
@@ -134,6 +144,132 @@ def test_where_all_hold_the_same_a_smaller_world_can_be_told_from_any_other() ->
     assert not said(evidence(reference=both, trace=trace(held={"0": "a", "1": "a", "2": "a"})))
     assert said(evidence(reference=both, trace=trace(held={"0": "b"}))) == {"weights": False}
     assert said(evidence(reference=both, trace=trace(held={}))) == {"weights": None}
+
+
+def because(of: Evidence, oracle: str) -> str:
+    return next(verdict.because for verdict in judge(of) if verdict.oracle == oracle)
+
+
+def test_what_a_newcomer_did_not_get_is_named_whatever_the_losses_are() -> None:
+    found = evidence(trace=trace(ends={0: end(0), 1: end(1, since=4, **{"ema.mean": "0.1"})}))
+    assert said(found) == {"untracked": False}
+    told = because(found, "untracked")
+    assert "ema.mean on rank 1, another process since step 4, is 0.1, and 0.5 without faults" in told
+    allowed = replace(found, may_differ=("ema",))
+    assert not said(allowed)
+    assert not said(replace(found, may_differ=("*mean",)))
+    assert said(replace(found, may_differ=("em",))) == {"untracked": False}
+
+
+def test_what_two_runs_without_faults_do_not_have_alike_is_nobodys_mistake() -> None:
+    found = evidence(trace=trace(ends={0: end(0, clock="1"), 1: end(1, clock="2")}))
+    reference = trace(ends={0: end(0, clock="7"), 1: end(1, clock="7")})
+    again = trace(ends={0: end(0, clock="8"), 1: end(1, clock="9")})
+    assert said(replace(found, reference=reference)) == {"untracked": False}
+    assert not said(replace(found, reference=reference, again=again))
+
+
+def test_a_variable_that_is_not_bound_differs_from_nothing_and_a_missing_key_does() -> None:
+    reference = trace(ends={rank: end(rank, **{"best": "3", "seen['a']": "1", "seen['b']": "2"}) for rank in range(2)})
+    late = {0: reference.ends[0], 1: end(1, since=4, **{"seen['a']": "1"})}
+    found = evidence(reference=reference, trace=trace(ends=late))
+    assert "seen['b'] on rank 1, another process since step 4, is not there, and 2" in because(found, "untracked")
+    assert "best" not in because(found, "untracked")
+
+
+def test_in_a_world_that_was_resized_a_newcomer_is_compared_with_who_stayed() -> None:
+    resized = [world(1, -1), msgspec.structs.replace(world(2, 0), world_size=1), world(3, 1)]
+    stayed = end(0, **{"count": "9", "ema.mean": "0.7"})
+    grown = trace(plans=resized, ends={0: stayed, 1: end(1, since=4, **{"ema.mean": "0.7"})})
+    assert not said(evidence(trace=grown))
+    lost = trace(plans=resized, ends={0: stayed, 1: end(1, since=4)})
+    assert said(evidence(trace=lost)) == {"untracked": False}
+    assert "is 0.5, and 0.7 on rank 0" in because(evidence(trace=lost), "untracked")
+
+
+# -- what comes too late, and worlds of another size
+def test_a_kill_after_the_last_commit_proves_nothing() -> None:
+    """`evidence` strikes 4 s after the start, which is 3.5 s on the coordinator's clock."""
+    died = {"ended": Ended(3, 5.0, ()), "trace": trace(last_commit_ms=3400.0, result=result(3, "did not exit well"))}
+    assert said(evidence(**died)) == {"ending": None, "strikes": None}
+    assert "came after the last commit" in because(evidence(**died), "ending")
+    assert said(evidence(trace=trace(last_commit_ms=3400.0))) == {"strikes": None}
+    before = trace(last_commit_ms=3600.0, result=result(3, "no copy is left"))
+    assert said(evidence(ended=Ended(3, 5.0, ()), trace=before)) == {"ending": False}
+    first = {(0, 0): trace().gates[0, 0]}
+    assert said(evidence(trace=trace(gates=first, last_commit_ms=100.0))) == {"losses": False}, (
+        "it had not been the last"
+    )
+
+
+def test_what_an_endless_plan_does_after_the_end_is_not_missed() -> None:
+    endless = Plan(plan=Every(mean_s=1.0, part=PLAN.plan))
+    assert not said(evidence(endless, trace=trace(last_commit_ms=3400.0)))
+
+
+def shrunk(**changes: Any) -> Trace:
+    """From step 1 on there is one rank less."""
+    return trace(plans=[world(1, -1), msgspec.structs.replace(world(2, 0), world_size=1)], exact=False, **changes)
+
+
+def losses(of: float) -> dict[tuple[int, int], bytes]:
+    return trace().gates | {(1, 0): struct.pack("<3d", of, 4.0, 78.0)}
+
+
+def test_sums_that_another_number_of_ranks_rounds_otherwise_are_nobodys_mistake() -> None:
+    rounded = shrunk(gates=losses(0.25000001), held={"0": "x", "1": "y"})
+    assert said(evidence(trace=rounded)) == {"losses": None, "weights": None}
+    assert "from step 1 on it has 1 ranks instead of 2" in because(evidence(trace=rounded), "losses")
+    assert said(evidence(trace=replace(rounded, exact=True))) == {"losses": False, "weights": False}
+    assert said(evidence(trace=shrunk(gates=losses(0.26)))) == {"losses": False}, "that is more than rounding"
+    early = trace().gates | {(0, 0): struct.pack("<3d", 0.33333334, 4.0, 77.0)}
+    assert said(evidence(trace=shrunk(gates=early))) == {"losses": False}, "there were as many ranks still"
+
+
+def test_replicas_are_alike_whatever_their_number() -> None:
+    alike = trace(held={"0": "a", "1": "a"})
+    assert said(evidence(reference=alike, trace=shrunk(held={"0": "x", "1": "x"}))) == {"weights": None}
+    assert said(evidence(reference=alike, trace=shrunk(held={"0": "x", "1": "y"}))) == {"weights": False}
+
+
+def test_the_world_of_a_step_is_that_of_the_last_plan_which_reaches_it() -> None:
+    shrink, grow = msgspec.structs.replace(world(2, 5), world_size=1), world(3, 8)
+    assert trace(plans=[world(1, -1), shrink, grow]).sizes == [(0, 2), (6, 1), (9, 2)]
+    assert trace(plans=[world(1, -1), shrink, world(4, 8, rollback=3)]).sizes == [(0, 2)]
+
+
+# -- how far back, and what is on disk
+def went_back(committed: int, to: int, **changes: Any) -> Trace:
+    back = msgspec.structs.replace(world(2, committed, rollback=to), anew=changes.pop("anew", False))
+    gates = {(step, 0): struct.pack("<3d", 1.0, 4.0, 7.0) for step in range(committed + 2)}
+    return trace(gates=gates, plans=[world(1, -1), back], samples={}, **changes)
+
+
+def rollback_of(of: Trace, plan: Plan = PLAN) -> bool | None:
+    return next(one.holds for one in judge(evidence(plan, trace=of)) if one.oracle == "rollback")
+
+
+def test_a_rollback_past_the_snapshots_that_there_must_be_is_seen() -> None:
+    assert rollback_of(went_back(12, 10, snapshot_gap=2)) is True
+    assert rollback_of(went_back(12, 2, snapshot_gap=2)) is False
+    told = because(evidence(trace=went_back(12, 2, snapshot_gap=2)), "rollback")
+    assert "goes back 10 steps, from step 12 to 2; 7 are right (a snapshot every 2 steps)" in told
+    assert rollback_of(went_back(12, 2)) is True, "nobody has said how far"
+    assert rollback_of(went_back(12, 2), msgspec.structs.replace(PLAN, rollback_max=9)) is False
+    assert rollback_of(went_back(12, 2, snapshot_gap=2), msgspec.structs.replace(PLAN, rollback_max=10)) is True
+    assert rollback_of(went_back(12, 2, snapshot_gap=2, anew=True)) is True, "what came after was wrong"
+    assert rollback_of(went_back(12, 2, snapshot_gap=2, damaged=(2,))) is True, "the newer one was damaged"
+
+
+def test_an_order_that_is_not_on_disk_is_seen() -> None:
+    lost = evidence(trace=trace(unpersisted=("break of generation 3",)))
+    assert said(lost) == {"committed": False}
+
+
+def test_nobody_knows_what_nobody_has_looked_at() -> None:
+    assert said(evidence(reference=trace(ends={}))) == {"untracked": None}
+    assert said(evidence(trace=trace(ends={}))) == {"untracked": None}
+    assert not said(evidence(STOPS, trace=trace(ends={}, result=result(3, "lost", "add")), ended=Ended(3, 5.0, ())))
 
 
 def test_another_ending_is_seen() -> None:

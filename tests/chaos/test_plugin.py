@@ -96,8 +96,26 @@ def test_a_mistake_is_named_with_its_step_and_its_remedy(bug: str, what: list[st
 
 @pytest.mark.stories
 @WHOLE_JOBS
+def test_what_no_loss_shows_is_named_and_may_be_said_to_go_into_no_training(tested: Callable[..., str]) -> None:
+    """An average of the weights, which the newcomer has from its own beginning; a list for a plot; a clock, which nothing is said of."""
+    said = tested(planted("average"))
+    assert re.search(
+        r"average\.model\.0\.weight, .* which the script reaches, are not tracked: .* over as rank 1", said
+    )
+    assert re.search(r"average\.updates on rank 1, another process since step 4, is 4, and 8 without faults", said)
+    assert "Remedy: run.track(average=average)" in said
+    assert "may_differ" in said
+    assert "began_s" not in said
+    assert re.search(r"shown\[0\]", tested(planted("plot")))
+    tested(planted("plot", more=', may_differ=["shown"]'), passes=True)
+
+
+@pytest.mark.stories
+@WHOLE_JOBS
 def test_a_world_that_shrinks_is_said_to_train_otherwise(tested: Callable[..., str]) -> None:
+    """Nobody promises the same bits there, so it is no mistake of the script's; that it is right is not shown either."""
     said = tested(planted("none", ", 16", more=', ranks=2, spares=0, options=["--policy", "shrink"]'))
+    assert "The run proves nothing" in said
     assert "from step 4 on it has 1 ranks instead of 2" in said
     assert 'reduction="exact"' in said
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from rackrun.chaos.reach import LOOKED_AT_MAX, reached, told
+from rackrun.chaos.reach import LOOKED_AT_MAX, frames_of_script, reached, told
 
 COUNTER = {"steps": 3}
 
@@ -117,3 +122,86 @@ def test_equal_bits_are_told_alike_and_others_are_not() -> None:
     assert told(torch.empty(3, device="meta")).startswith("float32[3]")
     assert len(told("x" * 1000)) < 100
     assert told("x" * 1000) != told("x" * 1001)
+
+
+class Counted:
+    """What is of all of them stands in the class."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Counted.made += 1
+
+    def look(self) -> int:
+        return COUNTER["steps"]
+
+
+def numbers() -> Iterator[int]:
+    total = 0
+    while True:
+        total += 1
+        yield total
+
+
+def test_the_variables_around_the_loop_are_looked_at_and_what_they_hold() -> None:
+    """Main's own, and those of the methods that stand between it and the loop."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.best = 0.25
+
+        def fit(self) -> dict[str, str]:
+            seen = ["a"]
+            return reached(None, {}, (), frames_of_script(sys._getframe())) if seen else {}
+
+    average = 0.5
+    found = Trainer().fit()
+    assert found["self.best"] == "0.25"
+    assert found["seen[0]"] == "'a'"
+    assert found["average"] == repr(average)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: types.SimpleNamespace(mean=0.5), lambda it: setattr(it, "mean", 0.6)),
+        (lambda: partial(dict, {"mean": [0.5]}), lambda it: it.args[0]["mean"].append(1)),
+        (lambda: iter([1, 2, 3]), next),
+        (numbers, next),
+        (bytearray(b"ab").copy, lambda it: it.append(1)),
+        (Counted, lambda _: setattr(Counted, "made", Counted.made + 1)),
+        (Counted, lambda _: COUNTER.update(steps=COUNTER["steps"] + 1)),
+        (lambda: torch.optim.SGD(Net().parameters(), lr=0.1), lambda it: it.param_groups[0].update(lr=0.2)),
+        (lambda: torch.amp.GradScaler("cpu", init_scale=4.0), lambda it: setattr(it, "_init_scale", 2.0)),
+    ],
+)
+def test_whatever_holds_state_of_a_script_is_looked_into(
+    make: Callable[[], Any], change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COUNTER, "steps", COUNTER["steps"])
+    held = make()
+    before = reached(step_with(mean=held), {}, ())
+    assert reached(step_with(mean=held), {}, ()) == before
+    change(held)
+    assert reached(step_with(mean=held), {}, ()) != before
+
+
+def test_attributes_of_functions_are_looked_at() -> None:
+    step = step_with()
+    step.calls = 3  # type: ignore[attr-defined]
+    assert reached(step, {}, ())["step.calls"] == "3"
+
+
+def test_a_tracked_optimizer_is_known_as_a_whole() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    assert not [name for name in reached(step_with(mean=optimizer), {}, [optimizer]) if name.startswith("mean.")]
+
+
+def test_the_folder_of_a_run_is_named_alike_in_all_runs() -> None:
+    texts = [
+        reached(step_with(mean=kind(f"/tmp/{run}/" + "x" * 80)), {}, (), folder=f"/tmp/{run}")["mean"]
+        for kind in (str, Path)
+        for run in ("reference", "faulted")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]

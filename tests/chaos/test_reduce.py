@@ -163,6 +163,17 @@ def test_the_counterpart_has_the_size_of_the_job_and_its_names() -> None:
     assert job.must_survive
 
 
+def test_the_counterpart_of_a_job_on_a_rack_file_has_its_size_and_its_names(tmp_path: Path) -> None:
+    racks = Path(__file__).resolve().parents[2] / "examples" / "racks"
+    plan = Plan(plan=par(inject(Kill(), exactly("spare", "tray-04/0"), step=3), inject(Kill(), exactly("rank", 3))))
+    job = counterpart(plan, ["--rack", str(racks / "five-trays.yaml"), "--spares", "2", "train.py"], steps=9)
+    assert (job.trays, job.slots, job.config.spares) == (5, 1, 2)
+    assert [part.target for part in strikes(job.plan)] == [exactly("spare", "tray-4/0"), exactly("rank", "3")]
+    uneven = tmp_path / "uneven.yaml"
+    uneven.write_text("racks: [{name: a, trays: [{name: one, gpus: 2}, {name: two, gpus: 4}]}]\n")
+    assert "does not say how large" in reduced_in_simulator(plan, ["--rack", str(uneven), "train.py"], 9)[1]
+
+
 def test_what_is_survived_in_the_simulator_is_not_the_coordinator_s() -> None:
     smaller, said = reduced_in_simulator(Plan(plan=inject(Kill(), exactly("rank", 1), step=3)), COMMAND, 8)
     assert smaller is None

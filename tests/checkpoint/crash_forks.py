@@ -29,7 +29,7 @@ from tests.checkpoint.crash_job import Oracle, Plan, Restored, Wrong, draw, entr
 __all__ = ["Forks"]
 
 
-STUCK_S = 20.0
+STUCK_S = 100.0
 
 
 class _Tagged(msgspec.Struct, tag=True):

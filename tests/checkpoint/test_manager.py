@@ -584,7 +584,7 @@ def test_a_process_that_exits_without_close_leaves_its_arena_and_ends(tmp_path: 
         "one = CheckpointManager(sys.argv[1], memory=MemoryTier(sys.argv[2]))\n"
         "one.prepare({'w': torch.arange(5)})\none.restore()\nprint(one.save(7).committed.result())\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script, tmp_path, shm], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path, shm], capture_output=True, text=True, timeout=110)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "True\n", "")
     assert len(arenas(shm)) == 1
     found = torch.zeros(5, dtype=torch.int64)
@@ -594,7 +594,7 @@ def test_a_process_that_exits_without_close_leaves_its_arena_and_ends(tmp_path: 
     assert report is not None
     assert (report.step, found.tolist()) == (7, [0, 1, 2, 3, 4])
 
-    ran = subprocess.run([sys.executable, "-c", script, tmp_path, shm], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path, shm], capture_output=True, text=True, timeout=110)
     with CheckpointManager(tmp_path / "other", memory=MemoryTier(shm)) as other:
         other.prepare({"w": found})
         assert len(arenas(shm)) == 1, "the arena of the dead job is gone, by its pid and start time"
@@ -605,7 +605,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, shm: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoint.md").read_text()
     script = page.partition("```python\n")[2].partition("```")[0].replace("/dev/shm", str(shm))
     for expected in ("", "rackrun: restored step 100"):
-        ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=110)
         assert ran.returncode == 0, ran.stderr
         assert ran.stderr.startswith(expected)
 

@@ -420,7 +420,7 @@ def test_two_lost_members_are_refused() -> None:
 def test_after_a_read_that_failed_no_further_stripe_is_begun() -> None:
     """Each may take as long as somebody silent is waited for."""
     world = encoded([1000] * 8)
-    both, begun = threading.Barrier(2, timeout=30), []
+    both, begun = threading.Barrier(2, timeout=100), []
 
     def read(where: Part | int, start: int, stop: int) -> Iterator[bytes]:
         begun.append(where)

@@ -102,7 +102,7 @@ class Agent:
     async def hear(self) -> WorkerCommand:
         """The next command."""
         while not self._commands:
-            message = await self.socket.receive(timeout=5.0)
+            message = await self.socket.receive(timeout=100)
             assert message.type is aiohttp.WSMsgType.BINARY, message
             self._commands += [decode_command(body) for body in split_frames(bytearray(message.data))]
         return self._commands.pop(0)

@@ -77,6 +77,31 @@ async def test_a_generation_is_on_disk_before_anyone_is_told(journal: Journal) -
         assert rows == [(2, "break")]
 
 
+async def test_however_many_generations_there_have_been_each_is_on_disk_before_anyone_is_told(journal: Journal) -> None:
+    """A job of weeks breaks hundreds of times."""
+    orders = [
+        order
+        for number in range(2, 12)
+        for order in (
+            msgspec.structs.replace(BREAK, generation=Generation(number)),
+            msgspec.structs.replace(RESUME, plan=plan(number, member(0, "tray-00/0", 1))),
+        )
+    ]
+    given = iter(orders)
+    core = ScriptedCore(WorkerExited=lambda _: (next(given),))
+    async with coordinator(core, journal) as c, agent(c.url) as a:
+        for done, order in enumerate(orders, start=1):
+            await a.say(EXITED)
+            assert await a.hear() == order
+            with sqlite3.connect(journal.path) as other:
+                rows = other.execute("SELECT stage, generation FROM generations ORDER BY id").fetchall()
+            other.close()
+            assert rows == [
+                ("break", one.generation) if isinstance(one, BreakGeneration) else ("resume", one.plan.generation)
+                for one in orders[:done]
+            ]
+
+
 async def test_a_generation_that_cannot_be_persisted_is_told_to_nobody(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +138,7 @@ async def test_a_timer_comes_back_with_its_name_and_never_before_its_time(journa
         TimerFired=lambda event: (DONE,) if isinstance(event, TimerFired) and event.name == "late" else (),
     )
     async with coordinator(core, journal) as c, agent(c.url):
-        await asyncio.wait_for(c.driver.finished, 5)
+        await asyncio.wait_for(c.driver.finished, 100)
         fired = [event for event in core.heard if isinstance(event, TimerFired)]
         assert [event.name for event in fired] == ["past", "early", "late"]
         assert all(event.at_ms >= due for event, due in zip(fired, (0, 20, 60), strict=True))
@@ -125,7 +150,7 @@ async def test_a_connection_that_ends_is_a_lost_tray(journal: Journal) -> None:
     async with coordinator(core, journal) as c:
         async with agent(c.url) as a:
             await a.say(EXITED)
-        await asyncio.wait_for(c.driver.finished, 5)
+        await asyncio.wait_for(c.driver.finished, 100)
         assert isinstance(core.heard[-1], TrayLost)
         assert core.heard[-1].tray == "tray-00"
 
@@ -139,7 +164,7 @@ async def test_a_coordinator_that_stood_still_hears_what_has_come_before_it_acts
     driver.begin()
     now[0] = 5.0  # it is 5 s later, all at once
     asyncio.get_running_loop().call_later(0.05, driver.submit, EXITED)  # after the timer's time, in real time as well
-    await asyncio.wait_for(asyncio.shield(driver.finished), 5)
+    await asyncio.wait_for(asyncio.shield(driver.finished), 100)
     driver.close()
     assert core.names() == ["TimerFired", "WorkerExited", "TimerFired"]
 
@@ -174,7 +199,7 @@ async def test_telemetry_is_shown_and_journaled_but_is_not_for_the_core(journal:
     async with coordinator(core, journal) as c, agent(c.url) as a:
         await a.say(logged(0, 1), logged(0, 0), unit(0, 0, ids=(7).to_bytes(8, "little")))
         await a.say(WorkerFinished(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
-        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
         assert core.names() == ["TrayJoined", "WorkerFinished"]
         assert c.seen.lines == ["step 0  loss 1.0000"]
         assert c.driver.status().progress.position.step == 0

@@ -33,7 +33,7 @@ class Asking:
 
     async def ask(self, what: str, *, trays: int = 0) -> PolicyAnswered:
         self.put(what, trays=trays)
-        answered = await asyncio.wait_for(self.answers.get(), 20.0)
+        answered = await asyncio.wait_for(self.answers.get(), 100)
         assert answered.question == self.asked
         assert self.answers.empty()
         return answered
@@ -94,7 +94,7 @@ async def test_one_that_ends_while_nobody_asks_is_started_again_by_the_next_ques
     (first,) = asking.host.pids()
     with ended(first) as waiting:
         os.kill(first, signal.SIGKILL)
-        await asyncio.wait_for(waiting, 20.0)
+        await asyncio.wait_for(waiting, 100)
     assert (await asking.ask("rank 3 lost")).trouble in ("", "has ended its process")
     assert (await asking.ask("rank 3 lost")).decision is not None
     assert asking.host.pids() != [first]
@@ -105,7 +105,7 @@ async def test_what_it_has_started_ends_with_it(asking: Asking) -> None:
     assert decision is not None
     with ended(int(decision.reason)) as waiting:
         asking.host.close()
-        await asyncio.wait_for(waiting, 20.0)
+        await asyncio.wait_for(waiting, 100)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from rackrun.core.events import (
     WorkerExited,
 )
 from rackrun.core.ids import Incarnation, SlotId, TrayId
-from rackrun.core.wire import PROTOCOL, Upward
-from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined
+from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward
+from rackrun.link.versions import own_versions
+from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined, logged, unit
+from tests.coordinator.test_journal import query
 
 GOOD = {"protocol": str(PROTOCOL), "tray": "tray-00"}
 
@@ -52,6 +54,27 @@ async def test_another_protocol_is_refused_with_both_versions_named(journal: Jou
         assert answer.status == 426
         assert "protocol 99" in (text := await answer.text())
         assert f"protocol {PROTOCOL}" in text
+
+
+@pytest.mark.parametrize("other", ["rackrun", "torch"])
+async def test_a_host_with_other_versions_is_refused_before_anything_starts_there(journal: Journal, other: str) -> None:
+    core = ScriptedCore()
+    async with coordinator(core, journal) as c, _session() as session:
+        theirs = {**own_versions(), other: "0.0.7"}
+        for _ in range(3):
+            answer = await session.get(f"{c.url}/agent", params={**GOOD, **theirs, "host": "old-host"})
+            assert answer.status == 426
+            text = await answer.text()
+        assert f"{other} 0.0.7 (here {own_versions()[other]})" in text
+        assert "Remedy: install the same version" in text
+        assert core.heard == []
+        assert len(c.seen.notices) == 1, "who started the job is told once"
+        assert f"tray-00 of host old-host is refused: it runs {other} 0.0.7" in c.seen.notices[0]
+
+
+async def test_a_host_with_the_same_versions_is_taken_in(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, **own_versions()):
+        await taken_in(c)
 
 
 async def test_a_job_that_is_over_takes_no_agents_and_says_how_it_ended(journal: Journal) -> None:
@@ -84,7 +107,7 @@ async def test_an_agent_that_breaks_the_protocol_loses_its_tray(journal: Journal
     core = ScriptedCore(TrayLost=(DONE,))
     async with coordinator(core, journal) as c, agent(c.url) as a:
         await (a.socket.send_bytes(breach) if isinstance(breach, bytes) else a.say(breach))
-        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
         assert core.names() == ["TrayJoined", "TrayLost"]
 
 
@@ -92,8 +115,42 @@ async def test_nothing_counts_before_the_tray_has_joined(journal: Journal) -> No
     core = ScriptedCore()
     async with coordinator(core, journal) as c, agent(c.url, join=False) as a:
         await a.say(WorkerExited(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
-        assert (await a.socket.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
+        assert (await a.socket.receive(timeout=100)).type is aiohttp.WSMsgType.CLOSE
         assert core.heard == []
+
+
+@pytest.mark.parametrize("told", [unit(1, 0), logged(1, 0)], ids=["committed", "logged"])
+async def test_telemetry_of_a_connection_that_has_joined_no_tray_is_not_believed(
+    journal: Journal, told: UnitCommitted | Logged
+) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, join=False) as a:
+        await a.say(told)
+        assert (await a.socket.receive(timeout=60)).type is aiohttp.WSMsgType.CLOSE
+        assert (c.driver.ledger.steps, c.seen.lines) == (0, [])
+    assert journal.flush()
+    assert (journal.rows_lost, query(journal.path, "SELECT count(*) FROM units")) == (0, [(0,)])
+
+
+async def test_telemetry_of_another_tray_costs_the_one_who_tells_it(journal: Journal) -> None:
+    core = ScriptedCore(TrayLost=(DONE,))
+    async with coordinator(core, journal) as c, agent(c.url, tray="tray-01") as a:
+        await a.say(unit(1, 0))  # of tray-00
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 60)
+        assert core.names() == ["TrayJoined", "TrayLost"]
+        assert c.driver.ledger.steps == 0
+
+
+async def test_telemetry_of_an_agent_that_was_given_up_is_not_believed(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c, agent(c.url, answers=False) as a:
+        await taken_in(c)
+        link = c.driver.link_of(TrayId("tray-00"))
+        assert link is not None
+        c.driver.lost(TrayId("tray-00"), link, "a test")
+        await a.say(unit(1, 0))
+        await a.socket.ping()
+        while (await a.socket.receive(timeout=60)).type is not aiohttp.WSMsgType.PONG:
+            pass
+        assert c.driver.ledger.steps == 0
 
 
 async def test_the_same_tray_name_on_another_host_is_refused(journal: Journal) -> None:
@@ -126,20 +183,20 @@ async def test_of_two_agents_that_come_at_the_same_moment_one_is_taken_in(journa
     async with coordinator(core, journal) as c, agent(c.url, pid=7, join=False) as one, agent(c.url, pid=8):
         await taken_in(c)
         await one.say(joined())
-        message = await one.socket.receive(timeout=5)
+        message = await one.socket.receive(timeout=100)
         assert message.type is aiohttp.WSMsgType.CLOSE
         assert "has an agent, process 8" in message.extra
         assert core.names() == ["TrayJoined"]
 
 
 async def taken_in(c: Coordinator) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(100):
         while c.driver.link_of(TrayId("tray-00")) is None:  # noqa: ASYNC110 - nobody is told
             await asyncio.sleep(0)
 
 
 async def gone(c: Coordinator) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(100):
         while c.driver.link_of(TrayId("tray-00")) is not None:  # noqa: ASYNC110 - nobody is told
             await asyncio.sleep(0)
 
@@ -150,7 +207,7 @@ async def test_stop_is_an_event_and_the_end_can_be_waited_for(journal: Journal) 
         end = asyncio.create_task(_text(session, f"{c.url}/api/end"))
         answer = await session.post(f"{c.url}/api/stop", json={"because": "enough"})
         assert answer.status == 202
-        assert '"all done"' in await asyncio.wait_for(end, 5)
+        assert '"all done"' in await asyncio.wait_for(end, 100)
         assert isinstance(core.heard[-1], StopRequested)
         assert core.heard[-1].because == "enough"
 
@@ -195,7 +252,7 @@ async def test_the_last_answer_can_be_waited_for(journal: Journal, end: str) -> 
         first = await (await session.post(f"{c.url}/api/drain", json={"target": "tray-00"})).json()
         wait = asyncio.create_task(_text(session, f"{c.url}/api/answer?request={first['request']}"))
         await session.post(f"{c.url}/api/{'close-breaker' if end == 'answered' else 'stop'}", json={})
-        last = json.loads(await asyncio.wait_for(wait, 5))
+        last = json.loads(await asyncio.wait_for(wait, 100))
         assert last["text"] == ("done it is" if end == "answered" else "the job has ended: all done")
         late = json.loads(await _text(session, f"{c.url}/api/answer?request={first['request']}"))
         assert late == last, "whoever asks later"
@@ -223,7 +280,7 @@ async def test_only_the_coordinator_may_ask(journal: Journal) -> None:
     core = ScriptedCore(TrayLost=(DONE,))
     async with coordinator(core, journal) as c, agent(c.url) as a:
         await a.say(DrainRequested(request="x", target="tray-07"))
-        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
         assert core.names() == ["TrayJoined", "TrayLost"]
 
 
@@ -236,7 +293,7 @@ async def test_a_tray_that_is_told_to_leave_is_dismissed_and_not_fenced_when_it_
         async with agent(c.url) as a:
             await a.say(DepartureAnnounced(tray=TrayId("tray-00"), because="SIGTERM", exit_code=143))
             assert await a.hear() == dismissal
-        await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+        await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
         assert not fenced
 
 
@@ -254,7 +311,7 @@ async def test_an_agent_that_is_silent_is_said_to_be_so(journal: Journal) -> Non
     async with coordinator(core, journal) as c:
         c.server._lease_s = 0.3
         async with agent(c.url):
-            await asyncio.wait_for(asyncio.shield(c.driver.finished), 5)
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
     lost = core.heard[-1]
     assert isinstance(lost, TrayLost)
     assert "no word from its agent" in lost.because
@@ -269,9 +326,9 @@ async def test_an_answer_that_is_late_costs_nothing_within_the_lease(
         c.server._lease_s = 60.0
         async with agent(c.url, answers=False) as a:
             for _ in range(3):
-                assert (await a.socket.receive(timeout=30)).type is aiohttp.WSMsgType.PING
+                assert (await a.socket.receive(timeout=100)).type is aiohttp.WSMsgType.PING
             await a.say(StopRequested(because="enough", exit_code=0))
-            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
     assert core.names() == ["TrayJoined", "StopRequested"]
 
 
@@ -295,9 +352,9 @@ async def test_nobody_is_given_up_while_nobody_at_all_is_heard(
             agent(c.url, "tray-01", host="b", answers=False) as one,
             agent(c.url, "tray-02", host="c", answers=False),
         ):
-            await asyncio.wait_for(alone.wait(), 30)
+            await asyncio.wait_for(alone.wait(), 100)
             await one.say(StopRequested(because="enough", exit_code=0))
-            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
     assert core.names() == ["TrayJoined", "TrayJoined", "StopRequested"]
 
 
@@ -307,7 +364,7 @@ async def test_not_even_then_for_ever(journal: Journal, monkeypatch: pytest.Monk
     async with coordinator(core, journal) as c:
         c.server._lease_s = 0.3
         async with agent(c.url, "tray-01", host="b", answers=False), agent(c.url, "tray-02", host="c", answers=False):
-            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
     assert core.names()[-1] == "TrayLost"
 
 
@@ -317,7 +374,7 @@ async def test_a_tray_that_is_silent_while_others_are_heard_is_lost(journal: Jou
         c.server._lease_s = 0.5
         async with agent(c.url, "tray-01", host="b", answers=False), agent(c.url, "tray-02", host="c") as other:
             listens = asyncio.create_task(other.socket.receive())
-            await asyncio.wait_for(asyncio.shield(c.driver.finished), 30)
+            await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
             listens.cancel()
     assert core.names() == ["TrayJoined", "TrayJoined", "TrayLost"]
     lost = core.heard[-1]

@@ -56,7 +56,7 @@ def test_missing_trays_end_the_job_with_their_number() -> None:
     assert only(SetTimer, told.core.begin(0)).at_ms == 1000
     told.join("a")
     stop = stop_in(told.tell(TimerFired(name="join")))
-    assert (stop.exit_code, stop.because) == (3, "2 of 3 trays missing after 1000 ms (1 joined)")
+    assert (stop.exit_code, stop.because) == (3, "2 of 3 trays missing after 1000 ms (1 joined: a)")
 
 
 def test_a_tray_lost_before_the_world_forms_is_not_counted() -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from rackrun.chaos import commands
+from rackrun.chaos.campaign import Sums
+from rackrun.checkpoint.errors import CheckpointError
 from tests.chaos.recorded import write_run
 from tests.chaos.test_report import line_of, write_tally
 from tests.ctl.conftest import Said
@@ -101,3 +106,42 @@ def test_repeats_below_one_prove_nothing(rackctl: Rackctl, tmp_path: Path) -> No
     said = rackctl("chaos", "reduce", write(tmp_path, "kill"), "--repeats", "0", "--", "train.py")
     assert said.code == 2
     assert "0 repeats prove nothing" in said.err
+
+
+RUN = ("chaos", "run", Path(__file__).parents[2] / "examples" / "chaos" / "rank_killed.yaml", "--", "train.py")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("it broke"), CheckpointError("it broke"), OSError("it broke")])
+def test_a_harness_that_fails_has_no_verdict(
+    error: Exception, rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 would say that the job was not as it must be, and 3 that nobody knows."""
+
+    def fails(*_args: object, **_more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "run_plan", fails)
+    said = rackctl(*RUN)
+    assert said.code == 70
+    assert "it broke" in said.err
+    assert "report" in said.err
+
+
+def test_who_is_interrupted_says_what_there_is(
+    rackctl: Rackctl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_args: object, sums: Sums | None = None, **_more: object) -> None:
+        if sums is not None:
+            sums.add(line_of(7))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run_plan", interrupted)
+    monkeypatch.setattr(commands, "run_campaign", interrupted)
+    said = rackctl(*RUN)
+    assert said.code == 130
+    assert "interrupted; there is no verdict, and what there is lies in " in said.err
+    tally = write_tally(tmp_path / "tally.jsonl")
+    campaign = rackctl("chaos", "campaign", "--seeds", "0:9", "--tally", tally, "--", "train.py")
+    assert campaign.code == 130
+    assert "the same command goes on from there" in campaign.err.replace("\n", " ")
+    assert "1 runs" in campaign.out

@@ -310,7 +310,7 @@ def test_rackctl_starts_without_torch(tmp_path: Path) -> None:
         f"app(['ckpt', 'export', {str(tmp_path)!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
         "sys.exit('torch' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -55,7 +55,7 @@ def test_a_job_shows_its_snapshots_their_copies_its_checkpoints_and_where_it_was
     job = start_rackrun(["--standalone", *options, SCRIPT, "fsdp", STEPS, tmp_path / "held"], env=env)
 
     seen: Samples = {}
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 100
     while seen.get(("checkpoint_step", "")) != STEPS - 1:
         assert job.process.poll() is None, job.finish(0.0)
         assert time.monotonic() < deadline, f"{seen}\n{job.finish(0.0)}"

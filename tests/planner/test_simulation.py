@@ -269,6 +269,18 @@ def test_the_shortcut_answers_as_the_solver_does(group: int, spares: int) -> Non
     assert simulate(one, 5, checked=True) == simulate(one, 5, shortcut=False)
 
 
+@pytest.mark.parametrize("policy", ["", "shrink", "restart"])
+def test_what_the_hall_knows_of_seats_changes_no_answer_of_the_solver(policy: str) -> None:
+    """Groups that move, worlds that shrink and grow, and whole worlds that begin again, on a fleet with one rack to spare."""
+    job = Job(group=8, replica=16, spare_racks=1, exact=True)
+    rack = Process(name="rack", domain="rack", mtbf_s=900 * HOUR, repair_s=8 * HOUR)
+    process = Process(name="process", domain="gpu", mtbf_s=20_000 * HOUR)
+    one = case(trays(300, 12), rack, process, racks=6, job=job, costs=COSTS, days=20, policy=policy)
+    found = simulate(one, 5, checked=True)
+    assert found == simulate(one, 5, shortcut=False)
+    assert {"": "move", "shrink": "grow", "restart": "restart"}[policy] in found.rungs
+
+
 # -- reproducible, and bad input -----------------------------------------------------------------------------------
 def test_the_same_seed_is_the_same_run_in_another_process() -> None:
     rack = Process(name="rack", domain="rack", mtbf_s=500 * HOUR, repair_s=8 * HOUR)

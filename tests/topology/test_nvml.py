@@ -22,7 +22,7 @@ from rackrun.topology.sources import PartialTopology, merge
 from tests.topology.conftest import Fake
 
 MakeFake = Callable[..., Fake]
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 
 def reading_of(env: dict[str, str]) -> TrayReading:

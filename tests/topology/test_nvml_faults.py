@@ -15,9 +15,10 @@ from rackrun.topology.nvml_watch import NvmlWatch
 from rackrun.topology.readings import NvmlUnavailable, TrayReading
 from tests.topology.conftest import Fake
 
-WITHIN_S = 1.0
+READINGS_MAX = 3
+"""One may be under way when a fault strikes, and one may come before the event that tells of it."""
 GPU = 2
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 
 @dataclass
@@ -75,19 +76,19 @@ class Watched:
         self._well = bytes(tray.gpu[GPU])
         self._started = time.monotonic()
         self._health = TrayHealth()
-        self._marks = 0
+        self._marks = self._readings = 0
         assert self._until_read_anew() == []
 
-    def strike(self, fault: Fault) -> tuple[list[Verdict], float]:
-        """The first verdicts about it and the seconds until they came; the tray is well again afterwards."""
-        struck = time.monotonic()
+    def strike(self, fault: Fault) -> tuple[list[Verdict], int]:
+        """The first verdicts about it, and how many readings had come since it struck; the tray is well again afterwards."""
         fault.strike(self._tray)
+        before = self._readings
         verdicts: list[Verdict] = []
         if fault.health is Health.OK:
             verdicts = self._until_read_anew()
         while not verdicts and fault.health is not Health.OK:
             verdicts = self._step()[1]
-        took = time.monotonic() - struck
+        took = self._readings - before
         ctypes.memmove(ctypes.addressof(self._tray.gpu[GPU]), self._well, len(self._well))
         self._until_read_anew()
         self._health.handle(self._now_ms(), GpuRepaired(index=GPU))
@@ -109,6 +110,7 @@ class Watched:
         message = self._watch.next(DEADLINE_S)
         assert message is not None
         assert not isinstance(message, NvmlUnavailable), message
+        self._readings += isinstance(message, TrayReading)
         driver = message.driver if isinstance(message, TrayReading) else ""
         return driver, self._health.handle(self._now_ms(), message)
 
@@ -116,7 +118,7 @@ class Watched:
         return int((time.monotonic() - self._started) * 1000)
 
 
-def test_every_fault_gets_its_response_within_a_second(fake: Callable[..., Fake]) -> None:
+def test_every_fault_gets_its_response_with_the_next_readings(fake: Callable[..., Fake]) -> None:
     of = fake()
     with NvmlWatch(period_ms=40, env=of.env("tray-09")) as watch:
         watched = Watched(of.tray("tray-09"), watch)
@@ -127,7 +129,7 @@ def test_every_fault_gets_its_response_within_a_second(fake: Callable[..., Fake]
                 continue
             (verdict,) = verdicts
             assert (verdict.index, verdict.health, verdict.response) == (GPU, fault.health, fault.response), fault.name
-            assert took < WITHIN_S, f"{fault.name}: {took:.2f} s"
+            assert took <= READINGS_MAX, f"{fault.name}: {took} readings"
 
 
 def test_a_spare_whose_fabric_is_not_completed_is_kept_out_until_it_is(fake: Callable[..., Fake]) -> None:

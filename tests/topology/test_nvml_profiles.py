@@ -59,7 +59,7 @@ RACK = CliqueId("4f2c9a1e-7d0b-4a5e-9c3f-1b8e6d2a7c90", 32766)
 def test_discovery_finds_what_a_profile_has(profile: Profile, library: Path, tmp_path: Path) -> None:
     rack = profile.play(tmp_path / "rack.state")
     try:
-        reading = read_once(env=rack.environment(library, "tray-00"), timeout_s=20.0)
+        reading = read_once(env=rack.environment(library, "tray-00"), timeout_s=100.0)
     finally:
         rack.close()
     assert isinstance(reading, TrayReading), reading

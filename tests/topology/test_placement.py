@@ -306,16 +306,16 @@ def test_equal_placements_have_equal_ids() -> None:
 def test_a_hundred_thousand_gpus_are_placed_in_seconds_and_repaired_in_milliseconds() -> None:
     topology = joined(*(machine(18, 4, f"r{rack:04}", (f"leaf-{rack // 16}", "spine")) for rack in range(1389)))
     mesh = Mesh.of({"pp": 8, "dp": 1389, "tp": 8})
-    start = time.perf_counter()
+    start = time.process_time()  # others may use the processors too
     board = Board(topology)
     placed = place(board, mesh, spares=8)
-    from_nothing_s = time.perf_counter() - start
+    from_nothing_s = time.process_time() - start
     assert placed.terms.pp == 0
     repairs = []
     for rack in range(0, 50, 5):
-        start = time.perf_counter()
+        start = time.process_time()
         after = place(board, mesh, previous=placed, health={f"r{rack:04}-3/1": BAD})
         assert len(after.moves) == 1
-        repairs.append(time.perf_counter() - start)
+        repairs.append(time.process_time() - start)
     assert from_nothing_s < 20, "1 s on an idle core"
     assert min(repairs) < 0.1, "2 ms on an idle core"

@@ -90,7 +90,7 @@ from rackrun.worker.world import Scope, World
 __all__ = ["Ended", "Paused", "Swap", "TinyCluster", "moments"]
 
 TRAY = TrayId("t")
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 
 
 @dataclass(frozen=True)

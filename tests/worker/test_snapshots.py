@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from rackrun.checkpoint.durable_writer import GenerationWriter
 from rackrun.core.ids import Position
 from rackrun.worker.copies import HostCopies
 from rackrun.worker.run import Run
+from rackrun.worker.snapshot import Snapshots
+from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.world import World
 
@@ -44,7 +47,7 @@ def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: 
         def slow(self: HostCopies, *args: Any) -> None:
             with turn:
                 if Position(3) <= run._world.passed <= Position(5):
-                    turn.wait_for(lambda: backwards[0] > backwards[1], 20)
+                    turn.wait_for(lambda: backwards[0] > backwards[1], 100)
             copy(self, *args)
 
         def computed(*_: Any) -> None:
@@ -259,3 +262,47 @@ def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_te
         assert files_then <= files + 1, "the snapshot in the making may have one"
         assert threads_then <= threads + 1
         assert memory_then < memory + 8 * 2**20
+
+
+def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over() -> None:
+    """While one is being written, a loss takes everybody back to the newest that is whole: that is the one before it, not the one before that."""
+    rewritten: list[list[int]] = []
+
+    class Page:
+        mirrored = -1
+
+        def seal_snapshot(self, slot: int, named: int) -> None:
+            if named == -1:
+                rewritten.append(sorted(one for one, held in snapshots._held.items() if held != slot))
+
+    model = nn.Linear(3, 1, bias=False)
+    state = TrackedState()
+    state.track("model", model)
+    runtime: Any = SimpleNamespace(
+        world=SimpleNamespace(
+            rank=0, layout=0, generation=1, replica_class="", has_mirrors=False, unless_broken=lambda act: act() or True
+        ),
+        boot=SimpleNamespace(snapshot_fds=[os.memfd_create("test") for _ in range(2)]),
+        device=torch.device("cpu"),
+        page=Page(),
+    )
+    snapshots = Snapshots(runtime, state, every=1)
+    try:
+        for step in range(6):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            snapshots.take(step)
+            snapshots.settle()
+            assert max(snapshots._held) == step
+        assert rewritten == [[], [0], [1], [2], [3], [4]]
+        for newest in (5, 4):
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            snapshots.load(newest, None)
+            assert model.weight.tolist() == [[newest] * 3]
+    finally:
+        for arena in snapshots._arenas:
+            assert arena is not None
+            arena.close()
+        for fd in runtime.boot.snapshot_fds:
+            os.close(fd)

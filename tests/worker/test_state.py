@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import harness  # noqa: F401 - sets the number of threads before torch is imported
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -116,6 +119,75 @@ def test_an_object_of_tensors_and_plain_data_comes_back_as_it_was() -> None:
     assert other.state["deep"] == [{"x": None}, "text", 2.5]
 
 
+class Copies:
+    """As most are written by hand: what ``state_dict`` returns is not what the object holds, so nothing can be written into it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shadow = {"w": torch.randn(3, generator=generator)}
+        self.updates, self.history = seed, [0.5 * seed]
+
+    def state_dict(self) -> dict[str, Any]:
+        shadow = {name: tensor.clone() for name, tensor in self.shadow.items()}
+        return {"shadow": shadow, "updates": self.updates, "history": list(self.history)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = {name: tensor.clone() for name, tensor in state["shadow"].items()}
+        self.updates, self.history = state["updates"], list(state["history"])
+
+    def held(self) -> tuple[Any, ...]:
+        return self.shadow["w"].tolist(), self.updates, self.history
+
+
+def copying(seed: int) -> tuple[TrackedState, Copies]:
+    state, thing = tracked(seed=seed), Copies(seed)
+    state.track("average", thing)
+    return state, thing
+
+
+def test_an_object_whose_state_dict_returns_copies_is_given_to_a_newcomer() -> None:
+    (source, theirs), (newcomer, mine) = copying(7), copying(1)
+    carried(source, newcomer)
+    assert mine.held() == theirs.held() == Copies(7).held()
+
+
+def test_an_object_whose_state_dict_returns_copies_is_put_back_when_a_step_is_discarded() -> None:
+    """Tensors alone, plain values alone, and both: whichever of them the step has changed."""
+    for change in (
+        lambda it: it.shadow["w"].add_(1.0),
+        lambda it: setattr(it, "updates", 99),
+        lambda it: (it.shadow["w"].mul_(2.0), it.history.append(3.0)),
+    ):
+        state, thing = copying(3)
+        undo = Undo(state)
+        for _ in range(2):  # once more: it may be discarded again
+            undo.begin()
+            change(thing)
+            assert thing.held() != Copies(3).held()
+            undo.discard(backward_open=False)
+            assert thing.held() == Copies(3).held()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_scheduler_that_steps_before_the_gate_is_put_back_when_the_step_is_discarded(steps: int) -> None:
+    """With the learning rates that it has set; then the step that is done again does the same."""
+    state = tracked(steps=steps)
+    scheduler, optimizer = state.others["scheduler"], state.optimizers["optimizer"]
+    before = dict(scheduler.state_dict()), [dict(group, params=0) for group in optimizer.param_groups]
+    undo, seen = Undo(state), []
+    for _ in range(2):
+        undo.begin()
+        for _ in range(2):  # so that the rate changes, wherever it stood
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch would have the optimizer go first
+                scheduler.step()
+        seen.append((scheduler.last_epoch, scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]))
+        undo.discard(backward_open=False)
+        after = dict(scheduler.state_dict()), [dict(group, params=0) for group in optimizer.param_groups]
+        assert after == before
+    assert seen[0] == seen[1] != (before[0]["last_epoch"], before[0]["_last_lr"], before[1][0]["lr"])
+
+
 def test_state_that_is_neither_tensor_nor_plain_data_is_refused() -> None:
     state = TrackedState()
     state.track("it", Custom({"lock": object()}))
@@ -212,3 +284,38 @@ def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first
     layout = _Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
     first = {chunk.path: chunk.source for chunk in layout.chunks if chunk.start == 0}
     assert all(layout.checker[path] != source for path, source in first.items())
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator().manual_seed(3),
+        np.random.default_rng(3),
+        np.random.Generator(np.random.MT19937(3)),
+        np.random.Generator(np.random.Philox(3)),
+        np.random.RandomState(3),
+        random.Random(3),
+    ],
+    ids=lambda one: type(getattr(one, "bit_generator", one)).__name__,
+)
+def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any) -> None:
+    def draw() -> list[float]:
+        if isinstance(generator, torch.Generator):
+            return torch.randn(5, generator=generator).tolist()  # type: ignore[no-any-return]
+        return [float(generator.random()) for _ in range(5)]
+
+    state = TrackedState()
+    state.track("model", nn.Linear(2, 2))
+    state.track("generator", generator)
+    draw()
+    undo = Undo(state)
+    undo.begin()
+    first = draw()
+    assert not undo.discard(backward_open=True)
+    assert draw() == first
+    undo.begin()
+    manifest = state.manifest("")
+    tensors = {path: tensor.clone() for path, tensor in state.tensors().items()}
+    second = draw()
+    state.load_plain(manifest, tensors)
+    assert draw() == second

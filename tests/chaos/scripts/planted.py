@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -45,6 +46,19 @@ class Normaliser:
         return x / self.mean
 
 
+class Average:
+    """Of the weights; it goes into no loss, and is what would be published at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.updates = copy.deepcopy(model), 0
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.1)
+
+
 @rackrun.elastic(global_batch_size=8, micro_batch_size=2, seed=3)
 def main(run: rackrun.Run) -> None:
     model = DDP(nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, WIDTH)))
@@ -54,6 +68,7 @@ def main(run: rackrun.Run) -> None:
     if BUG != "scheduler":
         run.track(scheduler=scheduler)
     normalise = Normaliser()
+    average, shown, began_s = Average(model.module), [], time.monotonic()
     points = Points({"clock": time.time_ns() % 2**31, "rank": run.rank}.get(BUG, 7))
     data = run.loader(points)
 
@@ -67,7 +82,12 @@ def main(run: rackrun.Run) -> None:
         return step.loss
 
     for step in run.steps(STEPS):
-        run.log(loss=train_step(step))
+        loss = train_step(step)
+        if BUG == "average":
+            average.update(model.module)
+        if BUG == "plot":
+            shown.append((step, loss))
+        run.log(loss=loss, seconds=time.monotonic() - began_s)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ IN_COLLECTIVE, IN_GATE = "in a collective", "in the gate's collective"
 """While the main thread waits for its peers: have one of them ``wait`` for this fault's mark, or nobody may be waited for."""
 PLACES_INSIDE = [path.removeprefix("worker.") for path in FUNCTIONS.values() if path.startswith("worker.")]
 """Functions of rackrun.worker with two places each: ``before NAME``, ``after NAME``."""
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

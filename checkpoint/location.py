@@ -1,0 +1,106 @@
+"""Where checkpoints are: a local directory, or a place in an object store (``s3://bucket/folder``).
+
+A place in an object store is a `RemotePath`. It has the parts and the joints of any path, and no system call takes it: what does not
+know of object stores raises, and never makes a local folder that is called ``s3:``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PosixPath
+from urllib.parse import unquote
+
+from rackrun.errors import UsageError
+
+__all__ = ["REMOTE", "RemotePath", "absolute", "is_remote", "local_path", "parse_location"]
+
+REMOTE = ("s3", "gs", "az", "abfs", "memory")
+"""Schemes of object stores that checkpoints go to."""
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs"}
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+
+Location = str | os.PathLike[str]
+
+
+class RemotePath(PosixPath):
+    """``RemotePath("s3:", "bucket", "folder")``."""
+
+    def __str__(self) -> str:
+        scheme, *rest = self.parts
+        return f"{scheme}//{'/'.join(rest)}"
+
+    def __fspath__(self) -> str:
+        raise UsageError(
+            f"{self} is in an object store: this needs a local directory.", remedy="give a directory that is mounted."
+        )
+
+    def resolve(self, strict: bool = False) -> RemotePath:  # noqa: ARG002 - pathlib's own
+        return self
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def exists(self, **_: bool) -> bool:
+        raise TypeError(self.__fspath__())  # pathlib would say that it is not there
+
+    is_dir = is_file = is_symlink = exists
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].removesuffix(":")
+
+    @property
+    def key(self) -> str:
+        """Bucket and name, as fsspec takes them."""
+        return "/".join(self.parts[1:])
+
+
+def parse_location(given: Location) -> Path:
+    """A local path, or a `RemotePath`. Raises UsageError for schemes that are not known, and places without a bucket."""
+    if isinstance(given, RemotePath):
+        return given
+    text = os.fspath(given)
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        return Path(text)
+    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
+    if scheme == "file":
+        return _of_file(text, match[2])
+    if scheme not in REMOTE:
+        raise UsageError(
+            f"{text}: {match[1]}:// is not supported.",
+            remedy=f"give a directory, or one of {', '.join(f'{one}://' for one in REMOTE)}.",
+        )
+    parts = [part for part in match[2].split("/") if part]
+    if not parts or any(part in (".", "..") for part in parts):
+        raise UsageError(f"{text} names no place in an object store.", remedy=f"give {scheme}://BUCKET/FOLDER.")
+    return RemotePath(f"{scheme}:", *parts)
+
+
+def _of_file(text: str, rest: str) -> Path:
+    """RFC 8089: no host, or this one."""
+    after = text.split(":", 1)[1]
+    if after.startswith("//") and not after.startswith("///"):
+        host, _, rest = rest.partition("/")
+        if host != "localhost":
+            raise UsageError(f"{text} is a file of the host {host}.", remedy="give file:///PATH, or the path itself.")
+    return Path("/" + unquote(rest))
+
+
+def is_remote(path: Path) -> bool:
+    return isinstance(path, RemotePath)
+
+
+def absolute(given: Location) -> Path:
+    """As `parse_location`; a local path is absolute, with ``~`` read as a home."""
+    path = parse_location(given)
+    return path if is_remote(path) else path.expanduser().absolute()
+
+
+def local_path(given: Location, what: str) -> Path:
+    """A local path. Raises UsageError, naming ``what``, for a place in an object store."""
+    path = parse_location(given)
+    if is_remote(path):
+        raise UsageError(f"{what} {path} is in an object store.", remedy="give a local directory.")
+    return path

@@ -1,0 +1,41 @@
+"""An agent's descriptors do not grow with what its workers go through."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from rackrun.core.ids import Generation
+
+pytestmark = pytest.mark.slow
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """What they lead to -> how many."""
+    found: Counter[str] = Counter()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except FileNotFoundError:
+            continue
+        kind = target.partition(":[")[0]
+        found[kind.rstrip("0123456789") if kind.startswith("/memfd") else kind] += 1
+    return found
+
+
+async def test_twenty_recoveries_leave_the_agent_as_many_descriptors_as_one(rig):
+    """Each of them a new generation, with a new store, and a new worker in the slot of one that is lost."""
+    await rig.start("import time; time.sleep(600)")
+    counts = []
+    for incarnation in range(1, 24):
+        await rig.start_worker(0, incarnation, generation=Generation(incarnation))
+        await rig.eventually(lambda: any("rackrun-snapshot" in kind for kind in descriptors(rig.agent)), "a worker")
+        await rig.fence(0, incarnation)
+        await rig.coordinator.exit_of(incarnation)
+        counts.append(descriptors(rig.agent))
+    first, last = counts[2], counts[-1]
+    grown = {kind: (first[kind], last[kind]) for kind in last if last[kind] > first[kind]}
+    assert sum(last.values()) <= sum(first.values()) + 2, grown
+    await rig.end()

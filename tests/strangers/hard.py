@@ -1,0 +1,79 @@
+"""Faults where scripts are hardest to bring back: chosen by hand, each for a reason. ``make strangers ARGS=--hard`` runs them.
+
+A line is found by what stands in it, so that scripts may change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.strangers.job import SCRIPTS, Fault
+from tests.strangers.places import find_places
+
+
+@dataclass(frozen=True)
+class Hard:
+    script: str
+    text: str
+    """The line with this in it, the first of them."""
+    unit: int
+    why: str
+    rank: int = 1
+    visit: int = 1
+    what: str = "kill"
+    spares: int = 1
+
+    def fault(self) -> Fault:
+        path = SCRIPTS / f"{self.script}.py"
+        lines = path.read_text().splitlines()
+        line = next((number for number, words in enumerate(lines, 1) if self.text in words), 0)
+        if not line:
+            raise ValueError(f"{path}: no line with {self.text!r}")
+        place = find_places(path).of.get(line, "helper")
+        return Fault(0, self.what, self.rank, self.unit, line, self.visit, place)
+
+
+HARD = (
+    Hard("moco", "positive = ", 8, "frozen parameters moved by .data before the gate", visit=2),
+    Hard("moco", "positive = ", 8, "frozen parameters moved by .data before the gate, by rank 0", rank=0),
+    Hard("vq_codebook", "step.backward", 8, "a buffer of 2 MiB moved by .data before the gate", visit=2),
+    Hard("memory_bank", "step.backward", 8, "an object's tensors written before the gate", visit=2),
+    Hard("state_copies", "step.backward", 8, "state_dict returns copies; changed before the gate", visit=2),
+    Hard("replay_buffer", "step.backward", 8, "an environment and a buffer played before the gate"),
+    Hard("warmup_before", "step.backward", 8, "a schedule that is stepped before the gate", visit=2),
+    Hard("randomness", "step.backward", 8, "random numbers between steps, on who takes over", visit=2),
+    Hard("gan", "opt_g.zero_grad", 8, "after the first of two optimizers, rank 1"),
+    Hard("gan", "step.backward(loss_g)", 8, "in the second backward, others too"),
+    Hard("gan", "opt_g.step()", 8, "before the second update, rank 0", rank=0),
+    Hard("gan_accumulated", "p.requires_grad_(True)", 8, "after the first of two optimizers, others compute on"),
+    Hard("wgan", "for p in critic.parameters()", 8, "after the first of two optimizers, before the clamp"),
+    Hard("two_optimizers", "schedule.step()", 8, "between two optimizers of one model, dense"),
+    Hard("sparse_dense", "dense.step()", 8, "between two optimizers of one model, sparse"),
+    Hard("metrics_after", "dist.all_reduce(metrics)", 8, "a reduction after the update, then schedule and average"),
+    Hard("metrics_after", "ema.update_parameters", 8, "after a reduction and a schedule, before the average"),
+    Hard("amp_fp16", "average.update(model)", 0, "a skipped update, and an average behind it"),
+    Hard("skip_guard", "scheduler.step()", 2, "a guard that skips, an average and a schedule behind it", rank=0),
+    Hard("syncbn_by_hand", "return (x - mean)", 8, "buffers moved after a reduction in the forward"),
+    Hard("batchnorm", "dist.all_reduce(correct)", 9, "a phase in eval mode"),
+    Hard("ema_by_hand", "dist.all_reduce(loss)", 11, "a phase with other weights in the model"),
+    Hard("swa", "accuracy = ", 23, "the last phase, which changes buffers"),
+    Hard("slow_save", "time.sleep(1.5)", 9, "a slow save of rank 0, and rank 1 is lost meanwhile", rank=0),
+    Hard("early_stopping", "stopping.update", 11, "a phase that decides when to stop"),
+    Hard("loggers", "writer = writer or", 8, "rank 0 and its log", rank=0),
+    Hard("loader_workers", "step.backward", 8, "loader workers of who is lost", visit=2),
+    Hard("byol", "t.data.mul_", 8, "in the middle of an average", visit=3),
+    Hard("tp_dp", "step.backward", 8, "one half of a tensor-parallel pair"),
+    Hard("hsdp", "step.backward", 8, "a shard that has a replica"),
+    Hard("fsdp_mixed", "scheduler.step()", 8, "a shard that has none"),
+    Hard("fsdp_exact", "ema.update(model)", 8, "shards without replica, and without a spare", spares=0),
+    Hard("lora", "step.backward", 8, "a world that shrinks", spares=0),
+    Hard("pipeline", "h.backward(grad)", 8, "a stage", rank=0),
+    Hard("compiled", "step.backward", 8, "a compiled model", rank=0),
+    Hard("after_loop", "dist.barrier()", 1_000_000, "when all is done but the end"),
+    Hard("plateau", "record.end", 1_000_000, "when all is done, stopped", what="stop"),
+    Hard("curriculum", "run.log(loss=loss)", 8, "an endless loop between two steps", what="spin"),
+    Hard("onecycle", "optimizer.zero_grad()", 8, "a sleep at the end of a step", what="sleep"),
+    Hard("plain_ddp", "loss.backward()", -1, "a script that knows nothing", visit=20, spares=0),
+    Hard("plain_ddp", "loss.backward()", -1, "a script that knows nothing, stopped", visit=20, what="stop", spares=0),
+    Hard("checkpoint_resume", "loss.backward()", -1, "CheckpointManager under restarts", visit=20, spares=0),
+)
