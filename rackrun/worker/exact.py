@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rackrun.errors import StepError, UsageError
-from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
+from rackrun.errors import StepError
+from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms, require
 from rackrun.worker.data import Shard
 from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter, has_running_statistics
 from rackrun.worker.exactly_once import ExactlyOnce, Slot
@@ -64,13 +64,10 @@ class ExactReduction:
     def attach(self) -> None:
         """At run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed exactly, `UsageError` when torch
         lacks what that takes."""
-        if missing := fsdp_reduce.missing() + norms.missing():
-            raise UsageError(
-                f'reduction="exact" does not know this torch: {"; ".join(missing)}.',
-                remedy="install torch 2.10 to 2.13.",
-            )
         reducers: Counter[int] = Counter()
         wrappers = list(self._state.wrappers())
+        if wrappers:
+            require("ddp exact")
         for wrapper in wrappers:
             reducers.update(ddp.parameters_of(wrapper))
         sharded: set[int] = set()
@@ -94,6 +91,7 @@ class ExactReduction:
         for number, wrapper in enumerate(wrappers):
             self._unhook.append(ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper)))
         if sharded:
+            require("fsdp exact", "norm exact")
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
             norms.divert()
             for name, optimizer in self._state.optimizers.items():

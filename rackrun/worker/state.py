@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import fsdp
+from rackrun.worker.compat import fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
@@ -30,6 +30,7 @@ __all__ = ["TrackedState", "local_part"]
 
 _SMALL_BUFFER_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
+_NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
 
 
 class TrackedState:
@@ -388,7 +389,12 @@ class TrackedState:
 
 
 def _refuse(name: str, thing: Any) -> None:
-    """What cannot be given another rank, and so could not be swapped in, is said now."""
+    """What cannot be given another rank, and so could not be swapped in, is said now; and what this torch would not do."""
+    if isinstance(thing, nn.Module):
+        needed = {
+            need for module in thing.modules() for kind, *needs in _NEEDS if isinstance(module, kind) for need in needs
+        }
+        require(*sorted(needed))
     if any(
         kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__
     ):  # importing it warns, and is slow

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Ended, moments
 from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -122,6 +123,23 @@ def gradients_not_cleared(run: Run) -> None:
         step(number)
 
 
+def sharded_gradients_not_cleared(run: Run) -> None:
+    """Torch 2.15 forgets them itself when FSDP2 is set back: the script would train on as if it had cleared them."""
+    model = fully_shard(net())
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+
+    for number in run.steps(3):
+        step(number)
+
+
 def never_in_run_steps(run: Run) -> None:
     run.every(0, lambda: None)
 
@@ -154,6 +172,7 @@ def wrong_shapes(run: Run) -> None:
         (too_little_data, "fewer than one global batch"),
         (zero, "ZeroRedundancyOptimizer"),
         (gradients_not_cleared, "were not cleared"),
+        (sharded_gradients_not_cleared, "were not cleared"),
         (never_in_run_steps, "would never run"),
         (wrong_shapes, "invalid tensor size|same dtype|shape"),
     ],
