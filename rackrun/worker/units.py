@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.core.ids import BEGIN, Position
@@ -132,6 +133,8 @@ class UnitRunner:
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
+        self._gradients_checked = True
+        """Not where the loss was asked for before any ``optimizer.step()``."""
         self._copies_beside = False
         """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
         self._loss = 0.0
@@ -294,6 +297,7 @@ class UnitRunner:
         self._world.meetings.next_pass(last=last)
         step.weight = 0.0 if shard.ghost else 1.0 / shards
         step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
+        step.last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
             self._delivered.append(ids)
@@ -327,6 +331,8 @@ class UnitRunner:
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
+            if self._late_gate and not at.phase and not self._world.updated:
+                self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
             self._world.after_update = None
             self._parts.ends()
             if not self._world.unit_passed:
@@ -367,6 +373,8 @@ class UnitRunner:
         self._delivered.clear()
         self._reached_gate = self._nobody_is_whole = self._stirred = False
         self._not_put_back = []
+        self._gradients_checked = True
+        step.ask_loss = None if step.at.phase else self._ask_loss
         self.step_in_hand = step
         self._begin_undo(step.at)
         if self._exact is not None and not step.at.phase:
@@ -420,13 +428,25 @@ class UnitRunner:
             )
         if not self._world.updated:
             self._before_first_update(self.step_in_hand)
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            self._undo.check_gradients()
         self._rates.scale(optimizer, self.step_in_hand.lr_factor)
 
-    def _before_first_update(self, step: Step) -> None:
-        """All gradients of the step, or of its first part, are complete."""
+    def _ask_loss(self) -> None:
+        """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
+        assert self.step_in_hand is not None, "the loss of a step"
+        if torch._C._current_graph_task_id() != -1:
+            raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
+        self._before_first_update(self.step_in_hand, trains=False)
+
+    def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
+        """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
         if self._world.broken or not self._world.generation:
             raise Abandoned
-        self._undo.check_gradients()
+        self._gradients_checked = trains
+        if trains:
+            self._undo.check_gradients()
         if step.at.phase:
             self._world.updated = True
             return
