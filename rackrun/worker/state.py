@@ -124,6 +124,11 @@ class TrackedState:
         changing = {*changes.early, *changes.moving}
         return self.is_settled(path) and path not in changing and path.rpartition("@")[0] not in changing
 
+    def is_listed(self, path: str) -> bool:
+        """In a list, or a dictionary, that an optimizer holds for a parameter: `put_plain` puts it into a new one."""
+        name, kind, rest = path.split("/", 2)
+        return name in self.optimizers and kind == "state" and rest.count("/") > 2
+
     def is_buffer(self, path: str) -> bool:
         """Of a tracked module: what replicas may differ in."""
         name, kind, _ = path.split("/", 2)
@@ -318,6 +323,8 @@ class TrackedState:
         parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
         device = torch.device("cpu") if info.on_host else parameter.device
         local = info.empty(device)
+        if "/" in key:
+            return local  # of a list: put_plain makes it
         value: torch.Tensor = local
         if info.like_param:
             value = DTensor.from_local(
@@ -334,7 +341,7 @@ class TrackedState:
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
         for name, optimizer in self.optimizers.items():
             for path, parameter, key, value in list(_optimizer_state(optimizer)):
-                if isinstance(value, torch.Tensor) and f"{name}/{path}/{key}" not in wanted:
+                if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
     def encode_plain(self) -> bytes:
@@ -346,7 +353,7 @@ class TrackedState:
                     for g in optimizer.param_groups
                 ],
                 "state": {
-                    f"{path}/{key}": v
+                    f"{path}/{key}": without_tensors(f"{name}/{path}/{key}", v)
                     for path, _, key, v in _optimizer_state(optimizer)
                     if not isinstance(v, torch.Tensor)
                 },
@@ -378,7 +385,9 @@ class TrackedState:
                 del optimizer.state[parameter]
             for path, value in plain[name]["state"].items():
                 _, group_index, index, key = path.split("/", 3)
-                optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]][key] = value
+                held = optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]]
+                inside = flatten(f"{name}/{path}", held.get(key))
+                held[key] = like(held.get(key), with_tensors(value, {**inside, **tensors}))
         for name, other in self.others.items():
             current = other.state_dict()
             filled = with_tensors(plain[name], {**flatten(f"{name}/state", current), **tensors})
@@ -423,10 +432,17 @@ def _shard_of(parameter: torch.Tensor) -> str:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+    """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
+    and then the list."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
+            path = f"state/{group_index}/{index}"
             for key in sorted(optimizer.state.get(parameter, {})):
-                yield f"state/{group_index}/{index}", parameter, key, optimizer.state[parameter][key]
+                value = optimizer.state[parameter][key]
+                if not isinstance(value, torch.Tensor):
+                    for inner, tensor in flatten(key, value).items():
+                        yield path, parameter, inner, tensor
+                yield path, parameter, key, value
 
 
 def _has_extra_state(module: nn.Module) -> bool:

@@ -45,6 +45,8 @@ class Step:
         """Its loss has been given to `scale`, too: nothing is left to be added to `loss`."""
         self.ask_loss: Callable[[], None] | None = None
         """Called when `loss` is read before any ``optimizer.step()``, of a step that is whole: sees that it is known."""
+        self.loss_is_old = False
+        """A closure is called again, with other weights."""
         self._world = world
 
     def __int__(self) -> int:
@@ -83,6 +85,11 @@ class Step:
     def loss(self) -> float:
         """The mean loss over the global batch, the same on every rank. Known after the last micro-batch's `backward`, also in a step
         that skips ``optimizer.step()``, as a GradScaler does. Raises `StepError` before."""
+        if self.loss_is_old:
+            raise StepError(
+                "step.loss was read in a further call of the closure of optimizer.step(closure): it is that of the first call.",
+                remedy="add up the loss over the ranks in the closure (dist.all_reduce), and return that.",
+            )
         if self.early_loss is None and not self._world.unit_passed and self.is_whole and self.ask_loss is not None:
             self.ask_loss()
         if self.early_loss is not None:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
+from rackrun.worker import closures
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.corruption import CorruptionCheck
@@ -135,6 +136,8 @@ class UnitRunner:
         self._reached_gate = False
         self._gradients_checked = True
         """Not where the loss was asked for before any ``optimizer.step()``."""
+        self._counts_again = False
+        """A closure is called once more, and is given the samples that it was given before."""
         self._copies_beside = False
         """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
         self._loss = 0.0
@@ -300,7 +303,8 @@ class UnitRunner:
         step.last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
-            self._delivered.append(ids)
+            if not self._counts_again:
+                self._delivered.append(ids)
         if self._exact is not None:
             self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
@@ -375,6 +379,7 @@ class UnitRunner:
         self._not_put_back = []
         self._gradients_checked = True
         step.ask_loss = None if step.at.phase else self._ask_loss
+        self._counts_again = False
         self.step_in_hand = step
         self._begin_undo(step.at)
         if self._exact is not None and not step.at.phase:
@@ -414,8 +419,7 @@ class UnitRunner:
         self._world.order.add(f"{batch}")  # whoever has another is found at the gate
         return self._batches.work(batch, self._world.size)
 
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.step_in_hand is None:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
@@ -426,12 +430,31 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.",
                 remedy="pass the optimizer to run.track(...).",
             )
+        factor, closure = self.step_in_hand.lr_factor, closures.of_step(args, kwargs)
+        if closure is not None and not self._world.updated:
+            self._rates.scale(optimizer, factor)
+            return closures.with_closure(args, kwargs, self._before_closure, self._after_closure)
+        self._before_update(self.step_in_hand)
+        self._rates.scale(optimizer, factor)
+        return None
+
+    def _before_update(self, step: Step) -> None:
+        """All gradients of the step are complete."""
         if not self._world.updated:
-            self._before_first_update(self.step_in_hand)
+            self._before_first_update(step)
         if not self._gradients_checked:
             self._gradients_checked = True
             self._undo.check_gradients()
-        self._rates.scale(optimizer, self.step_in_hand.lr_factor)
+
+    def _before_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = call > 0
+
+    def _after_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = False
+        if call == 0:
+            self._before_update(self.step_in_hand)
 
     def _ask_loss(self) -> None:
         """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
@@ -670,7 +693,8 @@ class UnitRunner:
         self._hook.remove()
         try:
             for optimizer in self._state.optimizers.values():
-                optimizer.step()
+                if not closures.needs_closure(optimizer):
+                    optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
