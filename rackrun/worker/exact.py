@@ -25,7 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms, require
 from rackrun.worker.data import Shard
-from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter, has_running_statistics
+from rackrun.worker.exact_checks import (
+    check_module,
+    check_optimizer,
+    check_parameter,
+    check_without_gradients,
+    has_running_statistics,
+)
 from rackrun.worker.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.reports import say
@@ -46,6 +52,8 @@ class ExactReduction:
         self._arithmetic: FixedPoint = fixed_point(world.device)
         self._slots: dict[int, Slot] = {}
         self._scales = Scales(0)
+        self._not_trained: dict[str, nn.Parameter] = {}
+        """By no optimizer, and reduced by nobody: an average of the weights (`AveragedModel`), say."""
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
         self._fit = fit(self._scales.largest, width.headroom, self._bits)
@@ -75,13 +83,22 @@ class ExactReduction:
             fsdp.reshard(module)
             sharded |= fsdp_reduce.parameters_of(module)
         reducers.update(sharded)
+        trained = {
+            id(p)
+            for optimizer in self._state.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        self._not_trained.clear()
         index = 0
         for name, module in self._state.modules.items():
             check_module(name, module)
             for path, parameter in module.named_parameters():
                 if id(parameter) in self._slots:
                     continue
-                if parameter.requires_grad:
+                if parameter.requires_grad and not reducers[id(parameter)] and id(parameter) not in trained:
+                    self._not_trained[f"{name}.{path}"] = parameter
+                elif parameter.requires_grad:
                     check_parameter(f"{name}.{path}", parameter, reducers[id(parameter)])
                 self._slots[id(parameter)] = Slot(index, f"{name}.{path}", parameter)
                 index += 1
@@ -160,6 +177,7 @@ class ExactReduction:
         if self._world.broken or not self._world.generation:
             return 0.0  # the gate will not pass
         self._once.check_complete(self._slots.values(), mine, self._local_gradients())
+        check_without_gradients(self._not_trained)
         largest, seen = offered[: len(self._slots)].float(), offered[len(self._slots) :]
         outgrown = largest.isfinite() & (largest > self._fit.limits)
         if outgrown.any():
