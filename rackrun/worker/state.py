@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import fsdp, require
+from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
@@ -82,7 +82,7 @@ class TrackedState:
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
         for wrapper in self.wrappers():
-            wrapper.require_backward_grad_sync = last
+            ddp.synchronise_gradients(wrapper, last)
         for module in self.modules.values():
             fsdp.synchronise_gradients(module, last)
 

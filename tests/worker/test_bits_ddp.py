@@ -34,11 +34,6 @@ def bucket_views(run: Run) -> None:
     fit(run, model, adam(model))
 
 
-def static_graph(run: Run) -> None:
-    model = ddp(run, static_graph=True)
-    fit(run, model, adam(model))
-
-
 def compiled(run: Run) -> None:
     model = ddp(run)
     fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 
-__all__ = ["begin", "clear", "freeze", "hook", "install", "missing", "parameters_of", "reset"]
+__all__ = ["begin", "clear", "freeze", "hook", "install", "missing", "parameters_of", "reset", "synchronise_gradients"]
 
 
 def missing() -> list[str]:
@@ -62,6 +62,20 @@ def reset(module: DistributedDataParallel) -> None:
     all, even one under no_sync. Its buckets are made anew, in the same layout; call only while collectives are loopbacks."""
     module.reducer._reset_state()
     freeze(module)
+
+
+def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
+    """Communicate in the coming backward pass, or not. Raises `StepError` where torch cannot leave it out: with ``static_graph=True``
+    its reducer learns the graph in the first backward pass that communicates, and fails in one before that."""
+    if module.static_graph and not getattr(module, "_rackrun_knows_graph", False):
+        if not last:
+            raise StepError(
+                "DistributedDataParallel(static_graph=True) cannot begin with a step of several micro-batches: torch's reducer must "
+                "communicate in its first backward pass.",
+                remedy="leave out static_graph=True, or give each rank one micro-batch a step (micro_batch_size = global_batch_size / ranks).",
+            )
+        module._rackrun_knows_graph = True  # type: ignore[assignment]
+    module.require_backward_grad_sync = last
 
 
 def hook(
