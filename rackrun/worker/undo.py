@@ -338,16 +338,22 @@ class Undo:
                 self._copies.put_back(path, tensor)
         copied = [path for path in self._copies if self._copies.is_fresh(path) and self._state.is_settled(path)]
         copied = [path for path in copied if path not in self._free_parameters]
+        listed: dict[str, torch.Tensor] = {}
         if copied:
             if self._whole:
                 self._state.keep_optimizer_keys(self._state_keys)
             owned = self._state.owned()
             for path in copied:
-                if path not in owned or not self._copies.put_back(path, owned[path]):
-                    self._state.put_owned(path, self._copies.value(path).clone())
-        if changed or self._state.encode_plain() != self._saved_plain:
+                if path in owned and self._copies.put_back(path, owned[path]):
+                    continue
+                value = self._copies.value(path).clone()
+                if self._state.is_listed(path):
+                    listed[path] = value
+                else:
+                    self._state.put_owned(path, value)
+        if changed or listed or self._state.encode_plain() != self._saved_plain:
             values = {path: self._copies.value(path).clone() for path in self._copies if self._is_others(path)}
-            self._state.put_plain(self._saved_plain, values)
+            self._state.put_plain(self._saved_plain, {**values, **listed})
 
     def went_back(self) -> None:
         """The state is another's, or a snapshot's: what was abandoned before does not matter."""

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
+from rackrun.worker import closures
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.corruption import CorruptionCheck
@@ -137,6 +139,10 @@ class UnitRunner:
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
+        self._gradients_checked = True
+        """Not where the loss was asked for before any ``optimizer.step()``."""
+        self._counts_again = False
+        """A closure is called once more, and is given the samples that it was given before."""
         self._copies_beside = False
         """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
         self._loss = 0.0
@@ -318,9 +324,11 @@ class UnitRunner:
         self._world.meetings.next_pass(last=last)
         step.weight = 0.0 if shard.ghost else 1.0 / shards
         step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
+        step.last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
-            self._delivered.append(ids)
+            if not self._counts_again:
+                self._delivered.append(ids)
         if self._exact is not None:
             self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
@@ -351,6 +359,8 @@ class UnitRunner:
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
+            if self._late_gate and not at.phase and not self._world.updated:
+                self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
             self._world.after_update = None
             self._parts.ends()
             if not self._world.unit_passed:
@@ -391,6 +401,9 @@ class UnitRunner:
         self._delivered.clear()
         self._reached_gate = self._nobody_is_whole = self._stirred = False
         self._not_put_back = []
+        self._gradients_checked = True
+        step.ask_loss = None if step.at.phase else self._ask_loss
+        self._counts_again = False
         self.step_in_hand = step
         self._begin_undo(step.at)
         if self._exact is not None and not step.at.phase:
@@ -438,8 +451,7 @@ class UnitRunner:
         self._world.order.add(f"{batch}")  # whoever has another is found at the gate
         return self._batches.work(batch, self._world.size)
 
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.step_in_hand is None:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
@@ -450,15 +462,46 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.",
                 remedy="pass the optimizer to run.track(...).",
             )
-        if not self._world.updated:
-            self._before_first_update(self.step_in_hand)
-        self._rates.scale(optimizer, self.step_in_hand.lr_factor)
+        factor, closure = self.step_in_hand.lr_factor, closures.of_step(args, kwargs)
+        if closure is not None and not self._world.updated:
+            self._rates.scale(optimizer, factor)
+            return closures.with_closure(args, kwargs, self._before_closure, self._after_closure)
+        self._before_update(self.step_in_hand)
+        self._rates.scale(optimizer, factor)
+        return None
 
-    def _before_first_update(self, step: Step) -> None:
-        """All gradients of the step, or of its first part, are complete."""
+    def _before_update(self, step: Step) -> None:
+        """All gradients of the step are complete."""
+        if not self._world.updated:
+            self._before_first_update(step)
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            self._undo.check_gradients()
+
+    def _before_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = call > 0
+
+    def _after_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = False
+        if call == 0:
+            self._before_update(self.step_in_hand)
+
+    def _ask_loss(self) -> None:
+        """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
+        assert self.step_in_hand is not None, "the loss of a step"
+        if torch._C._current_graph_task_id() != -1:
+            raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
+        self._before_first_update(self.step_in_hand, trains=False)
+
+    def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
+        """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
         if self._world.broken or not self._world.generation:
             raise Abandoned
-        self._undo.check_gradients()
+        self._gradients_checked = trains
+        if trains:
+            self._undo.check_gradients()
         if step.at.phase:
             self._world.updated = True
             return
@@ -684,7 +727,8 @@ class UnitRunner:
         self._hook.remove()
         try:
             for optimizer in self._state.optimizers.values():
-                optimizer.step()
+                if not closures.needs_closure(optimizer):
+                    optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 

@@ -562,6 +562,10 @@ class World:
         """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
         return self.families.promote(self.groups, rank)
 
+    def fits(self, rank: int) -> bool:
+        """`promote` can give this process the place of ``rank``."""
+        return self.families.fits(self.groups, rank)
+
     def counts_as(self, plan: Plan, mine: Member) -> bool:
         """This process has its rank, in a world of the size, that ``plan`` says."""
         return (self.rank, self.size) == (mine.rank, plan.world_size)

@@ -1,4 +1,4 @@
-"""The processes of a torch DataLoader, torch 2.10 to 2.13: ended at once, whatever they are fetching."""
+"""The processes of a torch DataLoader, torch 2.10 to 2.15: ended at once, whatever they are fetching."""
 
 from __future__ import annotations
 
