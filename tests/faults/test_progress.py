@@ -1,0 +1,63 @@
+"""What works is waited for, what hangs is found, and what is done holds nobody: whole jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rackrun.coordinator.report import read_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "progress.py"
+Play = Callable[..., Any]
+
+
+@pytest.fixture
+def play(run_rackrun: Callable[..., Any], tmp_path: Path) -> Play:
+    """``play(what, seconds)``: the script, with three ranks and two spares."""
+
+    def run(what: str, seconds: float) -> Any:
+        options = ["--standalone", "--nproc-per-node", "5", "--spares", "2"]
+        return run_rackrun([*options, SCRIPT, tmp_path, what, seconds], timeout=500)
+
+    return run
+
+
+def lost(ran: Any) -> list[int]:
+    report = read_report(ran.out_dir / "journal.sqlite")
+    return [one.rank for recovery in report.recoveries for one in recovery.recovery.lost]
+
+
+def test_who_works_between_two_steps_is_waited_for_when_another_is_killed(play: Play) -> None:
+    ran = play("busy", 8)
+    assert ran.exit_code == 0, ran
+    assert lost(ran) == [0], ran
+
+
+def test_who_hangs_between_two_steps_is_replaced_when_another_is_killed(play: Play) -> None:
+    ran = play("hangs", 0)
+    assert ran.exit_code == 0, ran
+    assert set(lost(ran)) == {0, 1}, ran
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("save", 6), ("evaluate", 6)])
+def test_phases_that_take_far_longer_than_steps_are_done_once(
+    what: str, seconds: float, play: Play, tmp_path: Path
+) -> None:
+    ran = play(what, seconds)
+    assert ran.exit_code == 0, ran
+    assert not lost(ran), ran
+    assert Counter((tmp_path / "told").read_text().splitlines()) == {f"{what} on {rank}": 2 for rank in range(3)}
+
+
+@pytest.mark.parametrize("what", ["after", "stopped"])
+def test_who_is_killed_or_stopped_after_main_is_not_missed(what: str, play: Play) -> None:
+    ran = play(what, 2)
+    assert ran.exit_code == 0, ran
+    assert not lost(ran), ran
+    assert "rank 1 had finished training, and is gone" in ran.stderr, ran
