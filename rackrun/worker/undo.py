@@ -94,6 +94,7 @@ class Undo:
         self._saved_plain = b""
         self._submodules: list[nn.Module] = []
         self._modes: list[bool] = []
+        self._requires_grad: list[tuple[torch.Tensor, bool]] = []
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
@@ -155,6 +156,7 @@ class Undo:
         self._found_early.clear()
         self._take()
         self._trained = [(path, weakref.ref(p), _version(p)) for path, p in self._parameters.items()]
+        self._requires_grad = [(p, p.requires_grad) for p in self._state.parameters()]
         self._grads_present = {id(p): p.grad is not None for p in self._state.parameters()}
         found = (p for p in self._state.parameters() if p.grad is not None)
         self._grads_found = [
@@ -333,6 +335,9 @@ class Undo:
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
         with torch.no_grad():
             for module in self._state.modules.values():
                 fsdp.reset(module)

@@ -221,6 +221,15 @@ def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_lef
     assert bits(state) == before
 
 
+def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
+    model, optimizer = trained()
+    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    model.weight.requires_grad_(False)
+    undo.discard(backward_open=True)
+    assert model.weight.requires_grad
+
+
 def test_a_step_that_is_done_again_and_changes_nothing_early_is_good() -> None:
     model, optimizer = trained()
     undo = Undo(tracked(model=model, optimizer=optimizer))
