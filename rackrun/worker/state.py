@@ -249,9 +249,9 @@ class TrackedState:
                 found[id(parameter) not in ids][f"{name}/param/{path}"] = parameter
         return found
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """What optimizers train, and what they hold for it: this rank's part."""
-        found = {path: local_part(parameter) for path, parameter in self.trained_and_free()[0].items()}
+    def held_by_optimizers(self) -> dict[str, torch.Tensor]:
+        """For what they train: this rank's part."""
+        found = {}
         for name, optimizer in self.optimizers.items():
             for path, _, key, value in _optimizer_state(optimizer):
                 if isinstance(value, torch.Tensor):

@@ -63,6 +63,7 @@ class Step:
         ``weight`` (this micro-batch's share of the global batch; all of them sum to 1) replaces the default of equal shares, as for a
         mean over tokens. Also adds to what `loss` reports.
         """
+        self._world.may_be_left()
         if self._world.broken and not self._world.unit_passed:
             self._world.abandon()
         factor = self.gradient_scale

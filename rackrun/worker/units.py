@@ -151,6 +151,7 @@ class UnitRunner:
         """That of the step in hand stands at its end."""
         self._not_put_back: list[str] = []
         self._nobody_is_whole = self._stirred = False
+        self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
@@ -317,6 +318,7 @@ class UnitRunner:
         self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
     ) -> None:
         """The loader is about to yield a micro-batch."""
+        self._may_be_left()
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
         self._page.progress()
@@ -333,6 +335,11 @@ class UnitRunner:
             self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
         reseed(self._seed, "shard", step.at.step, shard.index)
+
+    def _may_be_left(self) -> None:
+        """A place at which a step that will not count is left."""
+        if self.step_in_hand is not None and not self.step_in_hand.at.phase and not self._world.updated:
+            self._undo.at_place()
 
     # -- one attempt
     def _catch_up(self) -> None:
@@ -430,7 +437,12 @@ class UnitRunner:
         number = at.step - self._world.began.step
         tries = not self._world.generation  # a spare
         self._late_gate = parts or number == 1
-        self._undo.begin(whole=self._late_gate and not tries, audit=_is_audited(number) and not tries)
+        self._undo.begin(
+            whole=self._late_gate and not tries,
+            audit=_is_audited(number) and not tries,
+            everywhere=number == 1 and not tries,
+            share=(self._world.size, *self._world.deals.shares),
+        )
 
     def _phase(self, at: Position, name: str) -> str:
         """What its times are kept under: a function may be registered twice."""
@@ -497,6 +509,7 @@ class UnitRunner:
 
     def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
         """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
+        self._may_be_left()
         if self._world.broken or not self._world.generation:
             raise Abandoned
         self._gradients_checked = trains
@@ -671,7 +684,7 @@ class UnitRunner:
         changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
         self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
         if self._world.rank == 0:
-            size = sum(tensor.nbytes for tensor in self._state.owned().values())
+            size = self._undo.trained_bytes
             say(
                 f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}. So that it can be "
                 f"done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
