@@ -600,9 +600,16 @@ class UnitRunner:
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
         self._undo.ended()
-        if gate.parts and not self._state.lineage.changes.parts:
-            self._has_parts()
-        if self._replicas.committed(gate.changed_late):
+        late = self._state.lineage.changes.parts
+        if gate.parts and not late:
+            self._has_parts(
+                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
+            )
+        elif gate.changed_late and not late:
+            self._has_parts(
+                "each rank has buffers of its own (statistics of batch norm, say) that change after optimizer.step()"
+            )
+        if self._replicas.committed(gate.changed_late, late=late or bool(at.phase)):
             self._reports.ready(self._world.replica_class)
         if not self._replicas.need_snapshots and self._replicas.known(at):
             self._snapshots.drop_upto(self._world.began.step)
@@ -679,16 +686,15 @@ class UnitRunner:
             "every step.",
         )
 
-    def _has_parts(self) -> None:
+    def _has_parts(self, why: str) -> None:
         """All ranks come to this after the same unit."""
         changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
         self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
         if self._world.rank == 0:
             size = self._undo.trained_bytes
             say(
-                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}. So that it can be "
-                f"done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
-                "are copied when it begins. Where all collectives can come before the first optimizer.step(), that is not needed."
+                f"{why}. So that a step can be done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
+                "are copied when it begins. Where all that can come before the first optimizer.step(), that is not needed."
             )
 
     def _say_once(self, what: str) -> None:

@@ -6,6 +6,7 @@ Each script runs once undisturbed, and once more while rank 0 and another rank d
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -210,7 +211,7 @@ def everything_beside_the_model(run: Run) -> None:
 
 
 def batch_norm_and_its_average(run: Run) -> None:
-    """The average's buffers change after the gate: they have no live copy, snapshots keep them."""
+    """The average's buffers change after the first update: the gate comes behind that."""
     model = ddp(run, nn.BatchNorm1d(14))
     optimizer = adam(model)
     shadow = torch.optim.swa_utils.AveragedModel(model.module)
@@ -375,6 +376,18 @@ def test_samples_that_a_closure_reads_again_count_once(train: Train) -> None:
     assert [often.samples(at) for at in often.gates] == [once.samples(at) for at in once.gates]
     assert often.losses[0] == once.losses[0]
     assert often.losses[STEPS - 1] < once.losses[STEPS - 1]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 12))])
+def test_nobody_goes_back_for_an_average_of_each_ranks_own_statistics(seed: int, train: Train) -> None:
+    reference = train(batch_norm_and_its_average)
+    lived = reference.moments[1]
+    known = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=3,"))
+    moment = random.Random(seed).randrange(known, len(lived))
+    ended = train(batch_norm_and_its_average, kill={1: moment})
+    assert not ended.differences(reference), f"{lived[moment]}\n{ended}"
+    assert not ended.rolled_back, f"{lived[moment]}\n{ended}"
+    assert not ended.restarted, f"{lived[moment]}\n{ended}"
 
 
 def test_uneven_micro_batches_are_evened_out_by_ghosts(train: Train) -> None:

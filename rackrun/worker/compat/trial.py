@@ -13,12 +13,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
@@ -89,8 +89,9 @@ def _sums_of_ddp() -> None:
     _expect("the number of buckets", len(seen), 1)
 
 
-def _sharded() -> nn.Module:
-    return fully_shard(_One(), mesh=init_device_mesh("cpu", (1,)))
+def _sharded(mesh: DeviceMesh | None = None) -> nn.Module:
+    module: Any = fully_shard(_One(), mesh=mesh or init_device_mesh("cpu", (1,)))
+    return cast("nn.Module", module)
 
 
 def _going_back_of_fsdp() -> None:
@@ -122,7 +123,7 @@ def _another_place_in_fsdp() -> None:
     if names := fsdp.missing():
         raise AssertionError("; ".join(names))
     mesh = init_device_mesh("cpu", (1,))
-    module = fully_shard(_One(), mesh=mesh)
+    module = _sharded(mesh)
     fsdp.promote_sharded([module], 0, [mesh])
     _expect("the coordinate in the mesh", list(mesh.get_coordinate() or ()), [0])
     module(torch.ones(())).backward()
@@ -174,7 +175,7 @@ def _norm_of_sharded_gradients() -> None:
         total = clip_grad.clip_grad_norm_(module.parameters(), 1e9)
     finally:
         norms.restore()
-    exact = norms.exact_norm([p.grad for p in module.parameters() if p.grad is not None])
+    exact: Any = norms.exact_norm([p.grad for p in module.parameters() if p.grad is not None])
     _expect(
         "the norm by which clip_grad_norm_ clips",
         float(getattr(total, "_local_tensor", total)),
