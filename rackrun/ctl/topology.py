@@ -80,7 +80,7 @@ def show(
         elif svg is not None:
             _write(svg, draw_job_svg(job))
         else:
-            Console().print(draw_job(job))
+            Console(markup=False, emoji=False).print(draw_job(job))
         return
     rack = _found(file)
     placed = _placed(rack, mesh, spares, bound) if mesh else None
@@ -90,7 +90,7 @@ def show(
     elif svg is not None:
         _write(svg, draw_svg(rack, placed))
     else:
-        Console().print(draw_text(rack, placed))
+        Console(markup=False, emoji=False).print(draw_text(rack, placed))
 
 
 @topology.command(
