@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.core.ids import Position
+from rackrun.core.ids import Generation, Position, snapshot_id
+from rackrun.core.ids import Step as StepNumber
 from rackrun.worker.copies import HostCopies
 from rackrun.worker.run import Run
+from rackrun.worker.runtime import Runtime
 from rackrun.worker.step import Step
 from rackrun.worker.world import World
 
@@ -259,3 +262,16 @@ def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_te
         assert files_then <= files + 1, "the snapshot in the making may have one"
         assert threads_then <= threads + 1
         assert memory_then < memory + 8 * 2**20
+
+
+def _of(layout: int, step: int) -> int:
+    return int(snapshot_id(Generation(layout), StepNumber(step)))
+
+
+@pytest.mark.parametrize(("began", "told"), [(4, (_of(0, 4), _of(7, 8))), (3, (_of(7, 8),))])
+def test_snapshots_of_a_former_layout_are_told_until_a_gate_has_passed_in_this_one(
+    began: int, told: tuple[int, ...]
+) -> None:
+    page = SimpleNamespace(snapshots=lambda: [_of(7, 8), _of(0, 4)])
+    world = SimpleNamespace(layout=Generation(7), passed=Position(4), began=Position(began))
+    assert Runtime.snapshots(SimpleNamespace(page=page, world=world)) == told  # type: ignore[arg-type]
