@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 
 from rackrun.agent.stores import Stores
 
-
 TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # libuv keeps a pipe from its first loop on
 
 
