@@ -8,6 +8,7 @@
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
+#   make compat   the oldest, the pinned and the newest torch (13 GB, half an hour); ARGS=--brief for less
 #
 # TORCH says which torch to install when there is none in .venv, with any of pip's options, for example
 #   make demo TORCH=torch==2.12.0
@@ -20,7 +21,7 @@ READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign strangers soak crashes check bench clean
+.PHONY: help demo test stories campaign strangers soak crashes compat check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,9 @@ soak: $(READY)
 crashes: $(READY)
 	@$(PY) -m tests.checkpoint.crashes $(ARGS)
 
+compat: $(READY)
+	@$(PY) -m tests.worker.torch_versions $(ARGS)
+
 check: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -69,7 +73,7 @@ bench: $(READY)
 	@$(PY) benchmarks/simulator.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .compat build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml

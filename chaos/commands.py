@@ -132,7 +132,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     Exit codes: 0 it is as the plan expects; 1 it is not; 2 bad usage; 3 unknown: a strike was not done, took no effect, or came too late; 70 rackctl itself
     has failed; 130 interrupted.
     """
-    told = Console(stderr=True)
+    told = Console(stderr=True, markup=False, emoji=False)
     folder = out or _new(plan.stem)
 
     def tell(line: str) -> None:
@@ -166,7 +166,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
-        render(Console(), summary)
+        render(Console(markup=False, emoji=False), summary)
     if summary.holds is not True:
         raise typer.Exit(UNKNOWN if summary.holds is None else 1)
 
@@ -202,7 +202,7 @@ def campaign(
     Runs that are not as they must be keep their folders in FILE.runs. Exit codes: 0 all are as they must; 1 one is not; 2 bad usage; 3 one is unknown;
     70 rackctl itself has failed; 130 interrupted.
     """
-    told, sums, interrupted = Console(stderr=True), Sums(), False
+    told, sums, interrupted = Console(stderr=True, markup=False, emoji=False), Sums(), False
     try:
         run_campaign(
             _seeds(seeds),
@@ -215,7 +215,7 @@ def campaign(
             sums=sums,
         )
     except Exception:
-        render_sums(Console(), sums)  # what is known is not lost with who has failed
+        render_sums(Console(markup=False, emoji=False), sums)  # what is known is not lost with who has failed
         raise
     except KeyboardInterrupt:
         interrupted = True
@@ -232,7 +232,7 @@ def campaign(
     if as_json:
         print(msgspec.json.encode(plain(sums)).decode())
     else:
-        render_sums(Console(), sums)
+        render_sums(Console(markup=False, emoji=False), sums)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if sums.wrong:
@@ -270,7 +270,7 @@ def soak(
 
     Exit codes: 0 it ran to its end, lost nothing and kept enough; 1 it did not; 2 bad usage; 3 unknown: there was too little time without faults.
     """
-    told = Console(stderr=True)
+    told = Console(stderr=True, markup=False, emoji=False)
     found = run_soak(
         command,
         out=out or _new("soak"),
@@ -283,7 +283,7 @@ def soak(
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
-        render_soak(Console(), found)
+        render_soak(Console(markup=False, emoji=False), found)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
     if found.trouble or (at_least is not None and found.kept is not None and found.kept < at_least):
@@ -353,7 +353,7 @@ def reduce(
 
     Exit codes: 0 it was reduced; 2 bad usage; 3 it does not fail in so many runs.
     """
-    told = Console(stderr=True)
+    told = Console(stderr=True, markup=False, emoji=False)
     found, beside = read_plan(plan), read_json(plan.resolve().parent / "summary.json", Summary)
     try:
         reduced = reduce_plan(
@@ -408,7 +408,7 @@ def doctor(as_json: Json = False) -> None:
         table.add_row(
             one.fault, one.family, "yes" if one.can else "no", one.how + (f"; {one.remedy}" if one.remedy else "")
         )
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def _outside(
@@ -426,7 +426,7 @@ def _outside(
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
-        console = Console()
+        console = Console(markup=False, emoji=False)
         good = ", ".join("never" if one is None else f"{one:.2f} s" for one in found.good_step_s) or "-"
         for line in (
             f"ended    exit code {found.exit_code}, {found.steps} steps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rackrun.chaos.campaign import Sums
 from rackrun.chaos.report.words import NAMES, one_line
@@ -79,7 +80,7 @@ def render_soak(console: Console, soak: Soak) -> None:
 def render(console: Console, summary: Summary) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for verdict in summary.verdicts:
-        table.add_row(verdict.oracle, NAMES[verdict.holds], verdict.because)
+        table.add_row(verdict.oracle, NAMES[verdict.holds], Text(verdict.because))
     console.print(table, markup=False)
     for strike in summary.strikes:
         whom = ", ".join(strike.whom)

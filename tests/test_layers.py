@@ -20,7 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rackrun"
 
-CORE_TYPES = {f"rackrun.core.{name}" for name in ("ids", "health", "situation", "events", "commands", "encodable", "wire", "config")}
+CORE_TYPES = {
+    f"rackrun.core.{name}"
+    for name in ("ids", "health", "situation", "events", "commands", "encodable", "wire", "config")
+}
 
 # Unit -> height. A module belongs to the longest of these names that its own begins with; within one unit imports are
 # free, and units of the same height do not see each other.

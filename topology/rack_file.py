@@ -9,6 +9,8 @@
         fabric: [leaf-0, spine-0]
         nvlink: {domain: 5f4e0c3a-..., clique: 32766}     # all trays of it; or `tray`: each tray by itself; or cliques: [...]
 
+Racks that name the same domain and clique are joined by NVLink: two racks of an NVL36x2, for example.
+
 What is not said is made up, the same in every reading: names, and GPU UUIDs that follow from the rack's serial. Every error
 names the file, the line and the field.
 """
@@ -96,6 +98,8 @@ class _Fields:
 class _Reader:
     def __init__(self, file: str) -> None:
         self._file = file
+        self._said: dict[str, int] = {}
+        """Every word of the file -> the last line that says it: for what is wrong with the whole."""
 
     def refuse(self, node: yaml.Node, what: str, remedy: str) -> NoReturn:
         raise RackFileError(f"{self._file}:{node.start_mark.line + 1}: {what}.", remedy=f"{remedy}.")
@@ -116,9 +120,15 @@ class _Reader:
             racks.append(rack)
             cliques += joined
         try:
-            return Topology.of(racks, cliques)
+            return Topology.of(racks, _joined(cliques))
         except TopologyError as error:
-            raise RackFileError(f"{self._file}: {error.what}", remedy=error.remedy) from error
+            line = self._line_of(error.what) or nodes[0].start_mark.line + 1
+            raise RackFileError(f"{self._file}:{line}: {error.what}", remedy=error.remedy) from error
+
+    def _line_of(self, what: str) -> int:
+        """Of the last value of the file that ``what`` names; 0: of none."""
+        words = set(re.split(r"[\s,:;()']+", what))
+        return max((line for value, line in self._said.items() if value in words), default=0)
 
     def _rack(self, node: yaml.Node, number: int, count: int, defaults: _Trays) -> tuple[Rack, list[Clique]]:
         fields = _Fields(self, node, f"rack {number}", "serial name trays fabric nvlink")
@@ -232,6 +242,7 @@ class _Reader:
     def _text(self, node: yaml.Node, what: str) -> str:
         if not isinstance(node, yaml.ScalarNode) or not str(node.value).strip():
             self.refuse(node, f"{what} is {_shown(node)}", "write a word")
+        self._said[str(node.value)] = node.start_mark.line + 1
         return str(node.value)
 
     def _name(self, node: yaml.Node, what: str) -> str:
@@ -306,6 +317,14 @@ class _Trays:
             cpus=self.cpus[index] if index < len(self.cpus) else "",
             nics=tuple(self.nics[index : index + 1]),
         )
+
+
+def _joined(cliques: list[Clique]) -> list[Clique]:
+    """Those that several racks name are one: an NVLink domain may reach over racks (NVL36x2 is two racks of one domain)."""
+    members: dict[CliqueId, list[str]] = {}
+    for clique in cliques:
+        members.setdefault(clique.id, []).extend(clique.gpus)
+    return [Clique(id=name, gpus=tuple(gpus)) for name, gpus in members.items()]
 
 
 def _shown(node: yaml.Node) -> str:

@@ -202,7 +202,7 @@ def answer(  # noqa: PLR0913, PLR0917 - one argument for each option
         policy=policy,
         weights=policy_weights,
     )
-    told, console = Console(stderr=True), _console()
+    told, console = Console(stderr=True, markup=False, emoji=False), _console()
     found = survey(
         case,
         numbers(spares_per_rack, "--spares-per-rack"),
@@ -266,7 +266,7 @@ def predict(
 
 def _console() -> Console:
     """A file or a pipe has room for the tables."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console(markup=False, emoji=False) if sys.stdout.isatty() else Console(width=140, markup=False, emoji=False)
 
 
 def _two(text: str | None, what: str, remedy: str) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import socket
 import threading
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed.TCPStore, which has no type
@@ -21,6 +22,8 @@ from rackrun.link.exchange import Exchange
 __all__ = ["Stores", "StoreUnreachable"]
 
 _KEPT_GENERATIONS = 2
+_SILENT_S = 600
+"""Who connects and says nothing is not taken in for about so long; torch's clients speak first."""
 
 
 class StoreUnreachable(Exception):
@@ -92,8 +95,9 @@ class Stores:
 
     def serve(self) -> TCPStore:
         """A new server, which lives as long as what is returned. It listens where others are told, and nowhere else; it asks nobody for
-        a token, which no client of torch's could show."""
+        a token, which no client of torch's could show, but the kernel keeps who says nothing."""
         listening = listen_on(self._advertise)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         port = listening.getsockname()[1]
         return TCPStore(
             self._advertise,

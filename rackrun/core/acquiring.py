@@ -313,9 +313,11 @@ class Acquiring:
         return any(record is not None and record.alive and record.state is not WorkerState.STARTING for record in there)
 
     def _is_useless(self, one: Rented) -> bool:
-        """Nobody is there, and nobody may be or may come to be."""
+        """Nobody is there, and nobody may be or may come to be. Slots that are left out for their losses are not waited for: this is paid."""
         return not any(
-            slot in self.rack.occupants or self.rack.usable(slot) or self.rack.may_come(slot)
+            slot in self.rack.occupants
+            or self.rack.usable(slot)
+            or (self.rack.may_come(slot) and not self.rack.quarantined(slot))
             for slot in self._slots(one)
         )
 

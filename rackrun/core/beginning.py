@@ -81,6 +81,7 @@ class Beginning:
             worlds=world.go_on_after(world.reached),
         )
         self.recovery.snapshots.go_on(world.plan)
+        self.rack.trains(member.slot for member in world.plan.members)
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         for start in starts:
             self.emit(start)

@@ -142,6 +142,7 @@ class ControlPlane:
         if not self._began:
             self._began = True
             self._out.append(SetTimer(name="join", at_ms=event.at_ms + self._config.join_timeout_ms))
+        self._rack.now_ms = event.at_ms
         self._job.meter.heard(event)
         if self._job.world.phase is not Phase.STOPPED:
             if isinstance(event, OfWorker):
@@ -151,6 +152,8 @@ class ControlPlane:
                 self._dispatch(event)
                 self._forget_members()
             self._job.look(event.at_ms)
+            for slot, until_ms in self._rack.quarantine.take_new():
+                self._out.append(SetTimer(name=f"quarantine:{slot}", at_ms=until_ms))
         if not self._out:
             return ()
         commands = _up_to_the_end(self._out)

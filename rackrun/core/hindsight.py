@@ -49,7 +49,8 @@ from rackrun.core.events import (
 from rackrun.core.health import Response
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.core.layout import natural
-from rackrun.core.rack import QUARANTINE_LOSSES, RackMachine
+from rackrun.core.quarantine import QUARANTINE_LOSSES
+from rackrun.core.rack import RackMachine
 from rackrun.core.seating import Seating, Staff
 from rackrun.core.slowness import Slowness
 from rackrun.core.triage import Triage
@@ -130,6 +131,7 @@ class Hindsight:
     def heard(self, event: Event) -> None:
         if self.over is not None:
             return
+        self.rack.now_ms = event.at_ms
         match event:
             case TrayJoined():
                 self._tray_lost(event.tray, "it came back empty")
@@ -150,6 +152,8 @@ class Hindsight:
                 self._described(event)
             case TimerFired() if event.name == "breaker":
                 self.triage.tick(event.at_ms)
+            case TimerFired() if event.name.startswith("quarantine:"):
+                self.rack.lift_quarantine(SlotId(event.name.partition(":")[2]))
             case TimerFired() if event.name.startswith("last-call") and not self.generation:
                 if len(self.rack.trays) >= self.config.trays_min:
                     self._learn(list(self.rack.trays.values()), event.at_ms)
@@ -272,6 +276,7 @@ class Hindsight:
             self.seating.mesh = Mesh.of(dict(axes))
         self.generation = plan.generation
         self.seats = {member.rank: member.slot for member in plan.members}
+        self.rack.trains(self.seats.values())
         for member in plan.members:
             worker = Worker(member.slot, member.incarnation)
             sat = self.sat.setdefault(member.rank, [])
@@ -345,7 +350,7 @@ class Hindsight:
     def _trouble(self, slot: SlotId, rank: Rank | None) -> tuple[Trouble, str]:
         tray, devices = tray_of(slot), self.rack.devices
         record, verdict = self._there(slot), devices.verdict(slot)
-        faults, unfit = self.rack.faults.get(slot, 0), devices.unfit(slot)
+        faults, unfit = self.rack.quarantine.faults.get(slot, 0), devices.unfit(slot)
         withheld = self.triage.breaker.withheld.get((tray, int(slot.rpartition("/")[2])))
         if tray in self.lost:
             return "lost", f"its tray is lost: {self.lost[tray]}"
@@ -360,8 +365,9 @@ class Hindsight:
             repair = f". Repair: {verdict.repair}" if verdict.repair else ""
             why = f"{whose}{verdict.health.value}: {verdict.reasons}{repair}"
             return "out" if verdict.response is Response.FENCE else "failing", why
-        if faults >= QUARANTINE_LOSSES:
-            return "quarantined", f"it has lost {faults} workers by hangs, errors or failed starts"
+        if (until_ms := self.rack.quarantine.until_ms.get(slot)) is not None:
+            again = f"; it is tried again in {max(until_ms - self.rack.now_ms, 0) / 1e3:.0f} s"
+            return "quarantined", f"it has lost {faults} workers by hangs, errors or failed starts{again}"
         if unfit and rank is None:
             return "unfit", "; ".join(unfit)
         if withheld is not None:

@@ -204,6 +204,9 @@ class JobMachine:
             self.control.timer(number)
         elif kind == "pause":
             self.swap.timer(number, at_ms)
+        elif kind == "quarantine":
+            if self.rack.lift_quarantine(SlotId(number)):
+                self.slot_empty(at_ms)
         elif kind == "grow":
             self._look_at_swaps(at_ms)
         elif kind == "policy":

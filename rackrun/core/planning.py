@@ -92,6 +92,7 @@ class Planner:
         self.sources.snapshots.go_on(world.plan)
         world.phase = Phase.RESUMING
         world.reason = because
+        self.rack.trains(member.slot for member in world.plan.members)
         self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
         self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
 

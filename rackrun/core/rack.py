@@ -17,12 +17,10 @@ from rackrun.core.events import TrayJoined, WorkerEvent, WorkerExited
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId, slot_id, tray_of
 from rackrun.core.layout import natural, slot_order
 from rackrun.core.pool import Pool, choose
+from rackrun.core.quarantine import Quarantine
 from rackrun.core.workers import Loss, Trigger, WorkerRecord, WorkerState, why_exited
 
-__all__ = ["QUARANTINE_LOSSES", "RackMachine"]
-
-QUARANTINE_LOSSES = 3
-"""A slot that has lost so many workers by hangs, errors or failed starts gets no other."""
+__all__ = ["RackMachine"]
 
 
 @dataclass(slots=True)
@@ -31,7 +29,9 @@ class RackMachine:
     """Those that live."""
     occupants: dict[SlotId, WorkerRecord] = field(default_factory=dict)
     """Who is in a slot, until its exit is known: a slot is empty only then. The oldest first. `occupy` fills it."""
-    faults: dict[SlotId, int] = field(default_factory=dict)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    now_ms: int = 0
+    """Of the event that is being handled."""
     devices: Devices = field(default_factory=Devices)
     drained: dict[SlotId, str] = field(default_factory=dict)
     """Where nobody is to be until a person returns it, and why."""
@@ -149,12 +149,21 @@ class RackMachine:
         return tray is not None and int(slot.rpartition("/")[2]) < tray.slots
 
     def quarantined(self, slot: SlotId) -> bool:
-        return self.faults.get(slot, 0) >= QUARANTINE_LOSSES
+        return slot in self.quarantine.until_ms
+
+    def lift_quarantine(self, slot: SlotId) -> bool:
+        """As `Quarantine.lift`, now."""
+        self._edition += 1
+        return self.quarantine.lift(slot, self.now_ms)
+
+    def trains(self, slots: Iterable[SlotId]) -> None:
+        """Workers there hold ranks from now on, or still."""
+        self.quarantine.trains(slots, self.now_ms)
 
     def forgive(self, slot: SlotId) -> bool:
         """Nothing that happened there counts any more. Whether anything did."""
         self._edition += 1
-        counted = self.faults.pop(slot, 0) > 0 or self.devices.on_probation(slot)
+        counted = self.quarantine.forgive(slot) or self.devices.on_probation(slot)
         self.devices.end_probation(slot)
         return counted
 
@@ -207,8 +216,7 @@ class RackMachine:
 
     def unusable(self) -> list[SlotId]:
         """Slots of live trays that are not `usable`, in slot order: looked for where something is known against one."""
-        quarantined = [slot for slot in self.faults if self.quarantined(slot)]
-        trays = self._in_doubt() | dict.fromkeys(map(tray_of, quarantined))
+        trays = self._in_doubt() | dict.fromkeys(map(tray_of, self.quarantine.until_ms))
         known = sorted((tray for tray in trays if tray in self.trays), key=natural)
         return [slot for tray in known for slot in self.slots_on(tray) if not self.usable(slot)]
 
@@ -218,7 +226,8 @@ class RackMachine:
 
     def may_come(self, slot: SlotId) -> bool:
         """Nobody may start there now, for what may pass."""
-        return not self.quarantined(slot) and not self.withdrawn(slot) and self.devices.may_come(slot)
+        passes = self.devices.may_come(slot) or (self.quarantined(slot) and self.devices.may_be_taken(slot))
+        return passes and not self.withdrawn(slot)
 
     def held_back(self, most: int = 4) -> str:
         """Slots of live trays that are drained, and why: for people; "" when there are none."""
@@ -232,6 +241,11 @@ class RackMachine:
         slots = self.slots() if self.devices.doubted() else ()
         found = [f"{slot} ({'; '.join(why)})" for slot in slots if (why := self.devices.unfit(slot))]
         found = [f"{tray} (its agent is started again)" for tray in self.returning] + found
+        found += [
+            f"{slot} (it has lost {self.quarantine.faults[slot]} workers, and is tried again in {(until - self.now_ms) / 1e3:.0f} s)"
+            for slot, until in self.quarantine.until_ms.items()
+            if self.lives(slot)
+        ]
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return ", ".join(found[:most]) + more
 
@@ -273,6 +287,7 @@ class RackMachine:
         self._edition += 1
         self.occupants.pop(slot, None)
         self.occupants[slot] = record
+        self.quarantine.left(slot)
         self._vacant.pop(slot, None)
         self._clearing.pop(slot, None)
         self._pool.drop(slot)
@@ -321,14 +336,14 @@ class RackMachine:
         """Its slot is empty now."""
         slot = record.worker.slot
         del self.occupants[slot]
+        self.quarantine.left(slot)
         self._clearing.pop(slot, None)
         self._pool.drop(slot)
         if tray_of(slot) in self.trays:
             self._vacant[slot] = None
 
     def _blame_slot(self, record: WorkerRecord) -> None:
-        slot = record.worker.slot
-        self.faults[slot] = self.faults.get(slot, 0) + 1
+        self.quarantine.blame(record.worker.slot, self.now_ms)
 
     # -- spares ----------------------------------------------------------------------------------------------------
     def spares(self) -> list[WorkerRecord]:

@@ -225,7 +225,7 @@ class Seating:
             self.mesh or Mesh.of({"dp": len(previous)}),
             health={slot: fitness for slot, fitness in health.items() if slot in known},
             preflighted=[slot for slot in ready if slot in known],
-            lemons={str(slot): count for slot, count in self.rack.faults.items() if slot in known},
+            lemons={str(slot): count for slot, count in self.rack.quarantine.faults.items() if slot in known},
             previous=previous,
             allow_cross_clique=self.config.cross_clique,
         )

@@ -63,7 +63,7 @@ def list_generations(directory: Directory, job: Job = None, as_json: Json = Fals
     if as_json:
         print_json({"jobs": [surveyed(one, time.time()) for one in found]})
     else:
-        render_surveys(Console(), directory, found, time.time())
+        render_surveys(Console(markup=False, emoji=False), directory, found, time.time())
     if any(one.damaged for one in found):
         raise typer.Exit(1)
 
@@ -294,7 +294,7 @@ def _check(wanted: Sequence[_Wanted], as_json: bool) -> None:
     if as_json:
         print_json({"ok": all(one.ok for one in checked), "generations": checked})
     else:
-        render_checked(Console(), checked)
+        render_checked(Console(markup=False, emoji=False), checked)
     if not all(one.ok for one in checked):
         raise typer.Exit(1)
 

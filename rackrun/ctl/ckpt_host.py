@@ -84,10 +84,10 @@ def plan(
     if as_json:
         print_json({"plans": [_as_json(one) for one in planned], "refused": {n: e.what for n, e in refused.items()}})
     elif preset is not None:
-        say(Console(), planned[0].placement.statement())
-        say(Console(), planned[0].memory.table())
+        say(Console(markup=False, emoji=False), planned[0].placement.statement())
+        say(Console(markup=False, emoji=False), planned[0].memory.table())
     else:
-        _compare(Console(), planned, refused)
+        _compare(Console(markup=False, emoji=False), planned, refused)
     if short:
         raise typer.Exit(1)
 
@@ -118,7 +118,7 @@ def clean(
     if as_json:
         print_json({"arenas": [_arena_as_json(one, removed, failures) for one in found], "dry_run": not yes})
     else:
-        _tell_arenas(Console(), found, going, removed, failures, yes=yes)
+        _tell_arenas(Console(markup=False, emoji=False), found, going, removed, failures, yes=yes)
     if failures:
         raise typer.Exit(1)
 

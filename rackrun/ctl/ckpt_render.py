@@ -82,7 +82,7 @@ def age(seconds: float) -> str:
 @contextlib.contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Call it with (bytes done, bytes in all)."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if quiet or not console.is_terminal:
         yield lambda _done, _total: None
         return

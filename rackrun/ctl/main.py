@@ -83,13 +83,13 @@ def status(run: Run = None, as_json: Json = False) -> None:
         if as_json:
             print(msgspec.json.encode({"running": False, "result": result}).decode())
         else:
-            render_result(Console(), result)
+            render_result(Console(markup=False, emoji=False), result)
         return
     found = json.loads(ask(place, "/api/status"))
     if as_json:
         print(json.dumps({"running": True, **found}))
     else:
-        render_status(Console(), found)
+        render_status(Console(markup=False, emoji=False), found)
 
 
 @app.command(epilog="Example: rackctl report 20260131-120000-ab12 --json")
@@ -102,7 +102,7 @@ def report(run: Run = None, as_json: Json = False) -> None:
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
-        render_report(Console(), found)
+        render_report(Console(markup=False, emoji=False), found)
     if not found.ledger.ok:
         raise typer.Exit(1)
 

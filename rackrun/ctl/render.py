@@ -23,62 +23,60 @@ _COLOURS = ("red", "yellow", "magenta", "blue", "green")
 def render_status(console: Console, status: Mapping[str, Any]) -> None:
     """``status`` is the JSON of `rackrun.coordinator.driver.Status`: perhaps of a slightly different version."""
     progress, core = status["progress"], status["core"]
-    console.print(
-        f"[bold]{status['run_id']}[/]  {core.get('phase', '')}, up {status['uptime_s']:.0f} s", highlight=False
+    _say(
+        console,
+        f"{status['run_id']}  {core.get('phase', '')}, up {status['uptime_s']:.0f} s",
+        bold=len(status["run_id"]),
     )
     values = "  ".join(f"{name} {value}" for name, value in progress["values"].items())
-    console.print(f"step {progress['position'][0]}  {progress['steps_per_s']:.3g} steps/s  {values}", highlight=False)
+    _say(console, f"step {progress['position'][0]}  {progress['steps_per_s']:.3g} steps/s  {values}")
     size = core.get("world_size", "?")
     grows = f" (grows to {most})" if isinstance(size, int) and (most := core.get("most", 0)) > size else ""
-    console.print(
+    _say(
+        console,
         f"generation {core.get('generation', '?')}, world size {size}{grows}, "
         f"recoveries {status['recoveries']}, restarts {core.get('restarts', 0)}",
-        highlight=False,
     )
     if status["last_recovery"]:
-        console.print(f"last: {status['last_recovery']}", highlight=False, markup=False)
+        _say(console, f"last: {status['last_recovery']}")
     table = Table("rank", "slot", "incarnation", "state", box=None, pad_edge=False)
     for rank in core.get("ranks", ()):
-        table.add_row(str(rank["rank"]), rank["slot"], str(rank["incarnation"] or "-"), rank["state"])
+        _row(table, rank["rank"], rank["slot"], rank["incarnation"] or "-", rank["state"])
     for spare in core.get("spares", ()):
-        table.add_row("spare", spare["slot"], str(spare["incarnation"]), spare["state"])
+        _row(table, "spare", spare["slot"], spare["incarnation"], spare["state"])
     console.print(table)
     for tray in core.get("trays", ()):
         for slot, why in tray.get("withdrawn", {}).items():
-            console.print(f"{slot} is not used: {why}", highlight=False, markup=False)
+            _say(console, f"{slot} is not used: {why}")
 
 
 def render_result(console: Console, result: Result) -> None:
-    colour = "green" if result.exit_code == 0 else "red"
-    console.print(f"[bold]{result.run_id}[/]  [{colour}]ended with exit code {result.exit_code}[/]", highlight=False)
-    console.print(f"{result.because} {result.remedy}".strip(), highlight=False, markup=False)
-    console.print(
-        f"{result.steps} steps in {result.seconds:.1f} s, {len(result.recoveries)} recoveries", highlight=False
-    )
+    line = Text(result.run_id, "bold") + Text("  ")
+    console.print(line + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
+    _say(console, f"{result.because} {result.remedy}".strip())
+    _say(console, f"{result.steps} steps in {result.seconds:.1f} s, {len(result.recoveries)} recoveries")
     for line in result.recoveries:
-        console.print(f"  {line}", highlight=False, markup=False)
+        _say(console, f"  {line}")
 
 
 def render_report(console: Console, report: Report) -> None:
     ended = (
         "still running, or killed" if report.exit_code is None else f"exit code {report.exit_code}: {report.because}"
     )
-    console.print(f"[bold]{report.run_id}[/]  {ended}", highlight=False)
-    console.print(
+    _say(console, f"{report.run_id}  {ended}", bold=len(report.run_id))
+    _say(
+        console,
         f"{report.steps} steps, {report.steps_redone} of them done again; {report.generations} generations, "
         f"{len(report.recoveries)} recoveries",
-        highlight=False,
     )
     for notice in report.notices:
-        console.print(f"{notice.at_ms / 1e3:9.3f} s  {notice.text}", highlight=False, markup=False)
+        _say(console, f"{notice.at_ms / 1e3:9.3f} s  {notice.text}")
     for one in report.recoveries:
         _waterfall(console, one)
     if report.fillers:
         _fillers(console, report.fillers)
     if not report.ledger.units:
-        console.print(
-            "no steps were reported: a plain script, or one that ended before its first step", highlight=False
-        )
+        _say(console, "no steps were reported: a plain script, or one that ended before its first step")
         return
     _goodput(console, report)
     if report.own_times:
@@ -88,27 +86,27 @@ def render_report(console: Console, report: Report) -> None:
 
 def _waterfall(console: Console, one: RecoveryReport) -> None:
     console.print()
-    console.print(f"generation {one.recovery.generation}: {one.line}", highlight=False, markup=False)
+    _say(console, f"generation {one.recovery.generation}: {one.line}")
     total = sum(stage.ms for stage in one.stages)
     table = Table(box=None, pad_edge=False, show_header=False)
     for stage, colour in zip(one.stages, _COLOURS, strict=False):
         start = int(_BAR * stage.from_ms / total) if total else 0
         length = max(1, round(_BAR * stage.ms / total)) if total else 1
         bar = Text(" " * min(start, _BAR - 1)) + Text("█" * min(length, _BAR - min(start, _BAR - 1)), style=colour)
-        table.add_row(f"  {stage.name}", f"{stage.ms:8.1f} ms", bar)
+        table.add_row(Text(f"  {stage.name}"), f"{stage.ms:8.1f} ms", bar)
     console.print(table)
     _decisions(console, one.recovery)
     for restore in one.recovery.restores:
-        console.print(f"  state of {restore}", highlight=False, markup=False)
+        _say(console, f"  state of {restore}")
 
 
 def _decisions(console: Console, recovery: Recovery) -> None:
     for reason in recovery.reasons:
-        console.print(f"  decided: {reason}", highlight=False, markup=False)
+        _say(console, f"  decided: {reason}")
     if recovery.rungs:
         predicted, measured = _gpu_s(recovery.predicted_gpu_s), _gpu_s(recovery.measured_gpu_s)
         overtaken = " (overtaken)" if recovery.overtaken else ""
-        console.print(f"  cost: predicted {predicted}, measured {measured}{overtaken}", highlight=False)
+        _say(console, f"  cost: predicted {predicted}, measured {measured}{overtaken}")
 
 
 def _gpu_s(cost: float | None) -> str:
@@ -134,19 +132,19 @@ def _fillers(console: Console, fillers: Sequence[FillerUse]) -> None:
     for one in fillers:
         gone = "" if one.gone_s_max is None else f"at most {one.gone_s_max:.2f} s"
         counts = (str(count) for count in (one.starts, one.restarts, one.had_to_go))
-        table.add_row(one.slot, f"{one.seconds:.1f} s", f"{one.cpu_s:.1f} s", f"{one.utilisation:.0%}", *counts, gone)
+        _row(table, one.slot, f"{one.seconds:.1f} s", f"{one.cpu_s:.1f} s", f"{one.utilisation:.0%}", *counts, gone)
     console.print(table)
     for one in fillers:
         if one.given_up:
-            console.print(f"  {one.slot}: given up, it ended at once ten times ({one.given_up})", highlight=False)
+            _say(console, f"  {one.slot}: given up, it ended at once ten times ({one.given_up})")
 
 
 def _goodput(console: Console, report: Report) -> None:
     goodput = report.goodput
     console.print()
-    console.print(
+    _say(
+        console,
         f"goodput (ETTR) {goodput.ettr:.1%}, since the first generation {goodput.ettr_since_first_step:.1%}",
-        highlight=False,
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, seconds in (
@@ -158,7 +156,7 @@ def _goodput(console: Console, report: Report) -> None:
         ("wall", goodput.wall_s),
     ):
         share = seconds / goodput.wall_s if goodput.wall_s else 0.0
-        table.add_row(f"  {name}", f"{seconds:9.2f} s", f"{share:6.1%}")
+        _row(table, f"  {name}", f"{seconds:9.2f} s", f"{share:6.1%}")
     console.print(table)
 
 
@@ -166,35 +164,44 @@ def _own_times(console: Console, times: Sequence[OwnTime], shown: int = 4) -> No
     """The longest; all others wait for those."""
     usual = sorted(one.seconds for one in times)[(len(times) - 1) // 2]
     console.print()
-    console.print(
-        f"own time of a step, without waiting: median rank {1e3 * usual:.1f} ms; the longest:", highlight=False
-    )
+    _say(console, f"own time of a step, without waiting: median rank {1e3 * usual:.1f} ms; the longest:")
     table = Table(box=None, pad_edge=False, show_header=False)
     for one in sorted(times, key=lambda one: (-one.seconds, one.rank))[:shown]:
         factor = f"x {one.seconds / usual:.2f}" if usual else ""
-        table.add_row(
-            f"  rank {one.rank}", f"{1e3 * one.seconds:9.1f} ms", factor, f"waits {one.waits:.0%} of the time"
-        )
+        _row(table, f"  rank {one.rank}", f"{1e3 * one.seconds:9.1f} ms", factor, f"waits {one.waits:.0%} of the time")
     console.print(table)
 
 
 def _ledger(console: Console, ledger: LedgerCheck) -> None:
     console.print()
     if ledger.ok:
-        console.print(
-            f"[green]ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing[/]",
-            highlight=False,
+        _say(
+            console,
+            f"ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing",
+            "green",
         )
         return
-    console.print(f"[red]ledger: {ledger.samples} samples in {ledger.units} units do not add up[/]", highlight=False)
+    _say(console, f"ledger: {ledger.samples} samples in {ledger.units} units do not add up", "red")
     for what, lines in (("twice", ledger.doubled), ("differing", ledger.differing), ("missing", ledger.missing)):
         _some(console, what, lines)
     if ledger.rows_lost:
-        console.print(f"  {ledger.rows_lost} rows could not be written: the disk was full", highlight=False)
+        _say(console, f"  {ledger.rows_lost} rows could not be written: the disk was full")
 
 
 def _some(console: Console, what: str, lines: Sequence[str], shown: int = 10) -> None:
     for line in lines[:shown]:
-        console.print(f"  {what}: {line}", highlight=False, markup=False)
+        _say(console, f"  {what}: {line}")
     if len(lines) > shown:
-        console.print(f"  {what}: and {len(lines) - shown} more", highlight=False)
+        _say(console, f"  {what}: and {len(lines) - shown} more")
+
+
+def _say(console: Console, text: str, style: str = "", *, bold: int = 0) -> None:
+    """As it is: what users and errors say may look like rich's markup, or like the name of an emoji. ``bold``: so many characters at its beginning."""
+    line = Text(text, style)
+    if bold:
+        line.stylize("bold", 0, bold)
+    console.print(line)
+
+
+def _row(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +21,14 @@ from rackrun.ctl.job_rack import as_json as job_as_json
 from rackrun.ctl.job_rack import draw_job, draw_job_svg, shape_of
 from rackrun.errors import UsageError
 from rackrun.launch.place import find_run
+from rackrun.topology.board import Board
 from rackrun.topology.discover import discover
 from rackrun.topology.errors import TopologyError
 from rackrun.topology.facts import preflight
 from rackrun.topology.mesh import BOUND, Mesh
 from rackrun.topology.model import Topology
 from rackrun.topology.nvml_watch import read_once
-from rackrun.topology.placement import Placement, place
+from rackrun.topology.placement import Placement, place_first
 from rackrun.topology.rack_file import read_rack_file
 from rackrun.topology.readings import NvmlUnavailable
 from rackrun.topology.render import draw_svg, draw_text
@@ -50,7 +52,7 @@ File = Annotated[Path | None, _FILE]
 MeshOption = Annotated[
     str, typer.Option("--mesh", metavar="AXIS=SIZE,..", help="Such as pp=2,dp=-1,tp=4; the last axis is the fastest.")
 ]
-Spares = Annotated[int, typer.Option("--spares", min=0, help="Slots of each NVLink domain that are held back.")]
+Spares = Annotated[int, typer.Option("--spares", min=0, help="Slots that are held back, in all, as of rackrun.")]
 Bound = Annotated[
     str | None,
     typer.Option("--bound", metavar="AXIS,..", help=f"Axes that stay in one clique. Default: {', '.join(BOUND)}."),
@@ -80,7 +82,7 @@ def show(
         elif svg is not None:
             _write(svg, draw_job_svg(job))
         else:
-            Console().print(draw_job(job))
+            Console(markup=False, emoji=False).print(draw_job(job))
         return
     rack = _found(file)
     placed = _placed(rack, mesh, spares, bound) if mesh else None
@@ -90,7 +92,7 @@ def show(
     elif svg is not None:
         _write(svg, draw_svg(rack, placed))
     else:
-        Console().print(draw_text(rack, placed))
+        Console(markup=False, emoji=False).print(draw_text(rack, placed))
 
 
 @topology.command(
@@ -178,12 +180,12 @@ def _found(file: Path | None) -> Topology:
 
 
 def _placed(rack: Topology, mesh: str, spares: int, bound: str | None) -> Placement:
-    axes = _axes(mesh)
+    axes, board = _axes(mesh), Board(rack)
     axes_bound = None if bound is None else [name for name in bound.split(",") if name]
     if open_axis := next((name for name, size in axes.items() if size == -1), None):
         of_mesh = Mesh.of({name: max(size, 1) for name, size in axes.items()}, axes_bound)
         axes[open_axis] = max(_room(rack, of_mesh, spares) // math.prod(of_mesh.shape), 1)
-    return place(rack, Mesh.of(axes, axes_bound), spares=spares)
+    return place_first(board, Mesh.of(axes, axes_bound), spares=spares)
 
 
 def _axes(text: str) -> dict[str, int]:
@@ -200,14 +202,8 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _room(rack: Topology, mesh: Mesh, spares: int) -> int:
-    """Ranks for which there is room, in whole bound groups."""
-    domains: dict[str, dict[object, int]] = {}
-    for seat in rack.seats:
-        of = domains.setdefault(seat.clique.domain, {})
-        of[seat.clique] = of.get(seat.clique, 0) + 1
-    room = 0
-    for cliques in domains.values():
-        whole = sum(count // mesh.group_size * mesh.group_size for count in cliques.values())
-        kept = max(sum(cliques.values()) - spares, 0) // mesh.group_size * mesh.group_size
-        room += min(whole, kept)
-    return room
+    """Ranks for which there is room, in whole bound groups, when so many slots are free in all."""
+    cliques = Counter(seat.clique for seat in rack.seats)
+    whole = sum(count // mesh.group_size for count in cliques.values())
+    kept = max(len(rack.seats) - spares, 0) // mesh.group_size
+    return min(whole, kept) * mesh.group_size

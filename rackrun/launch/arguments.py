@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.distributed.argparse_util import env
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
@@ -135,6 +136,16 @@ def make_parser() -> argparse.ArgumentParser:
                 action.default = MAX_RESTARTS
         elif action.dest == "node_rank" and action.default == 0:
             action.default = None
+    if all(action.dest != "shutdown_timeout" for action in parser._actions):
+        since = parser.add_argument(
+            "--shutdown-timeout",
+            "--shutdown_timeout",
+            action=env,
+            type=int,
+            default=None,
+            help="Seconds from SIGTERM to SIGKILL, as newer versions of torchrun have it.",
+        )
+        since.ours = True  # type: ignore[attr-defined]  # see _Parser
     add_own_options(parser)
     return parser
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch_runs import place
-from rackrun.worker.compat.loader import end_workers
+from rackrun.worker.compat.loader import end_workers, leave_no_folders
 from rackrun.worker.rng import derive, reseed
 
 if TYPE_CHECKING:
@@ -213,6 +213,7 @@ class _Workers:
     """
 
     def __init__(self, fetch: _Fetch, processes: int, prefetch: int) -> None:
+        leave_no_folders()
         self._fetch, self._processes, self._prefetch = fetch, processes, max(prefetch, 1)
         self._stream: Iterator[Any] | None = None
         self._expected: list[_Key] = []

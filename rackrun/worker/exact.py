@@ -22,10 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rackrun.errors import StepError, UsageError
-from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
+from rackrun.errors import StepError
+from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms, require
 from rackrun.worker.data import Shard
-from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter, has_running_statistics
+from rackrun.worker.exact_checks import (
+    check_module,
+    check_optimizer,
+    check_parameter,
+    check_without_gradients,
+    has_running_statistics,
+)
 from rackrun.worker.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.reports import say
@@ -46,6 +52,8 @@ class ExactReduction:
         self._arithmetic: FixedPoint = fixed_point(world.device)
         self._slots: dict[int, Slot] = {}
         self._scales = Scales(0)
+        self._not_trained: dict[str, nn.Parameter] = {}
+        """By no optimizer, and reduced by nobody: an average of the weights (`AveragedModel`), say."""
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
         self._fit = fit(self._scales.largest, width.headroom, self._bits)
@@ -64,13 +72,10 @@ class ExactReduction:
     def attach(self) -> None:
         """At run.steps(), when everything is tracked. Raises `StepError` for what cannot be summed exactly, `UsageError` when torch
         lacks what that takes."""
-        if missing := fsdp_reduce.missing() + norms.missing():
-            raise UsageError(
-                f'reduction="exact" does not know this torch: {"; ".join(missing)}.',
-                remedy="install torch 2.10 to 2.13.",
-            )
         reducers: Counter[int] = Counter()
         wrappers = list(self._state.wrappers())
+        if wrappers:
+            require("ddp exact")
         for wrapper in wrappers:
             reducers.update(ddp.parameters_of(wrapper))
         sharded: set[int] = set()
@@ -78,13 +83,22 @@ class ExactReduction:
             fsdp.reshard(module)
             sharded |= fsdp_reduce.parameters_of(module)
         reducers.update(sharded)
+        trained = {
+            id(p)
+            for optimizer in self._state.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        self._not_trained.clear()
         index = 0
         for name, module in self._state.modules.items():
             check_module(name, module)
             for path, parameter in module.named_parameters():
                 if id(parameter) in self._slots:
                     continue
-                if parameter.requires_grad:
+                if parameter.requires_grad and not reducers[id(parameter)] and id(parameter) not in trained:
+                    self._not_trained[f"{name}.{path}"] = parameter
+                elif parameter.requires_grad:
                     check_parameter(f"{name}.{path}", parameter, reducers[id(parameter)])
                 self._slots[id(parameter)] = Slot(index, f"{name}.{path}", parameter)
                 index += 1
@@ -94,6 +108,7 @@ class ExactReduction:
         for number, wrapper in enumerate(wrappers):
             self._unhook.append(ddp.hook(wrapper, functools.partial(self._reduce_bucket, number, wrapper)))
         if sharded:
+            require("fsdp exact", "norm exact")
             fsdp_reduce.divert(self._width.container, self._integers_of, self._sum, self._read_shard)
             norms.divert()
             for name, optimizer in self._state.optimizers.items():
@@ -162,6 +177,7 @@ class ExactReduction:
         if self._world.broken or not self._world.generation:
             return 0.0  # the gate will not pass
         self._once.check_complete(self._slots.values(), mine, self._local_gradients())
+        check_without_gradients(self._not_trained)
         largest, seen = offered[: len(self._slots)].float(), offered[len(self._slots) :]
         outgrown = largest.isfinite() & (largest > self._fit.limits)
         if outgrown.any():

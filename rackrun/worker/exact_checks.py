@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rackrun.errors import StepError
 
-__all__ = ["check_module", "check_optimizer", "check_parameter", "has_running_statistics"]
+__all__ = ["check_module", "check_optimizer", "check_parameter", "check_without_gradients", "has_running_statistics"]
 
 _NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS")
 """They add up over a parameter's elements."""
@@ -32,6 +34,18 @@ def check_parameter(path: str, parameter: torch.Tensor, reducers: int) -> None:
             f'{path} is {parameter.dtype}: reduction="exact" adds floating-point gradients only.',
             remedy='use reduction="fast".',
         )
+
+
+def check_without_gradients(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Before a gate. ``parameters``: of no optimizer and no wrapper. Raises `StepError` when one has got a gradient, of which a script
+    could make something itself."""
+    for path, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise StepError(
+                f"{path} got a gradient, but neither DDP nor FSDP2 reduces it, and no tracked optimizer trains it.",
+                remedy="freeze it (requires_grad_(False)) if it is not trained; else wrap its module in DistributedDataParallel or "
+                "fully_shard, and track its optimizer.",
+            )
 
 
 def check_module(name: str, module: nn.Module) -> None:

@@ -45,6 +45,13 @@ class Families:
                 group.key = _key(everyone, group.group_desc, int(group.key.rpartition("/")[2]))
         return [(group, everyone) for group in groups]
 
+    def fits(self, groups: Sequence[ElasticGroup], rank: int) -> bool:
+        """Whether this process, built as another rank, can take the place of ``rank`` as it is: each of its groups has one that is to
+        ``rank`` what it is to this process, and ``rank`` is in no others."""
+        mine = [group for group in groups if group.key != "world"]
+        kin = [self._kin(group, rank) for group in mine]
+        return None not in kin and len(kin) == sum(rank in ranks for ranks, _ in self._made)
+
     def promote(self, groups: Sequence[ElasticGroup], rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """Give this process the place of ``rank`` in each of its groups."""
         moved: list[tuple[ElasticGroup, tuple[int, ...]]] = []

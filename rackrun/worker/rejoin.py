@@ -69,8 +69,8 @@ class Rejoin:
             try:
                 if plan.reshard is not None:
                     self._hand_over(plan, mine)
-                if mine.fresh and plan.world_size != world.size and fixed_because(self._state, world):
-                    self.leaving = True  # built for another world
+                if mine.fresh and self._is_built_otherwise(plan, mine):
+                    self.leaving = True
                     raise Reenter
                 if plan.layout < world.layout:
                     leave(world.rank, f"has the shards of generation {world.layout}, not of {plan.layout}.")
@@ -96,6 +96,13 @@ class Rejoin:
         if self._durable is not None:
             self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))
+
+    def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
+        """For another world, or as a rank in other groups: the script has branched by what it was told then."""
+        world = self._world
+        if plan.world_size != world.size:
+            return bool(fixed_because(self._state, world))
+        return not world.fits(mine.rank)
 
     def _take_place(self, plan: Plan, rank: int) -> None:
         moved = self._world.promote(rank)

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import fsdp
+from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
@@ -30,6 +30,7 @@ __all__ = ["TrackedState", "local_part"]
 
 _SMALL_BUFFER_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
+_NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
 
 
 class TrackedState:
@@ -81,7 +82,7 @@ class TrackedState:
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
         for wrapper in self.wrappers():
-            wrapper.require_backward_grad_sync = last
+            ddp.synchronise_gradients(wrapper, last)
         for module in self.modules.values():
             fsdp.synchronise_gradients(module, last)
 
@@ -122,6 +123,11 @@ class TrackedState:
         changes = self.lineage.changes
         changing = {*changes.early, *changes.moving}
         return self.is_settled(path) and path not in changing and path.rpartition("@")[0] not in changing
+
+    def is_listed(self, path: str) -> bool:
+        """In a list, or a dictionary, that an optimizer holds for a parameter: `put_plain` puts it into a new one."""
+        name, kind, rest = path.split("/", 2)
+        return name in self.optimizers and kind == "state" and rest.count("/") > 2
 
     def is_buffer(self, path: str) -> bool:
         """Of a tracked module: what replicas may differ in."""
@@ -243,9 +249,9 @@ class TrackedState:
                 found[id(parameter) not in ids][f"{name}/param/{path}"] = parameter
         return found
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """What optimizers train, and what they hold for it: this rank's part."""
-        found = {path: local_part(parameter) for path, parameter in self.trained_and_free()[0].items()}
+    def held_by_optimizers(self) -> dict[str, torch.Tensor]:
+        """For what they train: this rank's part."""
+        found = {}
         for name, optimizer in self.optimizers.items():
             for path, _, key, value in _optimizer_state(optimizer):
                 if isinstance(value, torch.Tensor):
@@ -317,6 +323,8 @@ class TrackedState:
         parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
         device = torch.device("cpu") if info.on_host else parameter.device
         local = info.empty(device)
+        if "/" in key:
+            return local  # of a list: put_plain makes it
         value: torch.Tensor = local
         if info.like_param:
             value = DTensor.from_local(
@@ -333,7 +341,7 @@ class TrackedState:
     def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
         for name, optimizer in self.optimizers.items():
             for path, parameter, key, value in list(_optimizer_state(optimizer)):
-                if isinstance(value, torch.Tensor) and f"{name}/{path}/{key}" not in wanted:
+                if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
     def encode_plain(self) -> bytes:
@@ -345,7 +353,7 @@ class TrackedState:
                     for g in optimizer.param_groups
                 ],
                 "state": {
-                    f"{path}/{key}": v
+                    f"{path}/{key}": without_tensors(f"{name}/{path}/{key}", v)
                     for path, _, key, v in _optimizer_state(optimizer)
                     if not isinstance(v, torch.Tensor)
                 },
@@ -377,7 +385,9 @@ class TrackedState:
                 del optimizer.state[parameter]
             for path, value in plain[name]["state"].items():
                 _, group_index, index, key = path.split("/", 3)
-                optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]][key] = value
+                held = optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]]
+                inside = flatten(f"{name}/{path}", held.get(key))
+                held[key] = like(held.get(key), with_tensors(value, {**inside, **tensors}))
         for name, other in self.others.items():
             current = other.state_dict()
             filled = with_tensors(plain[name], {**flatten(f"{name}/state", current), **tensors})
@@ -388,7 +398,12 @@ class TrackedState:
 
 
 def _refuse(name: str, thing: Any) -> None:
-    """What cannot be given another rank, and so could not be swapped in, is said now."""
+    """What cannot be given another rank, and so could not be swapped in, is said now; and what this torch would not do."""
+    if isinstance(thing, nn.Module):
+        needed = {
+            need for module in thing.modules() for kind, *needs in _NEEDS if isinstance(module, kind) for need in needs
+        }
+        require(*sorted(needed))
     if any(
         kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__
     ):  # importing it warns, and is slow
@@ -417,10 +432,17 @@ def _shard_of(parameter: torch.Tensor) -> str:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+    """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
+    and then the list."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
+            path = f"state/{group_index}/{index}"
             for key in sorted(optimizer.state.get(parameter, {})):
-                yield f"state/{group_index}/{index}", parameter, key, optimizer.state[parameter][key]
+                value = optimizer.state[parameter][key]
+                if not isinstance(value, torch.Tensor):
+                    for inner, tensor in flatten(key, value).items():
+                        yield path, parameter, inner, tensor
+                yield path, parameter, key, value
 
 
 def _has_extra_state(module: nn.Module) -> bool:

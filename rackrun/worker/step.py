@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,14 @@ class Step:
         """By what all learning rates are multiplied in this step's ``optimizer.step()``: not 1 with ``batch="scale_lr"`` only."""
         self.early_loss: float | None = None
         """What `loss` is, while the gate is still to come: in a step of several parts."""
+        self.last_given = False
+        """The current micro-batch is this rank's last of the step."""
+        self.is_whole = False
+        """Its loss has been given to `scale`, too: nothing is left to be added to `loss`."""
+        self.ask_loss: Callable[[], None] | None = None
+        """Called when `loss` is read before any ``optimizer.step()``, of a step that is whole: sees that it is known."""
+        self.loss_is_old = False
+        """A closure is called again, with other weights."""
         self._world = world
 
     def __int__(self) -> int:
@@ -54,12 +63,14 @@ class Step:
         ``weight`` (this micro-batch's share of the global batch; all of them sum to 1) replaces the default of equal shares, as for a
         mean over tokens. Also adds to what `loss` reports.
         """
+        self._world.may_be_left()
         if self._world.broken and not self._world.unit_passed:
             self._world.abandon()
         factor = self.gradient_scale
         share = self.weight
         if weight is not None and self.weight:
             factor, share = self.gradient_scale / self.weight * weight, weight
+        self.is_whole |= self.last_given
         part = loss.detach().double() * share
         self.local_loss = part if self.local_loss is None else self.local_loss + part
         if self.shard_losses is not None and self.weight:
@@ -73,14 +84,21 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The mean loss over the global batch, the same on every rank. Known once the gate has passed: after the first
-        ``optimizer.step()`` of the step. Raises `StepError` before."""
+        """The mean loss over the global batch, the same on every rank. Known after the last micro-batch's `backward`, also in a step
+        that skips ``optimizer.step()``, as a GradScaler does. Raises `StepError` before."""
+        if self.loss_is_old:
+            raise StepError(
+                "step.loss was read in a further call of the closure of optimizer.step(closure): it is that of the first call.",
+                remedy="add up the loss over the ranks in the closure (dist.all_reduce), and return that.",
+            )
+        if self.early_loss is None and not self._world.unit_passed and self.is_whole and self.ask_loss is not None:
+            self.ask_loss()
         if self.early_loss is not None:
             return self.early_loss
         if not self._world.unit_passed:
             raise StepError(
-                "step.loss was read before optimizer.step().",
-                remedy="read it after the first optimizer.step() of the step.",
+                "step.loss was read before the last micro-batch of the step was given to step.backward().",
+                remedy="read it after the loop over the micro-batches, best after optimizer.step().",
             )
         gate = self._world.gate
         assert gate is not None, "a gate that has passed"

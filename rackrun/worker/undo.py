@@ -58,8 +58,14 @@ class Undo:
         self._phase = ""
         self._whole = self._audits = False
         """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
-        self._suspect = False
-        """An attempt was abandoned, and nothing has shown yet that it had left alone what is not copied."""
+        self._suspect_at: set[int] = set()
+        """Attempts were abandoned at these places, and nothing has shown yet that they had left alone what is not copied."""
+        self._suspect_everywhere = False
+        """This rank has other micro-batches than they had: their places say nothing."""
+        self._places = 0
+        """Where the attempt in hand might have been left, so far."""
+        self._everywhere = False
+        self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
         """That optimizers train."""
         self._free_parameters: dict[str, nn.Parameter] = {}
@@ -71,6 +77,8 @@ class Undo:
         """Of what no optimizer trains, and is not known to change: address and version when the unit began."""
         self._static: dict[str, int] = {}
         """Of that, the digests of what there is no room to copy, from whenever they were taken."""
+        self._first: dict[str, int] = {}
+        """The same of everything, in a first step."""
         self._begun: dict[str, int] = {}
         """Digests when the unit began of what optimizers train, where they are asked for."""
         self._ended: dict[str, int] = {}
@@ -86,6 +94,7 @@ class Undo:
         self._saved_plain = b""
         self._submodules: list[nn.Module] = []
         self._modes: list[bool] = []
+        self._requires_grad: list[tuple[torch.Tensor, bool]] = []
         self._grads_present: dict[int, bool] = {}
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
@@ -115,26 +124,39 @@ class Undo:
         return [buffer._version for buffer in self._state.buffers().values()]
 
     # -- a unit begins
-    def begin(self, *, whole: bool = False, audit: bool = False, phase: str = "") -> None:
+    def begin(
+        self,
+        *,
+        whole: bool = False,
+        audit: bool = False,
+        phase: str = "",
+        everywhere: bool = False,
+        share: tuple[float, ...] = (),
+    ) -> None:
         """Remember what the unit may change. ``whole``: everything, if there is memory for it. ``audit``: learn from content what it
-        changes. ``phase``: its name."""
+        changes, and ``everywhere`` at each place where it may be left, not at its gate alone. ``phase``: its name. ``share``: what decides how
+        many micro-batches this rank has."""
         self._phase = phase
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         if self._filled != self._state.filled:
             self._forget()
-        if self._audits:
-            self._look_around()
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
         for module in self._state.modules.values():
             fsdp.begin(module)
+        if self._audits:
+            self._look_around()
+        self._places, self._everywhere = 0, everywhere
+        if share != self._share:
+            self._share, self._suspect_everywhere = share, bool(self._suspect_at)
         self._modes = [module.training for module in self._submodules]
         self._saved_plain = self._state.encode_plain()
         self._found_early.clear()
         self._take()
         self._trained = [(path, weakref.ref(p), _version(p)) for path, p in self._parameters.items()]
+        self._requires_grad = [(p, p.requires_grad) for p in self._state.parameters()]
         self._grads_present = {id(p): p.grad is not None for p in self._state.parameters()}
         found = (p for p in self._state.parameters() if p.grad is not None)
         self._grads_found = [
@@ -147,7 +169,9 @@ class Undo:
         self._copies.clear()
         self._static.clear()
         self._ended.clear()
-        self._suspect = False
+        self._nothing_is_suspect()
+        for module in self._state.modules.values():
+            fsdp.reshard(module)
         self._look_around()
 
     def _look_around(self) -> None:
@@ -182,8 +206,8 @@ class Undo:
         self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
         self._static |= _digests({path: free[path] for path in digested})
         owned: dict[str, torch.Tensor] = {}
-        if self._whole or self._audits or self._suspect or self._phase or not wanted <= free.keys():
-            owned = self._state.owned()
+        if self._whole or self._audits or self._suspect_at or self._phase or not wanted <= free.keys():
+            owned = self._owned()
         copied = {path: tensor for path, tensor in owned.items() if self._whole or path in wanted}
         size = sum(tensor.nbytes for tensor in copied.values())
         try:
@@ -196,8 +220,9 @@ class Undo:
         self._copies.keep_only([*held, *now, *copied])
         taken = self._copies.take(now) + self._copies.take(copied, place)
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
-        looks = self._audits or self._suspect or bool(self._phase)
+        looks = self._audits or bool(self._suspect_at) or bool(self._phase)
         self._begun = _digests({p: t for p, t in owned.items() if p not in copied}) if looks else {}
+        self._first = _digests({**owned, **{p: free[p] for p in unknown}}) if self._everywhere else {}
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
 
     def _place_for(self, size: int) -> torch.device | None:
@@ -212,7 +237,7 @@ class Undo:
         self.changed_between = ""
         if self._ended:
             ended, self._ended = self._ended, {}
-            now = _digests({path: t for path, t in {**self._state.owned(), **free}.items() if path in ended})
+            now = _digests({path: t for path, t in {**self._owned(), **free}.items() if path in ended})
             for path, digest in now.items():
                 if digest != ended[path]:
                     self.changed_between = path
@@ -223,24 +248,41 @@ class Undo:
             return _digests({path: tensor})[path] != self._static[path]
         return self._copies.stands(path, tensor) and not self._copies.equals(path, tensor)
 
-    # -- its gate
+    # -- where it may be left
+    def at_place(self) -> None:
+        """At each place of a step where it is left if it will not count: what it has changed so far must be put back. At the place where
+        the attempt before was left this one has changed what that had."""
+        self._places += 1
+        if self._everywhere:
+            changed = self._differing(self._first, {**self._owned(), **dict(self._free_tensors())})
+            early = {path for path in changed if self._is_owned(path)}
+            self._learn(early=early, moving=changed - early)
+        if self._suspect_everywhere or {self._places, self._places - 1} & self._suspect_at:
+            self._compare_with_the_attempt_before()
+
+    def _compare_with_the_attempt_before(self) -> None:
+        """Where a version moves now, it stood in that attempt: it had not come so far."""
+        early = self._differing(self._begun, self._owned()) - self._moved()
+        self._found_early |= {path for path in early if not self._copies.is_fresh(path)}
+        self._learn(early=early)
+
     def before_update(self) -> None:
         """Right before the first optimizer step of a step, or at its gate when it makes none: what optimizers train and has changed
         until here changes early."""
         if self._phase:
             return
-        owned = self._state.owned() if self._begun or (self._whole and self._audits) else {}
-        early = self._moved() | self._differing(self._begun, owned)
+        owned = self._owned() if self._audits else {}
+        early = self._moved() | (self._differing(self._begun, owned) if self._audits else set())
         if self._whole and self._audits:
             early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
-        moved = self._moved()  # where the version moves now, it stood in the attempt before: that had not come so far
-        self._found_early = {path for path in early - moved if not self._copies.is_fresh(path)}
+        if self._suspect_at and self._places <= max(self._suspect_at):
+            self._compare_with_the_attempt_before()
         self._learn(early=early)
 
     def not_put_back(self) -> list[str]:
         """After `before_update`: what this attempt has changed so far, and the one before it, which was abandoned, must have changed as
         well, and nobody had copied. This rank's state is of no use then."""
-        return sorted(self._found_early) if self._suspect else []
+        return sorted(self._found_early)
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
@@ -257,12 +299,12 @@ class Undo:
     # -- it counts
     def ended(self) -> None:
         """The unit is committed, and nothing has happened since: learn what it has changed."""
-        self._suspect = False
+        self._nothing_is_suspect()
         if not self._marks and not self._audits and not self._phase:
             return
         free = dict(self._free_tensors())
         moving = {path for path, mark in self._marks.items() if path not in free or mark != _mark(free[path])}
-        owned = self._state.owned() if self._audits else {}
+        owned = self._owned() if self._audits else {}
         if self._audits:
             moving |= self._differing(self._static, free)
             fresh = [path for path in self._marks if path in free and self._copies.is_fresh(path)]
@@ -293,6 +335,9 @@ class Undo:
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
         with torch.no_grad():
             for module in self._state.modules.values():
                 fsdp.reset(module)
@@ -309,7 +354,8 @@ class Undo:
             if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
                 other._per_optimizer_states.clear()
         self._put_back()
-        self._suspect = not self._whole and not self._begun
+        if not self._phase and not self._whole and not self._begun:
+            self._suspect_at.add(self._places)
         return torn
 
     def _torn(self) -> list[str]:
@@ -327,7 +373,7 @@ class Undo:
                 torn.add(path)  # through ``.data``: in this unit, or in one before it
         torn |= self._differing(self._static, free)
         if self._begun:
-            torn |= self._differing(self._begun, self._state.owned())
+            torn |= self._differing(self._begun, self._owned())
         return sorted(torn)
 
     def _put_back(self) -> None:
@@ -338,20 +384,26 @@ class Undo:
                 self._copies.put_back(path, tensor)
         copied = [path for path in self._copies if self._copies.is_fresh(path) and self._state.is_settled(path)]
         copied = [path for path in copied if path not in self._free_parameters]
+        listed: dict[str, torch.Tensor] = {}
         if copied:
             if self._whole:
                 self._state.keep_optimizer_keys(self._state_keys)
-            owned = self._state.owned()
+            owned = self._owned()
             for path in copied:
-                if path not in owned or not self._copies.put_back(path, owned[path]):
-                    self._state.put_owned(path, self._copies.value(path).clone())
-        if changed or self._state.encode_plain() != self._saved_plain:
+                if path in owned and self._copies.put_back(path, owned[path]):
+                    continue
+                value = self._copies.value(path).clone()
+                if self._state.is_listed(path):
+                    listed[path] = value
+                else:
+                    self._state.put_owned(path, value)
+        if changed or listed or self._state.encode_plain() != self._saved_plain:
             values = {path: self._copies.value(path).clone() for path in self._copies if self._is_others(path)}
-            self._state.put_plain(self._saved_plain, values)
+            self._state.put_plain(self._saved_plain, {**values, **listed})
 
-    def went_back(self) -> None:
-        """The state is another's, or a snapshot's: what was abandoned before does not matter."""
-        self._suspect = False
+    def _nothing_is_suspect(self) -> None:
+        self._suspect_at.clear()
+        self._suspect_everywhere = False
 
     def may_be_left(self) -> bool:
         """Whether the phase in hand may be left at this point: what it has changed so far can be put back."""
@@ -359,7 +411,23 @@ class Undo:
             return True
         return not self._found_moved() and all(self._copies.is_fresh(path) for path in self._moved())
 
+    @property
+    def trained_bytes(self) -> int:
+        """Of what optimizers train, and hold for it, on this rank."""
+        return sum(tensor.nbytes for tensor in self._owned().values())
+
     # -- helpers
+    def _owned(self) -> dict[str, torch.Tensor]:
+        """What optimizers train, and hold for it: this rank's part, also while FSDP2 has gathered the whole."""
+        parameters = {path: local_part(parameter) for path, parameter in self._parameters.items()}
+        return {**parameters, **self._state.held_by_optimizers()}
+
+    def _is_owned(self, path: str) -> bool:
+        return path in self._parameters or path.split("/", 2)[:2] in self._kinds_of_state()
+
+    def _kinds_of_state(self) -> list[list[str]]:
+        return [[name, "state"] for name in self._state.optimizers]
+
     def _moved(self) -> set[str]:
         """What optimizers train, and has another version than when the unit began."""
         return {

@@ -2,8 +2,9 @@
 
 They die with their rank, so every rank hands a copy of its own to all others *before it enters the gate*. If the gate
 passes for anyone then everybody has everybody's copies: they are exactly as durable as the unit. A newcomer copies a
-replica, and then puts its own row of them in place. This is for small things; what is larger than `ROW_BYTES_MAX` a rank,
-or changes again after the gate, has no live copy, and is kept by snapshots.
+replica, and then puts its own row of them in place. Where they change again after the gate (in an average of the weights, say), the
+gate comes at the end of the step from then on. This is for small things; what is larger than `ROW_BYTES_MAX` a rank has no live
+copy, and is kept by snapshots.
 """
 
 from __future__ import annotations

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
+from rackrun.worker import closures
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.corruption import CorruptionCheck
@@ -137,6 +139,10 @@ class UnitRunner:
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
         self._reached_gate = False
+        self._gradients_checked = True
+        """Not where the loss was asked for before any ``optimizer.step()``."""
+        self._counts_again = False
+        """A closure is called once more, and is given the samples that it was given before."""
         self._copies_beside = False
         """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
         self._loss = 0.0
@@ -145,6 +151,7 @@ class UnitRunner:
         """That of the step in hand stands at its end."""
         self._not_put_back: list[str] = []
         self._nobody_is_whole = self._stirred = False
+        self._world.may_be_left = self._may_be_left
         self._world.may_leave_phase = self._undo.may_be_left
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
@@ -311,6 +318,7 @@ class UnitRunner:
         self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
     ) -> None:
         """The loader is about to yield a micro-batch."""
+        self._may_be_left()
         if self._world.broken and not self._world.unit_passed:
             raise Abandoned
         self._page.progress()
@@ -318,13 +326,20 @@ class UnitRunner:
         self._world.meetings.next_pass(last=last)
         step.weight = 0.0 if shard.ghost else 1.0 / shards
         step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
+        step.last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)
-            self._delivered.append(ids)
+            if not self._counts_again:
+                self._delivered.append(ids)
         if self._exact is not None:
             self._exact.next_shard(step, shard, dp_size)
         self._state.synchronise_gradients(last)
         reseed(self._seed, "shard", step.at.step, shard.index)
+
+    def _may_be_left(self) -> None:
+        """A place at which a step that will not count is left."""
+        if self.step_in_hand is not None and not self.step_in_hand.at.phase and not self._world.updated:
+            self._undo.at_place()
 
     # -- one attempt
     def _catch_up(self) -> None:
@@ -351,6 +366,8 @@ class UnitRunner:
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
+            if self._late_gate and not at.phase and not self._world.updated:
+                self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
             self._world.after_update = None
             self._parts.ends()
             if not self._world.unit_passed:
@@ -391,6 +408,9 @@ class UnitRunner:
         self._delivered.clear()
         self._reached_gate = self._nobody_is_whole = self._stirred = False
         self._not_put_back = []
+        self._gradients_checked = True
+        step.ask_loss = None if step.at.phase else self._ask_loss
+        self._counts_again = False
         self.step_in_hand = step
         self._begin_undo(step.at)
         if self._exact is not None and not step.at.phase:
@@ -417,7 +437,12 @@ class UnitRunner:
         number = at.step - self._world.began.step
         tries = not self._world.generation  # a spare
         self._late_gate = parts or number == 1
-        self._undo.begin(whole=self._late_gate and not tries, audit=_is_audited(number) and not tries)
+        self._undo.begin(
+            whole=self._late_gate and not tries,
+            audit=_is_audited(number) and not tries,
+            everywhere=number == 1 and not tries,
+            share=(self._world.size, *self._world.deals.shares),
+        )
 
     def _phase(self, at: Position, name: str) -> str:
         """What its times are kept under: a function may be registered twice."""
@@ -438,8 +463,7 @@ class UnitRunner:
         self._world.order.add(f"{batch}")  # whoever has another is found at the gate
         return self._batches.work(batch, self._world.size)
 
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.step_in_hand is None:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
@@ -450,15 +474,47 @@ class UnitRunner:
                 f"{type(optimizer).__name__}.step() trains state that is not tracked.",
                 remedy="pass the optimizer to run.track(...).",
             )
-        if not self._world.updated:
-            self._before_first_update(self.step_in_hand)
-        self._rates.scale(optimizer, self.step_in_hand.lr_factor)
+        factor, closure = self.step_in_hand.lr_factor, closures.of_step(args, kwargs)
+        if closure is not None and not self._world.updated:
+            self._rates.scale(optimizer, factor)
+            return closures.with_closure(args, kwargs, self._before_closure, self._after_closure)
+        self._before_update(self.step_in_hand)
+        self._rates.scale(optimizer, factor)
+        return None
 
-    def _before_first_update(self, step: Step) -> None:
-        """All gradients of the step, or of its first part, are complete."""
+    def _before_update(self, step: Step) -> None:
+        """All gradients of the step are complete."""
+        if not self._world.updated:
+            self._before_first_update(step)
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            self._undo.check_gradients()
+
+    def _before_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = call > 0
+
+    def _after_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = False
+        if call == 0:
+            self._before_update(self.step_in_hand)
+
+    def _ask_loss(self) -> None:
+        """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
+        assert self.step_in_hand is not None, "the loss of a step"
+        if torch._C._current_graph_task_id() != -1:
+            raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
+        self._before_first_update(self.step_in_hand, trains=False)
+
+    def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
+        """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
+        self._may_be_left()
         if self._world.broken or not self._world.generation:
             raise Abandoned
-        self._undo.check_gradients()
+        self._gradients_checked = trains
+        if trains:
+            self._undo.check_gradients()
         if step.at.phase:
             self._world.updated = True
             return
@@ -544,9 +600,16 @@ class UnitRunner:
         gate = self._world.gate
         assert gate is not None, "a unit is committed by its gate"
         self._undo.ended()
-        if gate.parts and not self._state.lineage.changes.parts:
-            self._has_parts()
-        if self._replicas.committed(gate.changed_late):
+        late = self._state.lineage.changes.parts
+        if gate.parts and not late:
+            self._has_parts(
+                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
+            )
+        elif gate.changed_late and not late:
+            self._has_parts(
+                "each rank has buffers of its own (statistics of batch norm, say) that change after optimizer.step()"
+            )
+        if self._replicas.committed(gate.changed_late, late=late or bool(at.phase)):
             self._reports.ready(self._world.replica_class)
         if not self._replicas.need_snapshots and self._replicas.known(at):
             self._snapshots.drop_upto(self._world.began.step)
@@ -623,16 +686,15 @@ class UnitRunner:
             "every step.",
         )
 
-    def _has_parts(self) -> None:
+    def _has_parts(self, why: str) -> None:
         """All ranks come to this after the same unit."""
         changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
         self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
         if self._world.rank == 0:
-            size = sum(tensor.nbytes for tensor in self._state.owned().values())
+            size = self._undo.trained_bytes
             say(
-                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}. So that it can be "
-                f"done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
-                "are copied when it begins. Where all collectives can come before the first optimizer.step(), that is not needed."
+                f"{why}. So that a step can be done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
+                "are copied when it begins. Where all that can come before the first optimizer.step(), that is not needed."
             )
 
     def _say_once(self, what: str) -> None:
@@ -684,7 +746,8 @@ class UnitRunner:
         self._hook.remove()
         try:
             for optimizer in self._state.optimizers.values():
-                optimizer.step()
+                if not closures.needs_closure(optimizer):
+                    optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 

@@ -124,6 +124,8 @@ class World:
         self.waited_s = 0.0
         """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
         self.may_leave_phase: Callable[[], bool] = lambda: True
+        self.may_be_left: Callable[[], None] = lambda: None
+        """Told of every place at which a step that will not count is left."""
         self._gate: tuple[float, ...] = ()
         self._released = False
         self._fixed: Callable[[str, int, int], Communicator] | None = None
@@ -511,6 +513,7 @@ class World:
         """Of the script that was in ``main``."""
         self.broke_late = lambda result: None  # noqa: ARG005
         self.may_leave_phase = lambda: True
+        self.may_be_left = lambda: None
         self.flights.new_generation()
 
     def begin_again(self, plan: Plan, rank: int) -> None:
@@ -561,6 +564,10 @@ class World:
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
         return self.families.promote(self.groups, rank)
+
+    def fits(self, rank: int) -> bool:
+        """`promote` can give this process the place of ``rank``."""
+        return self.families.fits(self.groups, rank)
 
     def counts_as(self, plan: Plan, mine: Member) -> bool:
         """This process has its rank, in a world of the size, that ``plan`` says."""

@@ -255,7 +255,9 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
         assert not done.failures
         assert verified(after)[0] == 4
         assert survey(after).leftovers == (), point
-    assert struck >= {f"durable.{what}" for what in ("chunk", "data_named", "read_back", "fragment_named", "manifest_named")}
+    assert struck >= {
+        f"durable.{what}" for what in ("chunk", "data_named", "read_back", "fragment_named", "manifest_named")
+    }
 
 
 # -- the whole of it

@@ -30,6 +30,16 @@ def test_two_racks_are_filled_with_whole_groups(rackctl: Rackctl) -> None:
     assert all(len({slot.partition("-tray")[0] for slot in slots[at : at + 16]}) == 1 for at in range(0, 128, 16))
 
 
+def test_spares_are_those_of_rackrun_and_not_of_each_domain(rackctl: Rackctl) -> None:
+    """Two racks of 72: `rackrun --spares 8` keeps 8 of 144 slots."""
+    two = RACKS / "two-gb200-nvl72.yaml"
+    said = rackctl("topology", "show", two, "--mesh", "dp=-1", "--spares", 8, "--json").json
+    assert (len(said["slots"]), len(said["spares"])) == (136, 8)
+    assert len({slot.partition("-tray")[0] for slot in said["spares"]}) == 2, "as evenly as they go"
+    joined = rackctl("topology", "show", RACKS / "nvl36x2.yaml", "--mesh", "dp=-1,tp=8", "--spares", 8, "--json").json
+    assert (len(joined["slots"]), len(joined["spares"])) == (64, 8)
+
+
 def test_the_picture_is_text_or_svg(rackctl: Rackctl, tmp_path: Path) -> None:
     said = rackctl("topology", "show", NVL72, "--mesh", "dp=-1", "--spares", 8)
     assert "tray-15" in said.out

@@ -13,7 +13,7 @@ from typing import NamedTuple
 __all__ = ["OPERATORS", "Site", "mutated", "sites"]
 
 Change = Callable[[ast.AST], ast.AST | None]
-"""Gives the node that takes the place of a copy of the original; None: this one has no such mistake."""
+"""Gives the node that takes the place of the original, from a shallow copy of it; None: this one has no such mistake."""
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -118,6 +118,7 @@ def _swap_arguments(node: ast.AST) -> ast.AST | None:
         plain = [i for i, one in enumerate(node.args) if isinstance(one, ast.Name | ast.Attribute)]
         if len(plain) >= 2 and ast.dump(node.args[plain[0]]) != ast.dump(node.args[plain[1]]):
             first, second = plain[:2]
+            node.args = list(node.args)
             node.args[first], node.args[second] = node.args[second], node.args[first]
             return node
     return None
@@ -185,7 +186,7 @@ def sites(text: str) -> list[Site]:
         if id(node) in hidden:
             continue
         for name, change in OPERATORS.items():
-            if change(copy.deepcopy(node)) is not None:
+            if change(copy.copy(node)) is not None:
                 found.append(Site(name, number, getattr(node, "lineno", 0), owner.get(id(node), "")))
     return found
 
@@ -195,7 +196,7 @@ def mutated(text: str, site: Site) -> tuple[str, str]:
     tree = ast.parse(text)
     before = ast.unparse(tree)
     node = next(node for number, node in enumerate(ast.walk(tree)) if number == site.number)
-    other = OPERATORS[site.operator](copy.deepcopy(node))
+    other = OPERATORS[site.operator](copy.copy(node))
     assert other is not None, "it is a site of this mistake"
 
     class Put(ast.NodeTransformer):

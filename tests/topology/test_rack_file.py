@@ -116,3 +116,37 @@ def test_a_file_that_cannot_be_read_is_refused(content: bytes | None, tmp_path: 
         path.write_bytes(content)
     with pytest.raises(RackFileError):
         read_rack_file(path)
+
+
+# -- what is wrong with the whole, and domains over racks
+TWICE = [
+    ("  - {serial: a, trays: [{name: x}]}\n  - {serial: b, trays: [{name: y}, {name: x}]}\n", 4, "tray name x"),
+    ("  - {serial: a, trays: 1}\n\n  - {serial: a, trays: 1}\n", 5, "chassis serial a"),
+    (
+        "  - serial: a\n    trays:\n      - {gpus: [{uuid: GPU-1}]}\n      - gpus:\n          - {uuid: GPU-1}\n",
+        7,
+        "GPU UUID GPU-1",
+    ),
+    (
+        "  - serial: a\n    trays: [{serial: s}, {}]\n  - serial: b\n    trays:\n      - {serial: s}\n",
+        7,
+        "tray serial s",
+    ),
+]
+
+
+@pytest.mark.parametrize(("racks", "line", "what"), TWICE)
+def test_what_does_not_go_together_names_a_line_too(racks: str, line: int, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "rack.yaml"
+    path.write_text(f"format: 1\nracks:\n{racks}")
+    with pytest.raises(RackFileError) as error:
+        read_rack_file(path)
+    assert str(error.value).startswith(f"{path}:{line}: the {what} is there twice")
+
+
+def test_a_domain_may_reach_over_two_racks() -> None:
+    """NVL36x2: each rack has half of it; their trays are the racks' own."""
+    rack = read_rack_file(Path(__file__).resolve().parents[2] / "examples" / "racks" / "nvl36x2.yaml")
+    assert (len(rack.racks), len(rack.trays), len(rack.seats)) == (2, 18, 72)
+    assert len({seat.clique for seat in rack.seats}) == 1
+    assert len({seat.rack.serial for seat in rack.seats}) == 2

@@ -437,7 +437,9 @@ class TinyCluster:
     def _paused(self, child: _Child, message: WorkerPaused) -> None:
         page, ended, folder = child.page, self._ended, os.environ.get("RACKRUN_CHECKPOINT_DIR")
         saved = len(DurableStore(Path(folder), "run").generations()) if folder else 0
-        rank = self._rank_of(child.worker) if child.spare else child.rank
+        rank = self._rank_of(child.worker)
+        if rank is None and not child.spare:
+            rank = child.rank  # no plan has named it since the start
         assert rank is not None
         ended.paused.setdefault(rank, Paused(page.at, page.activity, tuple(sorted(page.snapshots())), saved))
         swap = self._swap
@@ -531,7 +533,9 @@ class TinyCluster:
 
     def _remember_delivered(self, child: _Child) -> None:
         """What it has recorded in its page before a gate that it perhaps did not live to report."""
-        rank = self._rank_of(child.worker) if child.spare else child.rank
+        rank = self._rank_of(child.worker)
+        if rank is None and not child.spare:
+            rank = child.rank  # no plan has named it since the start
         for step in (child.page.at.step, child.page.at.step - 1):
             ids = child.page.ledger(Position(step)) if step >= 0 else None
             if ids is not None and rank is not None:

@@ -6,6 +6,7 @@ Each script runs once undisturbed, and once more while rank 0 and another rank d
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +35,55 @@ def bucket_views(run: Run) -> None:
     fit(run, model, adam(model))
 
 
-def static_graph(run: Run) -> None:
-    model = ddp(run, static_graph=True)
-    fit(run, model, adam(model))
-
-
 def compiled(run: Run) -> None:
     model = ddp(run)
     fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
+
+
+def by_closure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Script:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = make(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> float:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                total = torch.zeros(())
+                for batch in data:
+                    loss = loss_of(model, batch)
+                    step.backward(loss)
+                    total += loss.detach() * step.weight
+                dist.all_reduce(total)  # LBFGS decides by it how to go on: the same on every rank
+                return total
+
+            optimizer.step(closure)
+            return step.loss
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    return main
+
+
+def bfgs(model: nn.Module, evaluations: int = 1) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=evaluations, history_size=3)
+
+
+def lbfgs(run: Run) -> None:
+    """Lists of tensors, that grow with every step."""
+    by_closure(bfgs)(run)
+
+
+def lbfgs_of_several_evaluations(run: Run) -> None:
+    """Backward passes after the first update: a step of several parts."""
+    by_closure(lambda model: bfgs(model, evaluations=4))(run)
+
+
+def adam_with_closure(run: Run) -> None:
+    by_closure(adam)(run)
 
 
 class SometimesUnused(nn.Module):
@@ -169,7 +211,7 @@ def everything_beside_the_model(run: Run) -> None:
 
 
 def batch_norm_and_its_average(run: Run) -> None:
-    """The average's buffers change after the gate: they have no live copy, snapshots keep them."""
+    """The average's buffers change after the first update: the gate comes behind that."""
     model = ddp(run, nn.BatchNorm1d(14))
     optimizer = adam(model)
     shadow = torch.optim.swa_utils.AveragedModel(model.module)
@@ -285,10 +327,13 @@ EXACT: list[Script] = [
     batch_norm_and_its_average,
     one_cycle_and_scaler,
     phases,
+    lbfgs,
 ]
 
 
 ALSO_EXACT: list[Script] = [
+    adam_with_closure,
+    lbfgs_of_several_evaluations,
     compiled,
     bucket_views,
     non_persistent_buffer,
@@ -322,6 +367,27 @@ def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, tra
     assert not ended.differences(reference), f"{deaths}\n{ended}"
     assert not ended.rolled_back
     assert not ended.restarted
+
+
+def test_samples_that_a_closure_reads_again_count_once(train: Train) -> None:
+    once, often = train(lbfgs, ranks=2), train(by_closure(lambda model: bfgs(model, evaluations=4)), ranks=2)
+    assert often.exit_code == 0, often
+    assert often.counts == once.counts
+    assert [often.samples(at) for at in often.gates] == [once.samples(at) for at in once.gates]
+    assert often.losses[0] == once.losses[0]
+    assert often.losses[STEPS - 1] < once.losses[STEPS - 1]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 12))])
+def test_nobody_goes_back_for_an_average_of_each_ranks_own_statistics(seed: int, train: Train) -> None:
+    reference = train(batch_norm_and_its_average)
+    lived = reference.moments[1]
+    known = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=3,"))
+    moment = random.Random(seed).randrange(known, len(lived))
+    ended = train(batch_norm_and_its_average, kill={1: moment})
+    assert not ended.differences(reference), f"{lived[moment]}\n{ended}"
+    assert not ended.rolled_back, f"{lived[moment]}\n{ended}"
+    assert not ended.restarted, f"{lived[moment]}\n{ended}"
 
 
 def test_uneven_micro_batches_are_evened_out_by_ghosts(train: Train) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import harness  # noqa: F401 - sets the number of threads before torch is imported
 import numpy as np
@@ -88,3 +92,27 @@ def test_more_ranks_than_micro_batches_are_refused() -> None:
 def test_a_data_set_smaller_than_the_global_batch_is_refused() -> None:
     with pytest.raises(UsageError, match="fewer than one global batch"):
         BatchPlan(8, 4, 0).steps_per_epoch(7)
+
+
+LOADS = """
+import sys, tempfile, os
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+from rackrun.worker.compat.loader import end_workers, leave_no_folders
+leave_no_folders()
+stream = iter(DataLoader([torch.ones(3) for _ in range(64)], num_workers=2, batch_size=2))
+assert next(stream).sum() == 6
+assert next(stream).sum() == 6
+print([path.name for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("pymp")], flush=True)
+end_workers(stream)
+os._exit(0)
+"""
+
+
+def test_loader_processes_leave_no_folders_however_they_end(tmp_path: Path) -> None:
+    """Tensors have come over their sockets; neither they nor their parent come to Python's own end."""
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ran = subprocess.run([sys.executable, "-c", LOADS], env=env, capture_output=True, text=True, timeout=110)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("pymp")]

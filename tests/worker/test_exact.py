@@ -282,6 +282,41 @@ def test_what_is_not_finite_is_nan_on_every_rank_and_a_scaler_skips_the_step(tra
         assert (said["scale 2"], said["scale 3"]) == (1024.0, 512.0)
 
 
+def averaged(of: Callable[[DDP], nn.Module]) -> Script:
+    """An average of the weights, that no optimizer trains: its parameters say that they need gradients, as torch makes them."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        shadow = torch.optim.swa_utils.AveragedModel(of(model))
+        show_state(run, model, optimizer)
+        run.track(model=model, optimizer=optimizer, shadow=shadow)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            shadow.update_parameters(of(model))
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            step(number)
+        say(shadow=[parameter.tolist() for parameter in shadow.parameters()])
+
+    return main
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_averaged_model_is_not_counted(whole: bool, train: Train) -> None:
+    main = averaged((lambda model: model) if whole else (lambda model: model.module))
+    ended, alone = run_on(train, main, 3), run_on(train, main, 1)
+    assert computed(ended) == computed(alone)
+    shadows = [said["shadow"] for said in (*ended.said.values(), *alone.said.values())]
+    assert all(shadow == shadows[0] for shadow in shadows)
+
+
 def test_a_scale_follows_the_largest_gradient_and_forgets_it_slowly() -> None:
     scales = Scales(3)
     scales.seen(torch.tensor([4.0, 0.0, math.inf]))
@@ -346,9 +381,31 @@ def pipelined(run: Run) -> None:
     raise AssertionError("never reached")
 
 
+def by_hand(run: Run) -> None:
+    """What no optimizer trains is not reduced either: it must have no gradient."""
+    model, other = ddp(run), net()
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer, other=other)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch) + loss_of(other, batch))
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
 @pytest.mark.parametrize(
     ("main", "because", "how"),
     [
+        (by_hand, "neither DDP nor FSDP2", {}),
         (not_wrapped, "neither DDP nor FSDP2", {}),
         (partly_wrapped, "neither DDP nor FSDP2", {}),
         (hooked, "communication hook", {}),

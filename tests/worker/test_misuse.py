@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Ended, moments
 from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -122,6 +123,28 @@ def gradients_not_cleared(run: Run) -> None:
         step(number)
 
 
+def sharded_gradients_not_cleared(run: Run) -> None:
+    """Torch 2.15 forgets them itself when FSDP2 is set back: the script would train on as if it had cleared them."""
+    model = fully_shard(net())
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+
+    for number in run.steps(3):
+        step(number)
+
+
+def static_graph(run: Run) -> None:
+    model = ddp(run, static_graph=True)
+    fit(run, model, adam(model))
+
+
 def never_in_run_steps(run: Run) -> None:
     run.every(0, lambda: None)
 
@@ -154,6 +177,8 @@ def wrong_shapes(run: Run) -> None:
         (too_little_data, "fewer than one global batch"),
         (zero, "ZeroRedundancyOptimizer"),
         (gradients_not_cleared, "were not cleared"),
+        (sharded_gradients_not_cleared, "were not cleared"),
+        (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
         (wrong_shapes, "invalid tensor size|same dtype|shape"),
     ],
@@ -161,6 +186,12 @@ def wrong_shapes(run: Run) -> None:
 def test_a_broken_rule_is_named(main: Callable[[Run], None], words: str, train: Train) -> None:
     message = said(train, main)
     assert re.search(words, message), message
+
+
+def test_a_static_graph_trains_with_one_micro_batch_for_each_rank(train: Train) -> None:
+    reference = train(static_graph, ranks=3, batch=(12, 4))
+    ended = train(static_graph, ranks=3, batch=(12, 4), kill={1: moments(reference, 1, "static")[0]})
+    assert not ended.differences(reference), ended
 
 
 def test_an_error_of_the_script_ends_the_run_with_its_own_traceback(train: Train) -> None:

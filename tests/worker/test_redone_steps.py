@@ -184,6 +184,52 @@ def test_a_change_that_nobody_has_seen_in_time_is_found_when_the_step_is_done_ag
     assert undo.not_put_back() == ["model/param/weight"]
 
 
+def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_left() -> None:
+    """Through ``.data``, and put back before the gate: there is nothing to see there. Known from the first step, they are put back."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = Undo(state)
+    undo.begin()
+    undo.at_place()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    undo.discard(backward_open=True)
+    undo.begin()
+    undo.at_place()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    model.weight.data.mul_(0.5)
+    undo.at_place()
+    undo.before_update()
+    assert undo.not_put_back() == ["model/param/weight"]
+
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = Undo(state)
+    undo.begin(whole=True, audit=True, everywhere=True)
+    model.weight.data.mul_(2)
+    undo.at_place()
+    model.weight.data.mul_(0.5)
+    undo.at_place()
+    undo.before_update()
+    undo.ended()
+    before = bits(state)
+    undo.begin()
+    model.weight.data.mul_(2)
+    undo.at_place()
+    assert not undo.discard(backward_open=True)
+    assert bits(state) == before
+
+
+def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
+    model, optimizer = trained()
+    undo = Undo(tracked(model=model, optimizer=optimizer))
+    undo.begin()
+    model.weight.requires_grad_(False)
+    undo.discard(backward_open=True)
+    assert model.weight.requires_grad
+
+
 def test_a_step_that_is_done_again_and_changes_nothing_early_is_good() -> None:
     model, optimizer = trained()
     undo = Undo(tracked(model=model, optimizer=optimizer))

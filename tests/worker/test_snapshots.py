@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.core.ids import Position
+from rackrun.core.ids import Generation, Position, snapshot_id
+from rackrun.core.ids import Step as StepNumber
 from rackrun.worker.copies import HostCopies
 from rackrun.worker.run import Run
+from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
@@ -306,3 +308,16 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over() -> No
             arena.close()
         for fd in runtime.boot.snapshot_fds:
             os.close(fd)
+
+
+def _of(layout: int, step: int) -> int:
+    return int(snapshot_id(Generation(layout), StepNumber(step)))
+
+
+@pytest.mark.parametrize(("began", "told"), [(4, (_of(0, 4), _of(7, 8))), (3, (_of(7, 8),))])
+def test_snapshots_of_a_former_layout_are_told_until_a_gate_has_passed_in_this_one(
+    began: int, told: tuple[int, ...]
+) -> None:
+    page = SimpleNamespace(snapshots=lambda: [_of(7, 8), _of(0, 4)])
+    world = SimpleNamespace(layout=Generation(7), passed=Position(4), began=Position(began))
+    assert Runtime.snapshots(SimpleNamespace(page=page, world=world)) == told  # type: ignore[arg-type]

@@ -94,6 +94,58 @@ def test_tied_weights_are_one_tensor_and_buffers_that_are_not_saved_are_there() 
     assert sorted(state.tensors()) == ["net/buffer/mask", "net/param/0.bias", "net/param/0.weight", "net/param/1.bias"]
 
 
+def bent(steps: int, width: int = 4) -> tuple[TrackedState, torch.optim.LBFGS, nn.Module]:
+    """LBFGS keeps lists of tensors, and a list of tensors and Nones."""
+    state, net = TrackedState(), nn.Linear(width, 3)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3, history_size=4)
+    for number in range(steps):
+        target = torch.full((2, 3), float(number))
+
+        def closure(target: torch.Tensor = target) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (net(torch.ones(2, width)) - target).pow(2).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+    state.track("net", net)
+    state.track("optimizer", optimizer)
+    return state, optimizer, net
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_lists_of_tensors_in_an_optimizers_state_come_as_they_are(steps: int) -> None:
+    torch.manual_seed(3)
+    (source, given, net), (newcomer, taken, copy) = bent(3), bent(steps)
+    assert any("/old_dirs/" in path for path in source.tensors())
+    carried(source, newcomer)
+    assert newcomer.content() == source.content()
+    assert newcomer.encode_plain() == source.encode_plain()
+    for optimizer, module in ((given, net), (taken, copy)):  # and they train on alike
+
+        def closure(optimizer: torch.optim.LBFGS = optimizer, module: nn.Module = module) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.ones(2, 4)).pow(2).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+    assert newcomer.content() == source.content()
+
+
+def test_a_list_in_an_optimizers_state_is_put_back() -> None:
+    torch.manual_seed(3)
+    state, optimizer, net = bent(2)
+    undo = Undo(state)
+    undo.begin()
+    held = optimizer.state[net.weight]
+    before = list(held["old_dirs"])
+    held["old_dirs"] = [*before, torch.ones(15)]
+    held["n_iter"] += 1
+    undo.discard(backward_open=False)
+    assert [tensor.data_ptr() for tensor in held["old_dirs"]] == [tensor.data_ptr() for tensor in before]
+
+
 # -- what may be tracked --------------------------------------------------------------------------------------------------
 class Custom:
     def __init__(self, state: Any) -> None:

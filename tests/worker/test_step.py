@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -175,6 +176,106 @@ def test_a_collective_that_breaks_after_the_update(averages_weights: bool, train
     ended = train(main, kill={1: moment})
     assert not ended.differences(reference), f"{reference.moments[1][moment]}\n{ended}"
     assert not ended.restarted, ended
+
+
+# -- the loss of a step that skips its optimizer ------------------------------------------------------------------------
+def skips_every_third_step(skipped_by: str, shown_by: str) -> Callable[[Run], None]:
+    """``step.loss`` is returned in every step, or logged, or read by rank 0 alone; in every third no optimizer.step() was called."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        run.track(model=model, optimizer=optimizer, scaler=scaler)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> float:
+            skip = int(step) % 3 == 1
+            for batch in data:
+                loss = step.scale(loss_of(model, batch))
+                scaler.scale(loss * math.inf if skip and skipped_by == "scaler" else loss).backward()
+            if skipped_by == "scaler":
+                scaler.step(optimizer)
+                scaler.update()
+            elif not skip:
+                optimizer.step()
+            optimizer.zero_grad()
+            if shown_by == "log":
+                run.log(loss=step.loss)
+            if shown_by == "rank 0":
+                return step.loss if run.rank == 0 else 0.0
+            return step.loss
+
+        losses = [step(number) for number in run.steps(STEPS)]
+        say(losses=losses, skipped=scaler.get_scale() < 1024.0)
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("skipped_by", "shown_by"),
+    [
+        ("scaler", "return"),
+        ("guard", "rank 0"),
+        *(pytest.param(*both, marks=pytest.mark.stories) for both in (("guard", "return"), ("scaler", "log"))),
+    ],
+)
+def test_the_loss_of_a_step_that_skips_its_optimizer_is_known(skipped_by: str, shown_by: str, train: Train) -> None:
+    main = skips_every_third_step(skipped_by, shown_by)
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    told = [reference.losses[step] for step in range(STEPS)]
+    assert len(set(told)) == STEPS
+    assert reference.said[0]["losses"] == told
+    assert reference.said[0]["skipped"] == (skipped_by == "scaler")
+    if shown_by != "rank 0":
+        assert all(said["losses"] == told for said in reference.said.values())
+    ended = train(main, kill={1: moments(reference, 1, shown_by)[0]})
+    assert not ended.differences(reference), ended
+
+
+def reads_loss(where: str) -> Callable[[Run], None]:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            optimizer.zero_grad()
+            for batch in data:
+                if where == "in the loop":
+                    step.loss  # noqa: B018 - it raises
+                step.backward(loss_of(model, batch))
+            if step.loss > 1e6:
+                return
+            if where == "before a collective":
+                dist.all_reduce(torch.ones(1))
+            optimizer.step()
+
+        for number in run.steps(STEPS):
+            step(number)
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "where", ["before the optimizer", pytest.param("before a collective", marks=pytest.mark.stories)]
+)
+def test_a_guard_may_look_at_the_loss_before_the_optimizer(where: str, train: Train) -> None:
+    reference = train(reads_loss(where))
+    assert reference.exit_code == 0, reference
+    ended = train(reads_loss(where), kill={0: moments(reference, 0, "guard")[0]})
+    assert not ended.differences(reference), ended
+
+
+def test_a_loss_that_is_read_too_early_is_refused_without_a_fault(train: Train) -> None:
+    ended = train(reads_loss("in the loop"), max_restarts=0)
+    assert ended.exit_code == 1, ended
+    assert "step.loss was read before" in ended.failure.message
+    assert not ended.gates or max(ended.gates) <= Position(1)
 
 
 SCRIPT = """

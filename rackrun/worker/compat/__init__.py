@@ -1,13 +1,23 @@
 """The only place that touches torch's private parts; each module says which torch it was tried on.
 
-`check` refuses what is not there with a reason, instead of half working; `install` makes torch's own entry points elastic.
+`check` tries what rackrun needs of this torch, and `require` refuses what did not work with a reason, instead of half working;
+`install` makes torch's own entry points elastic.
 """
 
 from __future__ import annotations
 
-from rackrun.worker.compat.c10d import adopt_default_group, forget_groups, promote_groups, register_backend
-from rackrun.worker.compat.fsdp import forget_meshes, promote_sharded
-from rackrun.worker.compat.install import check, install
+import torch
+
+from rackrun.errors import UsageError
+
+try:
+    from rackrun.worker.compat.c10d import adopt_default_group, forget_groups, promote_groups, register_backend
+    from rackrun.worker.compat.fsdp import forget_meshes, promote_sharded
+    from rackrun.worker.compat.install import check, install, require
+except ImportError as error:  # a private module that has moved: no trial can begin
+    raise UsageError(
+        f"rackrun does not know torch {torch.__version__}: {error}.", remedy="install torch 2.10 to 2.15."
+    ) from error
 
 __all__ = [
     "adopt_default_group",
@@ -18,4 +28,5 @@ __all__ = [
     "promote_groups",
     "promote_sharded",
     "register_backend",
+    "require",
 ]

@@ -1,4 +1,4 @@
-"""torch.distributed's registry of groups, torch 2.10 to 2.13: an elastic default group, a promoted spare's new place, and a new
+"""torch.distributed's registry of groups, torch 2.10 to 2.15: an elastic default group, a promoted spare's new place, and a new
 beginning in the same process."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DDP's buckets, torch 2.10 to 2.13: one layout, the same on every rank and in every generation.
+"""DDP's buckets, torch 2.10 to 2.15: one layout, the same on every rank and in every generation.
 
 DDP rebuilds its buckets after the first backward, in the order in which gradients came. A newcomer's DDP, freshly made,
 would have other buckets than the survivors': their all-reduces would not match (gloo ends the process), and the order of
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 
-__all__ = ["begin", "clear", "hook", "install", "missing", "parameters_of", "reset"]
+__all__ = ["begin", "clear", "freeze", "hook", "install", "missing", "parameters_of", "reset", "synchronise_gradients"]
 
 
 def missing() -> list[str]:
@@ -43,7 +43,7 @@ def install() -> None:
 
     def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        _freeze(self)
+        freeze(self)
 
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = init_frozen  # type: ignore[method-assign]
@@ -61,7 +61,21 @@ def reset(module: DistributedDataParallel) -> None:
     """After a forward whose backward never came: the reducer still expects it, and would communicate in the next backward of
     all, even one under no_sync. Its buckets are made anew, in the same layout; call only while collectives are loopbacks."""
     module.reducer._reset_state()
-    _freeze(module)
+    freeze(module)
+
+
+def synchronise_gradients(module: DistributedDataParallel, last: bool) -> None:
+    """Communicate in the coming backward pass, or not. Raises `StepError` where torch cannot leave it out: with ``static_graph=True``
+    its reducer learns the graph in the first backward pass that communicates, and fails in one before that."""
+    if module.static_graph and not getattr(module, "_rackrun_knows_graph", False):
+        if not last:
+            raise StepError(
+                "DistributedDataParallel(static_graph=True) cannot begin with a step of several micro-batches: torch's reducer must "
+                "communicate in its first backward pass.",
+                remedy="leave out static_graph=True, or give each rank one micro-batch a step (micro_batch_size = global_batch_size / ranks).",
+            )
+        module._rackrun_knows_graph = True  # type: ignore[assignment]
+    module.require_backward_grad_sync = last
 
 
 def hook(
@@ -100,7 +114,8 @@ def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def _freeze(module: DistributedDataParallel) -> None:
+def freeze(module: DistributedDataParallel) -> None:
+    """Lay the buckets out now, for good."""
     if not module.find_unused_parameters:  # then DDP never rebuilds them
         module.reducer._push_all_rebuilt_params()
         module.reducer._rebuild_buckets()

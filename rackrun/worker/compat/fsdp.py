@@ -1,9 +1,9 @@
-"""FSDP2 (``fully_shard``) and DeviceMesh, torch 2.10 to 2.13: leaving a step in the middle, and giving a built model another rank."""
+"""FSDP2 (``fully_shard``) and DeviceMesh, torch 2.10 to 2.15: leaving a step in the middle, and giving a built model another rank."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug
 
 __all__ = [
     "begin",
+    "clear_unreduced",
     "forget_meshes",
+    "gradient_before_reduction",
     "has_meshes",
     "install",
     "is_gathered",
@@ -75,27 +77,68 @@ def forget_meshes() -> None:
     """The groups of all meshes are gone: what DTensor has remembered of them goes as well, and no new mesh will equal an old one."""
     global _beginnings  # noqa: PLW0603 - of the process, as the groups are
     _beginnings += 1
-    _clear_sharding_prop_cache()
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
     _meshes.clear()
 
 
 def begin(module: nn.Module) -> None:
     """Before a unit: forget the forward passes that no backward followed (an evaluation's). FSDP would prefetch for them in the
     next backward, and find its root gathered already: all-gathers that a newcomer, which has not evaluated, does not make."""
+    _begin(module, [leaf for param in params(module) for leaf in _leaves(param)])
+
+
+def reset(module: nn.Module) -> None:
+    """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
+    _begin(module, [param.sharded_param for param in params(module)])
+    for param in params(module):
+        if _accumulated(param) is not None:
+            param.unsharded_accumulated_grad = None
+        for leaf in _leaves(param)[1:]:
+            leaf.grad = None
+
+
+def _begin(module: nn.Module, keep: Sequence[torch.Tensor]) -> None:
+    """``keep``: whose gradients stay. Torch 2.15 drops all: then nobody would notice a step that adds to the one before."""
+    kept = [leaf.grad for leaf in keep]
     for sub in _fsdp_modules(module):
         state = sub._get_fsdp_state()
         if state._is_root:
             _forget_iteration(state)
     reshard(module)
+    for leaf, gradient in zip(keep, kept, strict=True):
+        if leaf.grad is not gradient:
+            leaf.grad = gradient
 
 
-def reset(module: nn.Module) -> None:
-    """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
-    begin(module)
-    for param in params(module):
-        param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
+def gradient_before_reduction(param: Any) -> tuple[torch.Tensor | None, str]:
+    """What backward passes without synchronisation have left, of the whole parameter, and the name of the attribute that gives this
+    tensor-parallel rank's part of it."""
+    held = _accumulated(param)
+    if held is not None:
+        return held, "unsharded_accumulated_grad_data"
+    unsharded = _leaves(param)[1:]
+    return (unsharded[0].grad if unsharded else None), "unsharded_grad_data"
+
+
+def clear_unreduced(param: Any) -> None:
+    """To zero, all of these."""
+    for gradient in (_accumulated(param), *(leaf.grad for leaf in _leaves(param)[1:])):
+        if gradient is not None:
+            gradient.zero_()
+
+
+def _accumulated(param: Any) -> torch.Tensor | None:
+    """Until torch 2.14 gradients that are not reduced yet move here, out of the unsharded parameter. Later torch leaves them there,
+    and has a property of this name that cannot be set."""
+    held: torch.Tensor | None = vars(param).get("unsharded_accumulated_grad")
+    return held
+
+
+def _leaves(param: Any) -> list[torch.Tensor]:
+    """What holds a gradient: the shard, and the whole parameter once there has been one."""
+    unsharded = getattr(param, "_unsharded_param", None)
+    return [param.sharded_param] if unsharded is None else [param.sharded_param, unsharded]
 
 
 def reshard(module: nn.Module) -> None:
@@ -114,12 +157,13 @@ def synchronise_gradients(module: nn.Module, last: bool) -> None:
         sub.set_is_last_backward(last)
 
 
-def promote_sharded(modules: Iterable[nn.Module], rank: int) -> None:
-    """Give a model that was built as another rank the place of ``rank``: mesh coordinates, shard index, shard sizes.
+def promote_sharded(modules: Iterable[nn.Module], rank: int, meshes: Iterable[DeviceMesh] | None = None) -> None:
+    """Give a model that was built as another rank the place of ``rank``: mesh coordinates, shard index, shard sizes. ``meshes``: by
+    default all that this process has made.
 
     What the shards contain is then copied or loaded by the caller. Its groups must have their new ranks already.
     """
-    for mesh in [mesh for ref in _meshes if (mesh := ref()) is not None]:
+    for mesh in [mesh for ref in _meshes if (mesh := ref()) is not None] if meshes is None else meshes:
         mesh._rank = rank
         found = (mesh.mesh == rank).nonzero().tolist()
         mesh._coordinate_on_dim = tuple(found[0]) if found else None

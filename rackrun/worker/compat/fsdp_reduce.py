@@ -1,4 +1,4 @@
-"""FSDP2's reduction of gradients, torch 2.10 to 2.13: another arithmetic between its copies, and gradients that it has not reduced yet.
+"""FSDP2's reduction of gradients, torch 2.10 to 2.15: another arithmetic between its copies, and gradients that it has not reduced yet.
 
 What FSDP copies about is not looked at on the way, so it may be integers in floats of the same size.
 """
@@ -47,9 +47,7 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
     """What backward passes without synchronisation have left: whole parameters' gradients, of this rank alone. And what gives the part
     that a tensor-parallel rank has of it, for which collectives may run."""
     for param in fsdp.params(module):
-        held, part = param.unsharded_accumulated_grad, "unsharded_accumulated_grad_data"
-        if held is None:
-            held, part = _local_gradient(param), "unsharded_grad_data"
+        held, part = fsdp.gradient_before_reduction(param)
         if held is not None:
             yield param.sharded_param, held, functools.partial(getattr, param, part)
 
@@ -57,9 +55,7 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
 def clear_local_gradients(module: nn.Module) -> None:
     """To zero: one that is gone would be left out of the reduction, were it not used in the last micro-batch."""
     for param in fsdp.params(module):
-        for gradient in (param.unsharded_accumulated_grad, _local_gradient(param)):
-            if gradient is not None:
-                gradient.zero_()
+        fsdp.clear_unreduced(param)
 
 
 def divert(container: torch.dtype, encode: Encode, add: Sum, decode: Decode) -> None:
@@ -137,11 +133,6 @@ class _Summed:
         if self._replicas is not None:
             self._add(output_tensor, output_tensor, self._replicas)
         self._decode(self._parameters, self._sizes, output_tensor)
-
-
-def _local_gradient(param: Any) -> torch.Tensor | None:
-    unsharded = getattr(param, "_unsharded_param", None)
-    return None if unsharded is None else unsharded.grad
 
 
 def _shard_numel(gradient: torch.Tensor, dim: int, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether gradients have been cleared, torch 2.10 to 2.13: torch has no hook for zero_grad."""
+"""Whether gradients have been cleared, torch 2.10 to 2.15: torch has no hook for zero_grad."""
 
 from __future__ import annotations
 

@@ -5,22 +5,34 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import c10d, ddp, fsdp, grads
+from rackrun.worker.compat import c10d, ddp, fsdp, grads, trial
 
-__all__ = ["check", "install"]
+__all__ = ["REMEDY", "check", "install", "require"]
 
 _TORCH_MIN = (2, 10)
+REMEDY = "install torch 2.10 to 2.15."
+"""Where `docs/torch_versions.md` ends."""
+
+_problems: dict[str, str] = {}
 
 
 def check() -> None:
-    """Raises `UsageError` when this torch lacks what rackrun needs."""
+    """Tries this torch (`rackrun.worker.compat.trial`). Raises `UsageError` when it lacks what every script needs. Before there is a
+    default group."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     missing = [] if version >= _TORCH_MIN else [f"torch {torch.__version__} is older than 2.10"]
-    missing += c10d.missing() + ddp.missing() + fsdp.missing()
+    missing += c10d.missing()
     if missing:
-        raise UsageError(
-            f"this torch cannot run elastic groups: {'; '.join(missing)}.", remedy="install torch 2.10 to 2.13."
-        )
+        raise UsageError(f"this torch cannot run elastic groups: {'; '.join(missing)}.", remedy=REMEDY)
+    _problems.clear()
+    _problems.update(trial.known_problems())
+
+
+def require(*needs: str) -> None:
+    """Raises `UsageError` when this torch failed a trial of ``needs``, keys of `TRIALS`; `check` has tried them."""
+    failed = [f"{trial.TRIALS[need][0]}: {_problems[need]}" for need in needs if need in _problems]
+    if failed:
+        raise UsageError(f"rackrun does not know torch {torch.__version__} ({'; '.join(failed)}).", remedy=REMEDY)
 
 
 def install() -> None:

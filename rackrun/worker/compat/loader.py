@@ -1,10 +1,27 @@
-"""The processes of a torch DataLoader, torch 2.10 to 2.13: ended at once, whatever they are fetching."""
+"""The processes of a torch DataLoader, torch 2.10 to 2.15: ended at once, whatever they are fetching, and without files."""
 
 from __future__ import annotations
 
+import os
+import secrets
+from multiprocessing import connection
 from typing import Any
 
-__all__ = ["end_workers"]
+__all__ = ["end_workers", "leave_no_folders"]
+
+_usual_address = connection.arbitrary_address
+
+
+def leave_no_folders() -> None:
+    """From now on sockets of Python's multiprocessing, over which tensors come from loader processes, have names that are no files (Linux's abstract ones; whoever connects has
+    to know the process's key, as before). Each process would make a folder for them in TMPDIR, and remove it at an end that neither a loader process nor who is killed has."""
+    connection.arbitrary_address = _address  # type: ignore[assignment]
+
+
+def _address(family: str) -> Any:
+    if family == "AF_UNIX":
+        return f"\0rackrun-{os.getpid()}-{secrets.token_hex(8)}"
+    return _usual_address(family)
 
 
 def end_workers(iteration: Any) -> None:

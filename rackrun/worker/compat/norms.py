@@ -1,4 +1,4 @@
-"""The norm by which gradients are clipped, torch 2.10 to 2.13: the same bits however they are sharded.
+"""The norm by which gradients are clipped, torch 2.10 to 2.15: the same bits however they are sharded.
 
 torch adds the squares of each rank's part, and then the parts' sums: floats, in an order that depends on the number of ranks.
 """
@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 
 from rackrun.errors import StepError
 
-__all__ = ["divert", "exact_norm", "missing"]
+__all__ = ["divert", "exact_norm", "missing", "restore"]
 
 _CHUNK = 2**16
 
@@ -51,7 +51,16 @@ def divert() -> None:
         return total
 
     get_total_norm._rackrun_original = original  # type: ignore[attr-defined]
-    clip_grad._get_total_norm = clip_grad.get_total_norm = torch.nn.utils.get_total_norm = get_total_norm  # type: ignore[attr-defined]
+    _put(get_total_norm)
+
+
+def restore() -> None:
+    """What `divert` has done."""
+    _put(getattr(clip_grad._get_total_norm, "_rackrun_original", clip_grad._get_total_norm))
+
+
+def _put(norm: Any) -> None:
+    clip_grad._get_total_norm = clip_grad.get_total_norm = torch.nn.utils.get_total_norm = norm  # type: ignore[attr-defined]
 
 
 def exact_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,145 @@
+"""The torch that is installed: what rackrun needs of its private parts is tried, and what fails is refused where it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import ddp, net
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+
+from rackrun.errors import UsageError
+from rackrun.worker.compat import fsdp, require, trial
+from rackrun.worker.compat.install import _problems
+from rackrun.worker.run import Run
+
+Patch = pytest.MonkeyPatch
+
+
+def forked(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns, in a child: gloo's threads, and autograd's, would be in the way of whoever forks later."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
+
+
+def test_this_torch_passes_every_trial() -> None:
+    assert forked(trial.problems) == {}
+
+
+def cannot_be_set(patch: Patch) -> None:
+    """Torch 2.15: what rackrun wrote to until then."""
+    patch.setattr(FSDPParam, "unsharded_accumulated_grad", property(lambda _: None), raising=False)
+    patch.setattr(fsdp, "_accumulated", lambda param: torch.ones(2) if param else None)
+
+
+def reset_forgets_nothing(patch: Patch) -> None:
+    patch.setattr(FSDPState, "_reset_iter_state", lambda self: None, raising=False)
+    patch.setattr(fsdp, "reset", lambda module: None)
+
+
+def reset_forgets_too_much(patch: Patch) -> None:
+    """Torch 2.15, without what rackrun does about it."""
+
+    def begin(module: torch.nn.Module, keep: object) -> None:
+        for param in fsdp.params(module):
+            param.sharded_param.grad = None
+
+    patch.setattr(fsdp, "_begin", begin)
+
+
+def no_buckets(patch: Patch) -> None:
+    patch.delattr(DistributedDataParallel, "_build_params_for_reducer")
+
+
+def no_hook(patch: Patch) -> None:
+    patch.setattr(DistributedDataParallel, "register_comm_hook", lambda self, state, hook: None)
+
+
+def another_reduction(patch: Patch) -> None:
+    patch.setattr(_fsdp_param_group, "foreach_reduce", lambda params, grads: None)
+
+
+def another_norm(patch: Patch) -> None:
+    patch.setattr(clip_grad, "clip_grad_norm_", lambda parameters, norm: torch.ones(()))
+
+
+def no_coordinate(patch: Patch) -> None:
+    patch.setattr(DeviceMesh, "get_coordinate", lambda self: [1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "needs"),
+    [
+        (cannot_be_set, {"fsdp"}),
+        (reset_forgets_nothing, {"fsdp"}),
+        (reset_forgets_too_much, {"fsdp"}),
+        (no_buckets, {"ddp"}),
+        (no_hook, {"ddp exact"}),
+        (another_reduction, {"fsdp exact"}),
+        (another_norm, {"norm exact"}),
+        (no_coordinate, {"fsdp place"}),
+    ],
+)
+def test_a_torch_that_does_otherwise_fails_its_trial(
+    spoil: Callable[[Patch], None], needs: set[str], monkeypatch: Patch
+) -> None:
+    def work() -> list[str]:
+        spoil(monkeypatch)
+        return sorted(trial.problems())
+
+    assert needs <= set(forked(work))
+
+
+def test_what_failed_is_refused_where_it_is_used(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(_problems, "fsdp", "AttributeError: no setter")
+    require("ddp", "ddp exact")
+    with pytest.raises(UsageError, match=r"FSDP2.*no setter"):
+        require("fsdp", "fsdp place")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_script_is_refused_only_what_this_torch_cannot_do(
+    sharded: bool, train: Callable[..., Any], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(trial, "known_problems", lambda: {"fsdp": "AttributeError: no setter"})
+
+    def main(run: Run) -> None:
+        run.track(model=fully_shard(net()) if sharded else ddp(run))
+
+    ended = train(main, ranks=2, max_restarts=0)
+    assert ended.exit_code == int(sharded), ended
+    if sharded:
+        assert "FSDP2" in ended.failure.message
+
+
+def test_only_success_is_remembered(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = [{"fsdp": "out of memory"}, {}]
+    monkeypatch.setattr(trial, "problems", lambda: found.pop(0))
+    assert trial.known_problems() == {"fsdp": "out of memory"}
+    assert trial.known_problems() == {}
+    assert trial.known_problems() == {}
+    monkeypatch.setattr(torch.version, "git_version", "another")
+    with pytest.raises(IndexError):
+        trial.known_problems()
