@@ -155,7 +155,7 @@ class Lease:
                 epoch=self.epoch,
                 boot=_boot(),
                 host=socket.gethostname(),
-                process=tuple(self._me),
+                process=(self._me.pid, self._me.start, self._me.namespace, self._me.session),
                 beat=self._beat,
                 renewed=renewed,
                 ended=ended,

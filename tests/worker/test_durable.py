@@ -20,13 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from rackrun.checkpoint import lease
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_writer import GenerationWriter
 from rackrun.checkpoint.files import Files
 from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
 from rackrun.core.ids import Position
-from rackrun.worker.durable import DurableOptions
+from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 
@@ -417,3 +418,25 @@ def test_a_host_that_sees_no_checkpoint_does_not_let_the_job_begin_anew(
     ended = train(fitted(ddp, 9))
     assert ended.exit_code == 1
     assert "1 of 3 see none" in str(ended)
+
+
+def test_a_second_job_in_the_same_directory_is_refused_and_begins_when_the_first_is_over(
+    folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = DurableCheckpoints.__init__
+
+    def of_a_job(self: DurableCheckpoints, *given: Any) -> None:
+        made(self, *given)
+        self._owner = "second"
+
+    monkeypatch.setattr(DurableCheckpoints, "__init__", of_a_job)
+    monkeypatch.setattr(lease, "_DYING_S", 0.3)
+    folder.mkdir(exist_ok=True)
+    first = lease.Lease(DurableStore(folder, "run"), "first")
+    first.take()
+    ended = train(fitted(ddp, 5))
+    assert ended.exit_code != 0
+    assert "in use by another job" in str(ended)
+    assert DurableStore(folder, "run").generations() == []
+    first.leave(ended=True)
+    assert train(fitted(ddp, 5)).exit_code == 0
