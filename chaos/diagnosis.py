@@ -180,8 +180,8 @@ class _Both:
     def _another_world(self, step: int) -> str | None:
         """Than that of the run without faults, in a step."""
         if not self._mine and self._trace.resized is not None and step >= self._trace.resized[0]:  # nobody has looked
-            begins, ranks = self._trace.resized
-            return f"from step {begins} on it has {ranks} ranks instead of {self._trace.sizes[0][1]}"
+            begins, size = self._trace.resized
+            return f"from step {begins} on it has {size} ranks instead of {self._trace.sizes[0][1]}"
         usual = {held.world for held in self._reference.witness}
         sizes = {held.world for held in self._mine.get(step, [])} - usual
         if not sizes:

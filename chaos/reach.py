@@ -50,14 +50,13 @@ _NOT_THE_USERS |= {"tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlfl
 _NOT_THE_USERS |= set(sys.stdlib_module_names)
 _NOT_THE_USERS.discard("__main__")
 _OF_ANY_MODULE = set(vars(nn.Module()))
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, range, itertools.count)
+_PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), np.generic, range, itertools.count)
 _PLAIN += (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PurePath)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Of the standard library, and made to hold what is a script's."""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
-_ITERATORS = tuple(
-    type(iter(of)) for of in ([], (), "", b"", range(1), {}, {}.values(), {}.items(), set(), reversed([]))
-)
+_ITERABLES: list[Any] = [[], (), "", b"", range(1), {}, {}.values(), {}.items(), set(), reversed([])]
+_ITERATORS = tuple(type(iter(one)) for one in _ITERABLES)
 
 
 def reached(

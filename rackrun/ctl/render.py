@@ -51,8 +51,8 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
 
 
 def render_result(console: Console, result: Result) -> None:
-    line = Text(result.run_id, "bold") + Text("  ")
-    console.print(line + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
+    title = Text(result.run_id, "bold") + Text("  ")
+    console.print(title + Text(f"ended with exit code {result.exit_code}", "green" if result.exit_code == 0 else "red"))
     _say(console, f"{result.because} {result.remedy}".strip())
     _say(console, f"{result.steps} steps in {result.seconds:.1f} s, {len(result.recoveries)} recoveries")
     for line in result.recoveries:

@@ -9,13 +9,13 @@ from typing import Any
 
 __all__ = ["end_workers", "leave_no_folders"]
 
-_usual_address = connection.arbitrary_address
+_usual_address = connection.arbitrary_address  # type: ignore[attr-defined]
 
 
 def leave_no_folders() -> None:
     """From now on sockets of Python's multiprocessing, over which tensors come from loader processes, have names that are no files (Linux's abstract ones; whoever connects has
     to know the process's key, as before). Each process would make a folder for them in TMPDIR, and remove it at an end that neither a loader process nor who is killed has."""
-    connection.arbitrary_address = _address  # type: ignore[assignment]
+    connection.arbitrary_address = _address  # type: ignore[attr-defined]
 
 
 def _address(family: str) -> Any:
