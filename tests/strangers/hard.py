@@ -45,7 +45,12 @@ HARD = (
     Hard("gan", "opt_g.zero_grad", 8, "after the first of two optimizers, rank 1"),
     Hard("gan", "step.backward(loss_g)", 8, "in the second backward, others too"),
     Hard("gan", "opt_g.step()", 8, "before the second update, rank 0", rank=0),
-    Hard("gan_accumulated", "p.requires_grad_(True)", 8, "after the first of two optimizers, others compute on"),
+    Hard(
+        "gan_accumulated",
+        "p.requires_grad_(True)",
+        8,
+        "after the first of two optimizers, while others have frozen the first model",
+    ),
     Hard("wgan", "for p in critic.parameters()", 8, "after the first of two optimizers, before the clamp"),
     Hard("two_optimizers", "schedule.step()", 8, "between two optimizers of one model, dense"),
     Hard("sparse_dense", "dense.step()", 8, "between two optimizers of one model, sparse"),
