@@ -605,7 +605,7 @@ class UnitRunner:
             self._has_parts(
                 f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
             )
-        if self._replicas.committed(gate.changed_late, late=late or bool(at.phase)):
+        if self._replicas.committed(gate.changed_late, late=late):
             self._reports.ready(self._world.replica_class)
         if self._replicas.gates_move and not self._state.lineage.changes.parts:
             self._has_parts(
