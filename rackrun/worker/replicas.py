@@ -42,7 +42,7 @@ class ReplicaCheck:
         self._told = False
         self._shared: tuple[str, tuple[int, ...]] | None = None
         """Class and kin of this rank, until its buffers had changed after a gate."""
-        self._gates_move = False
+        self.gates_move = False
         """All gates stand at the end of their steps, from the next step on."""
         self.some_are_unique = False
         """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
@@ -63,7 +63,7 @@ class ReplicaCheck:
 
     def known(self, at: Position) -> bool:
         """By the gate of step ``at`` all ranks have been compared, and have told what of theirs changes after a gate."""
-        return at.step > self._world.began.step + 2 and not self._gates_move
+        return at.step > self._world.began.step + 2 and not self.gates_move
 
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
@@ -95,19 +95,26 @@ class ReplicaCheck:
         whose buffers have changed after the gate; in the next unit all have been told. Where the gate can come later (it was not
         ``late``: at the end of the step), it does from then on, and the rank is a replica again; else nobody is."""
         fresh = self.unique.committed()
-        self._gates_move = False
+        self.gates_move = False
         if changed_late and not self._told:
             self.changed_late = False
-            self._told, self._gates_move = late, not late
-            if late:
+            buffers = self._state.buffers()
+            size = sum(buffer.nbytes for buffer in buffers.values())
+            self._told = late or size > ROW_BYTES_MAX
+            if self._told:
                 self.nobody_is_a_replica()
-            return late
+                return True
+            self.gates_move = True
+            self.unique.choose(
+                tuple(buffers), size
+            )  # what changes after a gate was not seen to differ when they were compared
+            return False
         if not fresh and not self.changed_late and not self._told:
             self.changed_late = True
             self._shared = self._shared or (self._world.replica_class, self._state.lineage.kin)
             self._stand_alone()
             return True
-        if fresh and late and self._shared is not None and not self._told:
+        if fresh and late and self._shared is not None and self.unique.exchanges and not self._told:
             self._world.replica_class, kin = self._shared
             self._kin(*kin)
             self._shared = None
@@ -140,7 +147,7 @@ class ReplicaCheck:
 
     def adopt(self, manifest: Manifest) -> None:
         """A newcomer is what its source was."""
-        self._told = self.changed_late = self._gates_move = False  # what it was told after that does not count
+        self._told = self.changed_late = self.gates_move = False  # what it was told after that does not count
         self._shared = None
         self._world.replica_class = manifest.replica_class
         learned = manifest.lineage.changes.union(self._state.lineage.changes)

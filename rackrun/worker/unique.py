@@ -42,6 +42,10 @@ class UniqueBuffers:
         """These are this rank's own. ``row_bytes`` is the most that any rank has; 0 ends the exchange."""
         self._paths, self._row_bytes, self._kept, self._coming = tuple(paths), row_bytes, None, None
 
+    @property
+    def exchanges(self) -> bool:
+        return self._row_bytes > 0
+
     def exchange(self) -> None:
         """Collective over the world, right before a gate. If it breaks, the gate will not be entered."""
         if not self._row_bytes:

@@ -605,12 +605,12 @@ class UnitRunner:
             self._has_parts(
                 f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
             )
-        elif gate.changed_late and not late:
+        if self._replicas.committed(gate.changed_late, late=late):
+            self._reports.ready(self._world.replica_class)
+        if self._replicas.gates_move and not self._state.lineage.changes.parts:
             self._has_parts(
                 "each rank has buffers of its own (statistics of batch norm, say) that change after optimizer.step()"
             )
-        if self._replicas.committed(gate.changed_late, late=late or bool(at.phase)):
-            self._reports.ready(self._world.replica_class)
         if not self._replicas.need_snapshots and self._replicas.known(at):
             self._snapshots.drop_upto(self._world.began.step)
         if attempt == 0 and not at.phase:
