@@ -25,6 +25,7 @@ from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.scales import width_of
+from rackrun.worker.script_checks import ScriptChecks
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.units import Carried, UnitRunner
@@ -81,6 +82,7 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.meetings = Meetings(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._checks = ScriptChecks(runtime.world, self._state, lambda: self._data_coordinate()[1])
         self._units = UnitRunner(
             runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
         )
@@ -149,6 +151,7 @@ class Run:
         than one global batch.
         """
         loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+        loader.number = len(self._loaders)
         self._loaders.append(loader)
         return loader
 
@@ -169,7 +172,8 @@ class Run:
                 )
             at = Position(self._looping)
             self._looping = None
-            result = self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            result: T = self._units.run(at, lambda step: self._checks.run(step, function, args[1:], kwargs))
+            self._checks.committed(function, args[1:], kwargs)
             reseed(
                 self.batch.seed, "after", at.step
             )  # what the loop's body draws is the same on every rank, whoever joined when
@@ -249,6 +253,7 @@ class Run:
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
+        self._checks.let_go()
         return self._units.let_go()
 
     # -- used by the loader
@@ -260,6 +265,10 @@ class Run:
                 "the loader was used outside a step function.", remedy="iterate over it inside the @run.step function."
             )
         return step
+
+    @property
+    def checks(self) -> ScriptChecks:
+        return self._checks
 
     def batch_of(self, step: int) -> StepBatch:
         return self._units.batch_of(step)
@@ -330,8 +339,3 @@ class Run:
 
 def _name_of(function: Callable[[], Any]) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__).replace("<locals>.", "")
-
-
-def _with_step(step: Step, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The user passes the number that run.steps yielded; the function gets the `Step` in its place."""
-    return (step, *args[1:])

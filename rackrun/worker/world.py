@@ -27,7 +27,7 @@ from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
-from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
+from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
@@ -94,6 +94,8 @@ class World:
         self.good: Position | None = None
         """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
         self.drain = False
+        self.traffic = 0
+        """Elements that collectives of the unit in hand have written, on this rank."""
         self.flights = Flights()
         self.order = CollectiveOrder()
         self.own_time = OwnTime()
@@ -196,6 +198,8 @@ class World:
             self.order.called(name, result)
         if self.after_update is not None:
             self.after_update(name, result)
+        if group.size() > 1:
+            self.traffic += elements(result)
         if self.meetings.looks:
             self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
         if self.scope is Scope.SETUP:

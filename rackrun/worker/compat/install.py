@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import c10d, ddp, fsdp, grads
+from rackrun.worker.compat import c10d, calls, ddp, fsdp, grads
 
 __all__ = ["check", "install"]
 
@@ -29,3 +29,4 @@ def install() -> None:
     ddp.install()
     fsdp.install()
     grads.install()
+    calls.install()
