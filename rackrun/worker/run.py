@@ -82,7 +82,9 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.meetings = Meetings(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
-        self._checks = ScriptChecks(runtime.world, self._state, lambda: self._data_coordinate()[1])
+        self._checks = ScriptChecks(
+            runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
+        )
         self._units = UnitRunner(
             runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
         )

@@ -57,14 +57,17 @@ class _Stray:
     def is_in(self, gradient: torch.Tensor | None) -> bool:
         if self.gradient is None:
             return self.cleared == grads.cleared()
-        return gradient is not None and gradient is self.gradient() and self.cleared_in_place == grads.cleared_in_place()
+        return (
+            gradient is not None and gradient is self.gradient() and self.cleared_in_place == grads.cleared_in_place()
+        )
 
 
 class ScriptChecks:
-    """Of one entry into ``main``. ``data_ranks`` tells how many ranks share the global batch."""
+    """Of one entry into ``main``. ``data_ranks`` tells how many ranks share the global batch; ``reduced``: gradients are to be."""
 
-    def __init__(self, world: World, state: TrackedState, data_ranks: Callable[[], int]) -> None:
+    def __init__(self, world: World, state: TrackedState, data_ranks: Callable[[], int], *, reduced: bool) -> None:
         self._world, self._state, self._data_ranks = world, state, data_ranks
+        self._are_to_be_reduced = reduced
         self._untracked = Untracked(state)
         self._step: Step | None = None
         self._function: Callable[..., Any] = lambda: None
@@ -88,9 +91,7 @@ class ScriptChecks:
         calls.listen(None)
 
     # -- around one attempt, and after the step
-    def run(
-        self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls it."""
         self._step, self._function = step, function
         self._readings.clear()
@@ -259,14 +260,21 @@ class ScriptChecks:
             )
 
     def _check_reduced(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        if id(optimizer) in self._reduced or self._data_ranks() < 2 or self._world.broken or not self._world.generation:
+        if (
+            not self._are_to_be_reduced
+            or id(optimizer) in self._reduced
+            or self._data_ranks() < 2
+            or self._world.broken
+            or not self._world.generation
+        ):
             return
         self._reduced.add(id(optimizer))
         elements = sum(parameter.numel() for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
             raise StepError(
                 f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
-                remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step().",
+                remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(); "
+                'where ranks are to train apart: @rackrun.elastic(reduction="none").',
             )
 
     def _say(self, what: str, text: str) -> None:

@@ -65,7 +65,9 @@ class Untracked:
         self._steps = 0
         self._seen: dict[str, _Seen] = {}
 
-    def after_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Change]:
+    def after_step(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Change]:
         """What is new."""
         self._steps += 1
         if self._steps > 4 and self._steps & (self._steps - 1):
@@ -139,39 +141,39 @@ class _Walk:
             return
         self._seen[id(value)] = value
         self._left -= 1
-        match value:
-            case torch.Tensor() | np.ndarray():
-                yield path, value, False
-            case _ if isinstance(value, _GENERATORS):
-                yield path, value, False
-            case types.FunctionType() | types.MethodType():
-                yield from self._function(path, value, depth)
-            case type() | types.ModuleType() | DataLoader() | torch.optim.Optimizer():
-                return
-            case dict():
-                if len(value) <= _SPREAD_MAX:
-                    for key, one in list(value.items()):
-                        yield from self._value(f"{path}[{key!r}]", one, depth + 1)
-            case list() | tuple() | deque():
-                if len(value) > _SPREAD_MAX or all(isinstance(one, _PLAIN) for one in value):
-                    yield path, _Length(value), False
-                else:
-                    for index, one in enumerate(list(value)):
-                        yield from self._value(f"{path}[{index}]", one, depth + 1)
-            case nn.Module():
-                yield from self._module(path, value, depth)
-            case _ if type(value).__module__.partition(".")[0] in _LIBRARIES:
-                return
-            case _ if is_kept(value, self._state):
-                return
-            case _ if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-                yield path, value, True
-            case _:
-                for name, one in list(getattr(value, "__dict__", {}).items()):
-                    yield from self._value(f"{path}.{name}", one, depth + 1)
+        if isinstance(value, (torch.Tensor, np.ndarray, *_GENERATORS)):
+            yield path, value, False
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            yield from self._function(path, value, depth)
+        elif isinstance(value, dict | list | tuple | deque):
+            yield from self._items(path, value, depth)
+        elif isinstance(value, nn.Module):
+            yield from self._module(path, value, depth)
+        elif not isinstance(value, type | types.ModuleType) and _is_users(type(value).__module__):
+            yield from self._object(path, value, depth)
+
+    def _items(self, path: str, of: Any, depth: int) -> Iterator[tuple[str, Any, bool]]:
+        if isinstance(of, dict):
+            inner = [(repr(key), one) for key, one in list(of.items())]
+        elif all(isinstance(one, _PLAIN) for one in of):
+            yield path, _Listed(of), False
+            return
+        else:
+            inner = [(str(index), one) for index, one in enumerate(list(of))]
+        for key, one in inner if len(inner) <= _SPREAD_MAX else ():
+            yield from self._value(f"{path}[{key}]", one, depth + 1)
+
+    def _object(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, Any, bool]]:
+        if is_kept(value, self._state) or isinstance(value, torch.optim.Optimizer | DataLoader):
+            return
+        if _is_keepable(value):
+            yield path, value, True
+            return
+        for name, one in list(getattr(value, "__dict__", {}).items()):
+            yield from self._value(f"{path}.{name}", one, depth + 1)
 
     def _function(self, path: str, function: Any, depth: int) -> Iterator[tuple[str, Any, bool]]:
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        if not _is_users(function.__module__):
             return
         if isinstance(function, types.MethodType):
             yield from self._value(f"{path}.__self__", function.__self__, depth + 1)
@@ -185,7 +187,7 @@ class _Walk:
             yield path, module, True
             return
         for name, one in module.named_modules():
-            if type(one).__module__.partition(".")[0] in _LIBRARIES:
+            if not _is_users(type(one).__module__):
                 continue
             self._seen[id(one)] = one
             for key, value in list(vars(one).items()):
@@ -193,8 +195,8 @@ class _Walk:
                     yield from self._value(".".join(filter(None, (path, name, key))), value, depth + 1)
 
 
-class _Length:
-    """Of a container that is not looked into."""
+class _Listed:
+    """A list of plain values."""
 
     def __init__(self, of: Any) -> None:
         self.length = len(of)
@@ -217,35 +219,38 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 
 def _mark(thing: Any, state: TrackedState) -> object:
     """Another one when the thing has changed."""
-    match thing:
-        case torch.Tensor():
-            return _sample(thing)
-        case np.ndarray():
-            return _hash(thing.reshape(-1)[:: max(thing.size // _SAMPLED, 1)].tobytes() if not thing.dtype.hasobject else b"")
-        case nn.Module():
-            tracked = {id(parameter) for parameter in state.parameters()}
-            return tuple(
-                _sample(tensor) for tensor in (*thing.parameters(), *thing.buffers()) if id(tensor) not in tracked
-            )
-        case _Length():
-            return thing.length, thing.content
-        case torch.Generator():
-            return _hash(thing.get_state().numpy().tobytes())
-        case random.Random():
-            return _hash(repr(thing.getstate()).encode())
-        case np.random.Generator():
-            return _hash(repr(thing.bit_generator.state).encode())
-        case np.random.RandomState():
-            return _hash(repr(thing.get_state()).encode())
-        case _ if isinstance(thing, _PLAIN):
-            return repr(thing)
-        case _:
-            return _of_state(thing.state_dict())
+    if isinstance(thing, nn.Module):
+        tracked = {id(parameter) for parameter in state.parameters()}
+        mine = (*thing.parameters(), *thing.buffers())
+        return tuple(_sample(tensor) for tensor in mine if id(tensor) not in tracked)
+    if isinstance(thing, _Listed):
+        return thing.length, thing.content
+    if isinstance(thing, _GENERATORS):
+        return _hash(_state_of(thing))
+    return _of_state(thing.state_dict() if _is_keepable(thing) else thing)
+
+
+def _state_of(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state).encode()
+    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state()).encode()
+
+
+def _is_keepable(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def _is_users(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _LIBRARIES
 
 
 def _of_state(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return _sample(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _hash(value.reshape(-1)[:: max(value.size // _SAMPLED, 1)].tobytes())
     if isinstance(value, Mapping):
         return tuple((str(key), _of_state(one)) for key, one in value.items())
     if isinstance(value, (list, tuple)):

@@ -104,18 +104,18 @@ def _tell_of_backward() -> None:
 def _tell_of_batches() -> None:
     begin, read = DataLoader.__iter__, _BaseDataLoaderIter.__next__
 
-    def __iter__(self: Any) -> Iterator[Any]:
+    def began(self: Any) -> Iterator[Any]:
         iteration = begin(self)
         iteration._rackrun_begun_in = _listener.attempt if _listener is not None else None  # type: ignore[attr-defined]
         return iteration
 
-    def __next__(self: Any) -> Any:
+    def given(self: Any) -> Any:
         if _listener is not None and not hasattr(self._dataset, "rackrun_delivers"):
             _listener.reads(getattr(self, "_rackrun_begun_in", None))
         return read(self)
 
-    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+    DataLoader.__iter__ = began  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = given  # type: ignore[method-assign]
 
 
 def _tell_of_changes(kind: Any, call: str) -> None:
