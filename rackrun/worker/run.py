@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -21,6 +21,7 @@ from rackrun.worker.exact import ExactReduction
 from rackrun.worker.log_values import log_values
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
+from rackrun.worker.places import Places
 from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
@@ -35,6 +36,7 @@ __all__ = ["Run"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Run:
@@ -82,6 +84,7 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.meetings = Meetings(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._places = Places(lambda: (self.rank, self.world_size))
         self._checks = ScriptChecks(
             runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
         )
@@ -106,8 +109,11 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 of the world, and no spare."""
-        return self.rank == 0 and not self._units.waiting_spare
+        """Rank 0 of the world, and no spare: now. What only one process is to have, and keep, is for `main_only`."""
+        is_main = self.rank == 0 and not self._units.waiting_spare
+        if not is_main:
+            self._places.asked_for_main()
+        return is_main
 
     @property
     def global_batch_size(self) -> int:
@@ -128,6 +134,17 @@ class Run:
             names, sizes = zip(*(self._axes or (("dp", self.world_size),)), strict=True)
             self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return self._mesh
+
+    def on_join(self, function: Callable[[], Any]) -> None:
+        """Call ``function()`` in this process when it has a place in the world: at ``run.steps()``, on a spare when it takes a rank over, and
+        whenever its rank or the number of ranks has changed. `rank`, `world_size` and `is_main` are the new ones by then; collectives are not
+        to be used. What depends on the rank, and a framework has asked for before, is set anew there."""
+        self._places.on_join(function)
+
+    def main_only(self, make: Callable[[], W]) -> W:
+        """What `make` gives, such as ``lambda: SummaryWriter("runs")``, for rank 0: made there when it is first used, by whoever is rank 0 by then.
+        On other ranks all its methods do nothing and return None."""
+        return cast("W", self._places.main_only(make, lambda: self.rank == 0 and not self._units.waiting_spare))
 
     # -- what is trained
     def track(self, **things: Any) -> None:
@@ -174,7 +191,8 @@ class Run:
                 )
             at = Position(self._looping)
             self._looping = None
-            result: T = self._units.run(at, lambda step: self._checks.run(step, function, args[1:], kwargs))
+            result: T = self._units.run(at, lambda step: self._attempt(step, function, args[1:], kwargs))
+            self._places.look()
             self._checks.committed(function, args[1:], kwargs)
             reseed(
                 self.batch.seed, "after", at.step
@@ -208,6 +226,7 @@ class Run:
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
+        self._places.look()
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -323,20 +342,30 @@ class Run:
         code = getattr(function, "__code__", None)
         return function if code is not None and code.co_argcount == 1 and not code.co_kwonlyargcount else None
 
+    def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._places.look()
+        return self._checks.run(step, function, args, kwargs)
+
+    def _phase(self, at: Position, function: Callable[[], Any], name: str) -> None:
+        def attempt(_: Step) -> None:
+            self._places.look()
+            function()
+
+        self._units.run(at, attempt, name)
+        self._places.look()
+
     def _run_phases(self, step: int, total: int, *, after: int) -> None:
         if step >= total:
             self._run_at_end(total, after=after)
             return
         for index, (steps, function) in enumerate(self._every, start=1):
             if index > after and (step + 1) % steps == 0 and not self._units.draining:
-                name = f"{_name_of(function)} (run.every({steps}, ...))"
-                self._units.run(Position(step, index), lambda _, function=function: function(), name)  # type: ignore[misc]
+                self._phase(Position(step, index), function, f"{_name_of(function)} (run.every({steps}, ...))")
 
     def _run_at_end(self, total: int, *, after: int) -> None:
         for index, function in enumerate(self._at_end, start=1):
             if index > after:
-                name = f"{_name_of(function)} (run.at_end)"
-                self._units.run(Position(total, index), lambda _, function=function: function(), name)  # type: ignore[misc]
+                self._phase(Position(total, index), function, f"{_name_of(function)} (run.at_end)")
 
 
 def _name_of(function: Callable[[], Any]) -> str:

@@ -108,11 +108,16 @@ class Runtime:
         self.world.begin_again(plan, mine.rank)
         compat.forget_groups()
         compat.forget_meshes()
-        os.environ |= {"RANK": str(mine.rank), "WORLD_SIZE": str(plan.world_size)}
+        self.has_place(mine.rank, plan.world_size)
         self._make_default_group(mine.rank, plan.world_size)
         if plan.reshard is not None:
             self.world.start_build(plan)
             self.world.join(plan)
+
+    def has_place(self, rank: int, world_size: int) -> None:
+        """Whoever asks the environment from now on is told what torch says."""
+        of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **of_role}
 
     def member_of(self, plan: Plan) -> Member:
         """This process, in a plan that has come to it."""

@@ -603,7 +603,7 @@ class TinyCluster:
             slot=command.slot,
             incarnation=command.incarnation,
             spare=command.spare,
-            rank=command.rank,
+            rank=boot.first_rank(command),
             local_rank=int(command.slot.rpartition("/")[2]),
             world_size=command.world_size,
             generation=command.generation,
