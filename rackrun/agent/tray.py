@@ -190,6 +190,8 @@ class Tray:
                 world_size=command.world_size,
                 generation=command.generation,
                 env=environment,
+                exchange=command.store,
+                restarts=command.restarts,
                 cpus=place.cpus,
                 numa=place.numa,
                 advertise=self._config.advertise,

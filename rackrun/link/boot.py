@@ -43,6 +43,10 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """Two memfds, empty at first, that the agent keeps open: snapshots in them outlive this process."""
     advertise: str = ""
     """The address of this host that other hosts are told; "" where nobody said."""
+    exchange: str = ""
+    """``host:port`` of the exchange (`rackrun.link.exchange`)."""
+    restarts: int = 0
+    """How often all workers have begun anew."""
     token: str = ""
     """The job's token, for the snapshot service of other trays."""
 

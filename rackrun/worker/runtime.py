@@ -24,6 +24,7 @@ from rackrun.link.channel import WorkerChannel
 from rackrun.link.exchange import TCPSTORE_KEY
 from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker import compat
+from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
@@ -53,6 +54,7 @@ class Runtime:
         self.channel = WorkerChannel(boot.channel_fd) if boot else None
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
         self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
+        self.world.broadcasts = Broadcasts(boot)
         rank, size = self._init_groups(boot)
         if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
@@ -109,6 +111,7 @@ class Runtime:
         compat.forget_groups()
         compat.forget_meshes()
         self.has_place(mine.rank, plan.world_size)
+        self.world.broadcasts.begin_again()
         self._make_default_group(mine.rank, plan.world_size)
         if plan.reshard is not None:
             self.world.start_build(plan)

@@ -23,6 +23,7 @@ from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.exchange import ExchangeUnreachable
+from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
 from rackrun.worker.families import Families
@@ -101,6 +102,7 @@ class World:
         self.own_time = OwnTime()
         self.meetings = Meetings()
         self.deals = Deals()
+        self.broadcasts = Broadcasts(None)
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -170,6 +172,11 @@ class World:
                 raise
             group.communicator = builder.communicators.get(group)
         return group
+
+    @property
+    def in_setup(self) -> bool:
+        """Before ``run.steps()``."""
+        return self.scope is Scope.SETUP
 
     @property
     def rank(self) -> int:

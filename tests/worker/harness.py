@@ -608,6 +608,8 @@ class TinyCluster:
             world_size=command.world_size,
             generation=command.generation,
             env={},
+            exchange=command.store,
+            restarts=command.restarts,
             channel_fd=theirs.fileno(),
             page_fd=fds[0],
             snapshot_fds=(fds[1], fds[2]),
