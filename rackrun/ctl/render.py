@@ -180,11 +180,18 @@ def _own_times(console: Console, times: Sequence[OwnTime], shown: int = 4) -> No
 
 def _ledger(console: Console, ledger: LedgerCheck) -> None:
     console.print()
+    if ledger.ok and not ledger.samples:
+        console.print(
+            f"ledger: {ledger.units} units, and no sample that run.loader has delivered: which ones were trained on is not known",
+            highlight=False,
+        )
+        return
     if ledger.ok:
         console.print(
             f"[green]ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing[/]",
             highlight=False,
         )
+        _some(console, "by the gate", ledger.by_gate)
         return
     console.print(f"[red]ledger: {ledger.samples} samples in {ledger.units} units do not add up[/]", highlight=False)
     for what, lines in (("twice", ledger.doubled), ("differing", ledger.differing), ("missing", ledger.missing)):
