@@ -18,6 +18,7 @@ from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.leaving import all_leave
 from rackrun.worker.log_values import log_values
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
@@ -32,11 +33,27 @@ from rackrun.worker.step import Step
 from rackrun.worker.units import Carried, UnitRunner
 from rackrun.worker.world import Reenter, Scope
 
-__all__ = ["Run"]
+__all__ = ["Run", "Steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
+
+_LEFT_EARLY = 2**20
+"""The phase in which all ranks leave the loop before its end: behind all others of the last step."""
+
+
+class Steps(Iterator[int]):
+    """What a loop goes over."""
+
+    def __init__(self, numbers: Iterator[int], total: int) -> None:
+        self._numbers, self._total = numbers, total
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    def __len__(self) -> int:
+        return self._total
 
 
 class Run:
@@ -94,6 +111,8 @@ class Run:
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
+        self._open = 0
+        """The number of steps of a loop that was begun and is not at its end."""
         self._looping: int | None = None
         """The step that the loop stands at, while its step function has not been called."""
         reseed(batch.seed, "setup")
@@ -211,13 +230,18 @@ class Run:
         """Run ``function`` after the last step, on all ranks: a phase, which may use collectives."""
         self._at_end.append(function)
 
-    def steps(self, total: int) -> Iterator[int]:
-        """Yield the steps to do, from the first that is not committed to ``total - 1``. A spare waits here until it is needed.
+    def steps(self, total: int) -> Steps:
+        """The steps to do, from the first that is not committed to ``total - 1``: iterate over it. A spare waits here until it is needed.
+        ``len()`` of it is ``total``.
 
-        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function.
+        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function. A loop that is left early (``break``,
+        ``return``) has to be left after the same step on all ranks; `at_end` follows when ``main`` has returned.
         """
         if total < 1:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
+        return Steps(self._loop(total), total)
+
+    def _loop(self, total: int) -> Iterator[int]:
         if not self._state:
             raise StepError(
                 "nothing is tracked, so nothing could be kept.",
@@ -227,6 +251,7 @@ class Run:
         self.my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         self._places.look()
+        self._open = total
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -236,7 +261,11 @@ class Run:
             self._looping = number
             self._world.scope = Scope.OUTSIDE
             reseed(self.batch.seed, "before", number)
-            yield number
+            try:
+                yield number
+            except GeneratorExit:
+                self._end_loop(total)
+                raise
             if self._looping is not None:
                 raise StepError(
                     f"the loop's body did not call a @run.step function for step {number}.",
@@ -245,7 +274,12 @@ class Run:
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)
-        self._world.scope = Scope.OUTSIDE
+        self._open = 0
+        self._end_loop(total)
+
+    def _end_loop(self, total: int) -> None:
+        self._looping, self._checks.loop_over = None, True
+        self._world.scope = Scope.AFTER
         reseed(self.batch.seed, "after", total)
         self._units.loop_over()
 
@@ -259,6 +293,16 @@ class Run:
 
     def finish(self) -> None:
         """Used by `rackrun.elastic` when ``main`` has returned."""
+        if self._open and not self._units.draining:
+            self._end_loop(self._open)
+            # whoever takes over from here on finds the loop done
+            step = self._units.passed.step
+            self._phase(
+                Position(self._open - 1, _LEFT_EARLY),
+                lambda: all_leave(self._world, self._runtime.boot, step),
+                "leaving the loop over run.steps()",
+            )
+            self._run_at_end(self._open, after=0)
         self._units.finish()
 
     def leaves(self, error: BaseException | None) -> bool:
