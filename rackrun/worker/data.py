@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch_runs import place
-from rackrun.worker.compat.loader import end_workers
+from rackrun.worker.compat.loader import end_workers, stay
 from rackrun.worker.rng import derive, reseed
 
 if TYPE_CHECKING:
@@ -280,6 +280,7 @@ class _Workers:
             num_workers=self._processes,
             prefetch_factor=self._prefetch,
             collate_fn=_only,
+            worker_init_fn=stay,
         )
         self._stream = iter(loader)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended
-from scripts import STEPS, Samples, adam, ddp, loss_of, net
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -561,3 +562,21 @@ def test_the_ids_of_two_data_sets_are_told_apart_and_a_second_pass_counts_once(t
     assert ended.exit_code == 0, ended
     for at in ended.ids:
         assert len(set(ended.samples(at))) == len(ended.samples(at)) == 24, ended.ids
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_loaders_processes_leave_a_schedulers_signals_alone(train: Train) -> None:
+    """They come from somebody else than their parent."""
+
+    def main(run: Run) -> None:
+        def signalled(number: int) -> None:
+            stream = run._loaders[0]._workers._stream  # type: ignore[union-attr]
+            for process in stream._workers:  # type: ignore[union-attr]
+                for name in ("TERM", "HUP", "USR1", "USR2"):
+                    subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
+
+        model = ddp(run)
+        fit(run, model, adam(model), workers=1, between=signalled)
+
+    ended = train(main, ranks=1, spares=0)
+    assert ended.exit_code == 0, ended
