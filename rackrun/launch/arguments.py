@@ -115,7 +115,42 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OF_TORCHRUN = frozenset(
-    ["nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts", "monitor_interval", "start_method", "event_log_handler", "role", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_ranks_filter", "duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank", "master_addr", "master_port", "local_addr", "logs_specs", "numa_binding", "signals_to_handle", "shutdown_timeout", "virtual_local_rank", "training_script", "training_script_args", "help", "log_line_prefix_template"]
+    [
+        "nnodes",
+        "nproc_per_node",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_conf",
+        "standalone",
+        "max_restarts",
+        "monitor_interval",
+        "start_method",
+        "event_log_handler",
+        "role",
+        "module",
+        "no_python",
+        "run_path",
+        "log_dir",
+        "redirects",
+        "tee",
+        "local_ranks_filter",
+        "duplicate_stdout_filters",
+        "duplicate_stderr_filters",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "local_addr",
+        "logs_specs",
+        "numa_binding",
+        "signals_to_handle",
+        "shutdown_timeout",
+        "virtual_local_rank",
+        "training_script",
+        "training_script_args",
+        "help",
+        "log_line_prefix_template",
+    ]
 )
 """What this rackrun takes, or refuses with a reason of its own."""
 
@@ -145,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
         elif action.dest == "node_rank" and action.default == 0:
             action.default = None
     if not any(action.dest == "log_line_prefix_template" for action in parser._actions):  # torch before 2.14
-        parser.add_argument(
+        added = parser.add_argument(
             "--log-line-prefix-template",
             "--log_line_prefix_template",
             action=env,
@@ -153,6 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
             default=None,
             help="Prefix of teed lines: ${role_name}, ${rank}, ${local_rank} and ${hostname} are filled in.",
         )
+        added.ours = True  # type: ignore[attr-defined] - an abbreviation means what it means there
     add_own_options(parser)
     return parser
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rackrun.core import reshaping
@@ -169,10 +170,10 @@ class Run:
     def track(self, **things: Any) -> None:
         """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
 
-        Raises `StepError` for anything else.
+        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else.
         """
         for name, thing in things.items():
-            self._state.track(name, thing)
+            self._state.track(name, _unwrapped(thing))
 
     def loader(
         self,
@@ -410,6 +411,17 @@ class Run:
         for index, function in enumerate(self._at_end, start=1):
             if index > after:
                 self._phase(Position(total, index), function, f"{_name_of(function)} (run.at_end)")
+
+
+def _unwrapped(thing: Any) -> Any:
+    """The optimizer whose ``step`` torch sees, under that of Accelerate's, Fabric's or another wrapper."""
+    seen = {id(thing)}
+    while isinstance(inner := getattr(thing, "optimizer", None), torch.optim.Optimizer) and id(inner) not in seen:
+        if not (isinstance(thing, torch.optim.Optimizer) or "ptimizer" in type(thing).__name__):
+            break  # a scheduler has one, too
+        seen.add(id(inner))
+        thing = inner
+    return thing
 
 
 def _name_of(function: Callable[[], Any]) -> str:

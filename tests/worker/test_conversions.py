@@ -457,6 +457,43 @@ def all_tracked(run: Run) -> None:
     script.loop(train_step)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate wraps an optimizer: torch sees the step of the one inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def a_wrapped_optimizer(run: Run) -> None:
+    model = ddp(run)
+    optimizer = Wrapped(adam(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    assert run._state.optimizers["optimizer"] is optimizer.optimizer
+    data = run.loader(Samples())
+
+    @run.step
+    def train_step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    for number in run.steps(STEPS):
+        train_step(number)
+
+
 def data_read_beside(run: Run) -> None:
     """A DataLoader where it is right: before the steps, in a phase, for an evaluation between steps; and two sets in one step."""
     script = Script(run)
@@ -505,6 +542,7 @@ def a_step_that_is_skipped(run: Run) -> None:
         gradients_weighted_by_hand,
         an_attack_first,
         all_tracked,
+        a_wrapped_optimizer,
         data_read_beside,
         a_step_that_is_skipped,
     ],
