@@ -57,7 +57,7 @@ class Row(NamedTuple):
     at: Position
     rank: int
     generation: int
-    count: int
+    samples: int
     digest: bytes
     ids: bytes | None
     """None: only digests are kept."""
@@ -133,11 +133,11 @@ class _Proof:
                 self._check_done_again(at, counts)
             rows = self._apart(at, counts)
             ids = self._ids(at, rows)
-            total += sum(row.count for row in rows.values())
+            total += sum(row.samples for row in rows.values())
             seen.update(ids.tolist())
             for execution in taken_back:
                 whole = self._is_whole(execution) and self._is_whole(counts)
-                told = sum(row.count for row in counts.rows.values())
+                told = sum(row.samples for row in counts.rows.values())
                 untold = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - told, 0)
                 self._compare(at, self._apart(at, execution), rows, ids, whole=whole, untold=untold)
         return LedgerCheck(
@@ -166,7 +166,7 @@ class _Proof:
         plan = self._plans.get(execution.generation)
         absent = [rank for rank in range(plan.world_size) if rank not in execution.told] if plan else []
         with_tray = [rank for rank in absent if execution.samples is not None and self._was_lost(at, rank, execution)]
-        known = sum(row.count for row in execution.rows.values())
+        known = sum(row.samples for row in execution.rows.values())
         if with_tray and len(with_tray) == len(absent) and (execution.samples or 0) >= known:
             ranks, left = ", ".join(map(str, with_tray)), (execution.samples or 0) - known
             self._by_gate.append(
@@ -196,7 +196,7 @@ class _Proof:
         rows = dict(execution.rows)
         plan = self._plans.get(execution.generation)
         for group in sharing(self._axes, plan.world_size) if plan else ():
-            told = {rank: (rows[rank].count, rows[rank].digest) for rank in group if rank in rows}
+            told = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
             if len(set(told.values())) > 1:
                 self._differing.append(
                     f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others"
@@ -224,12 +224,12 @@ class _Proof:
     ) -> None:
         """What was taken back with what was computed again: all of it, or what is left of it. ``untold``: samples of ranks that were lost
         with their rows."""
-        count, now = (sum(row.count for row in of.values()) for of in (before, rows))
+        count, now = (sum(row.samples for row in of.values()) for of in (before, rows))
         same = count == now if whole else count <= now + untold
         if all(row.ids is not None for row in (*before.values(), *rows.values())):
             known = np.sort(_ids_of(before))
             same &= len(known) == len(np.unique(known)) and len(np.setdiff1d(known, ids)) <= untold
-        elif before.keys() == rows.keys() and all(row.count == rows[rank].count for rank, row in before.items()):
+        elif before.keys() == rows.keys() and all(row.samples == rows[rank].samples for rank, row in before.items()):
             same &= all(row.digest == rows[rank].digest for rank, row in before.items())
         # else digests tell nothing: ranks had other shares
         if same:

@@ -188,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
             default=None,
             help="Prefix of teed lines: ${role_name}, ${rank}, ${local_rank} and ${hostname} are filled in.",
         )
-        added.ours = True  # type: ignore[attr-defined] - an abbreviation means what it means there
+        setattr(added, "ours", True)  # noqa: B010 - an abbreviation means what it means there
     add_own_options(parser)
     return parser
 

@@ -260,9 +260,11 @@ def _of_state(value: Any) -> object:
 
 def _grown(before: object, after: object) -> bool:
     """A list to which something was added: a history, to be shown."""
-    match before, after:
-        case (int() as was, str() as old), (int() as now, str() as new):
-            return now > was and (not old or new.startswith(old[:-1]))
+    if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 2):
+        return False
+    (was, old), (now, new) = before, after
+    if isinstance(was, int) and isinstance(now, int) and isinstance(old, str) and isinstance(new, str):
+        return now > was and (not old or new.startswith(old[:-1]))
     return False
 
 

@@ -65,7 +65,7 @@ def install() -> None:
 def mark_weighted(loss: torch.Tensor) -> None:
     """`leaves` does not look behind it."""
     if loss.grad_fn is not None:
-        loss.grad_fn.metadata[_MARK] = True
+        loss.grad_fn.metadata[_MARK] = True  # type: ignore[index]
 
 
 def leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def _tell_of_batches() -> None:
             _listener.reads(getattr(self, "_rackrun_begun_in", None))
         return read(self)
 
-    DataLoader.__iter__ = began  # type: ignore[method-assign]
+    DataLoader.__iter__ = began  # type: ignore[method-assign, assignment]
     _BaseDataLoaderIter.__next__ = given  # type: ignore[method-assign]
 
 
