@@ -239,12 +239,17 @@ def _hook_ends(ends: Ends) -> None:
             ends.began(at.step, body)
         return do(self, at, body, name)
 
-    def hooked_steps(self: Any, total: int) -> Iterator[int]:
+    def looked_at(self: Any, total: int) -> Iterator[int]:
         try:
             yield from steps(self, total)
         finally:  # also where the loop is left early
             if not (self._units.leaving or self._world.broken):
-                ends.look(self._state, sys._getframe(1))
+                caller = sys._getframe(1)
+                of_steps = caller.f_code is run.Steps.__next__.__code__
+                ends.look(self._state, caller.f_back if of_steps and caller.f_back is not None else caller)
+
+    def hooked_steps(self: Any, total: int) -> run.Steps:
+        return run.Steps(looked_at(self, total), total)
 
     def hooked_finish(self: Any) -> None:
         finish(self)

@@ -127,6 +127,7 @@ def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir:
         redirects=options.redirects,
         tee=options.tee,
         local_ranks_filter=options.local_ranks_filter,
+        prefix=options.log_prefix,
     )
     env = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     rack = options.rack

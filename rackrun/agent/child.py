@@ -28,6 +28,7 @@ import msgspec
 
 from rackrun.agent.binding import bind
 from rackrun.agent.config import ScriptConfig
+from rackrun.agent.job_signals import leave_to_agent
 from rackrun.core.encodable import bounded
 from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
@@ -61,6 +62,7 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
         _exec_program(boot, script)
     global _page  # noqa: PLW0603 - mapped for life
     _page = HeartbeatPage(boot.page_fd)
+    leave_to_agent(_page)
     with contextlib.suppress(OSError):  # then the agent has to poll
         hold(_page)
     _fresh_state(boot)

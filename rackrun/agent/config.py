@@ -34,6 +34,8 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str = "0"
     tee: str = "0"
     local_ranks_filter: str = ""
+    prefix: str = ""
+    """Of teed lines, with ``${role_name} ${rank} ${local_rank} ${hostname}``; "": as the environment says, or torchrun's."""
 
 
 class FillerPauses(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import threading
 from string import Template
@@ -44,7 +45,7 @@ class Logs:
         self._tee = to_map(Std.from_str(config.tee), slots)
         self._redirects = {index: redirects[index] | self._tee[index] for index in range(slots)}
         self._shown = {int(index) for index in config.local_ranks_filter.split(",") if index} or set(range(slots))
-        self._role = role
+        self._role, self._template = role, config.prefix
         self._directory = "" if config.directory == os.devnull else _run_directory(config.directory, run_id)
         self._follower: _Follower | None = None
 
@@ -94,10 +95,11 @@ class Logs:
         return fd
 
     def _prefix(self, index: int, rank: Rank) -> bytes:
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        template = self._template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         if template is None:
             return f"[{self._role}{index}]:".encode()
-        return Template(template).safe_substitute(role_name=self._role, rank=rank, local_rank=index).encode()
+        known = {"role_name": self._role, "rank": rank, "local_rank": index, "hostname": socket.gethostname()}
+        return Template(template).safe_substitute(known).encode()
 
 
 def _run_directory(directory: str, run_id: str) -> str:

@@ -28,7 +28,7 @@ from rackrun.core import commands as c
 from rackrun.core.events import Failure, WorkerEvent, WorkerExited, WorkerReady
 from rackrun.core.ids import SlotId, TrayId, tray_of
 from rackrun.core.wire import Logged, StateCopied, UnitCommitted, UnitSealed, Upward, decode_upward, encode
-from rackrun.link.boot import Boot
+from rackrun.link.boot import Boot, first_rank
 from rackrun.link.channel import frame
 
 __all__ = ["Tray"]
@@ -168,7 +168,7 @@ class Tray:
 
     async def _bring_up(self, worker: Worker, previous: Worker | None) -> None:
         outputs: Outputs | None = None
-        command = worker.command
+        command = msgspec.structs.replace(worker.command, rank=first_rank(worker.command))
         try:
             if previous is not None:
                 await previous.gone.wait()
@@ -190,6 +190,8 @@ class Tray:
                 world_size=command.world_size,
                 generation=command.generation,
                 env=environment,
+                exchange=command.store,
+                restarts=command.restarts,
                 cpus=place.cpus,
                 numa=place.numa,
                 advertise=self._config.advertise,

@@ -148,6 +148,7 @@ class Worker:
         if self._pidfd < 0:
             self.doomed = True
         elif not self.gone.is_set():
+            self.page.end()
             try:
                 os.killpg(self.pid, signal.SIGTERM)
             except ProcessLookupError:  # it has not made its group yet, or is gone

@@ -6,20 +6,19 @@ Reads the file only; the job may still run. Formats: `rackrun.coordinator.journa
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import numpy as np
 
-from rackrun.coordinator.eras import Eras
 from rackrun.coordinator.fillers import FillerUse, filler_uses
+from rackrun.coordinator.proof import LedgerCheck, Row, check_ledger
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.sharing import mesh_of
 from rackrun.core.commands import Plan
-from rackrun.core.dealing import sharing
 from rackrun.core.ids import Position
 
 __all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_goodput", "read_report"]
@@ -64,27 +63,6 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """The script's own code between units, and what is in none of the above."""
     ettr: float
     ettr_since_first_step: float
-
-
-class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Every sample counted once. Empty lists are good news."""
-
-    units: int
-    samples: int
-    distinct: int
-    """Different sample ids, where ids were kept."""
-    doubled: tuple[str, ...] = ()
-    """A sample id twice within one committed unit, and not by ranks that share their samples."""
-    differing: tuple[str, ...] = ()
-    """A unit that was computed again, on other samples than before; or ranks that share their samples, and had others."""
-    missing: tuple[str, ...] = ()
-    """A rank of the world whose row of a committed unit is not there."""
-    rows_lost: int = 0
-    """Rows that the journal could not take."""
-
-    @property
-    def ok(self) -> bool:
-        return not (self.doubled or self.differing or self.missing or self.rows_lost)
 
 
 class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +160,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
             )
         ),
         goodput=_goodput(_slowest(connection), _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
-        ledger=_check_ledger(connection, units, plans, int(meta.get("rows_lost", 0))),
+        ledger=_check_ledger(connection, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
         own_times=_own_times(units),
     )
@@ -299,76 +277,27 @@ def _goodput(
 
 
 # -- nothing lost, nothing twice -------------------------------------------------------------------------------------
-def _check_ledger(
-    connection: sqlite3.Connection, units: list[_Unit], plans: dict[int, Plan], rows_lost: int
-) -> LedgerCheck:
-    """An *execution* of a unit is one time that it was committed: rollbacks separate them, and within one each sample
-    stands once. Some ranks may report it in the generation in which its gate passed, others in the next."""
-    eras = Eras(plans)
-    era = eras.of
-    expected: dict[tuple[Position, int], dict[int, int]] = defaultdict(dict)  # execution -> rank -> generation
-    for unit in units:
-        if eras.counts(unit.at, unit.generation):
-            expected[unit.at, era(unit.generation)][unit.rank] = unit.generation
-    missing = []
-    last = max((unit.at for unit in units), default=None)
-    for (at, _), ranks in sorted(expected.items()):
-        plan = plans.get(min(ranks.values()))
-        absent = [rank for rank in range(plan.world_size) if rank not in ranks] if plan else []
-        if absent and at != last:  # of the last unit some rows may still be on their way
-            missing.append(f"{_name(at)}: no row of rank {', '.join(map(str, absent))}")
-
-    samples: dict[tuple[Position, int], dict[int, tuple[int, bytes, bytes | None]]] = defaultdict(dict)
-    for step, phase, rank, generation, count, digest, ids in connection.execute(
-        "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
-    ):
-        if eras.counts(Position(step, phase), generation):
-            samples[Position(step, phase), era(generation)][rank] = (count, digest, ids)
-    doubled: list[str] = []
-    differing: list[str] = []
-    seen: Counter[int] = Counter()
-    first_content: dict[Position, tuple[tuple[int, ...], tuple[bytes, ...]]] = {}
-    total = 0
-    axes = mesh_of(connection)
-    for (at, in_era), rows in sorted(samples.items()):
-        plan = plans.get(min(expected[at, in_era].values(), default=0))
-        for group in sharing(axes, plan.world_size) if plan else ():
-            told = {rank: rows[rank][:2] for rank in group if rank in rows}
-            if len(set(told.values())) > 1:
-                differing.append(f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others")
-            for rank in list(told)[1:]:
-                del rows[rank]  # counted once
-        blobs = [ids for _, _, ids in rows.values() if ids is not None]
-        delivered = np.sort(np.frombuffer(b"".join(blobs), dtype="<i8"))
-        twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
-        if len(twice):
-            doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
-        dealt: tuple[int, ...] = ()  # where only digests are kept: they tell nothing when ranks had other shares
-        content: tuple[bytes, ...] = (delivered.tobytes(),)
-        if len(blobs) < len(rows):
-            dealt, content = zip(*(rows[rank][:2] for rank in sorted(rows)), strict=True)
-        known = first_content.get(at)
-        if known is None:
-            first_content[at] = dealt, content
-            total += sum(count for count, _, _ in rows.values())
-            seen.update(delivered.tolist())
-        elif (known[0] == dealt and known[1] != content) or sum(known[0]) != sum(dealt):
-            differing.append(f"{_name(at)}: computed again on other samples")
-    return LedgerCheck(
-        units=len({at for at, _ in expected}),
-        samples=total,
-        distinct=len(seen),
-        doubled=tuple(doubled),
-        differing=tuple(differing),
-        missing=tuple(missing),
-        rows_lost=rows_lost,
+def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_lost: int) -> LedgerCheck:
+    units = (
+        (Position(step, phase), rank, generation, _samples(gate))
+        for step, phase, rank, generation, gate in connection.execute(
+            "SELECT step, phase, rank, generation, gate FROM units"
+        )
     )
+    rows = (
+        Row(Position(step, phase), *rest)
+        for step, phase, *rest in connection.execute(
+            "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
+        )
+    )
+    return check_ledger(units, rows, plans, mesh_of(connection), rows_lost)
 
 
-def _name(at: Position) -> str:
-    return f"step {at.step}" if at.phase == 0 else f"step {at.step} phase {at.phase}"
+_SAMPLES_IN_GATE = 1
+"""As in `rackrun.worker.gate.GateSums`."""
 
 
-def _some(ids: list[int]) -> str:
-    shown = ", ".join(map(str, ids[:8]))
-    return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"
+def _samples(gate: bytes | None) -> float | None:
+    """What the gate of a unit has counted, over all ranks."""
+    values = np.frombuffer(gate or b"", dtype="<f8")
+    return float(values[_SAMPLES_IN_GATE]) if len(values) > _SAMPLES_IN_GATE else None

@@ -174,12 +174,19 @@ def _own_times(console: Console, times: Sequence[OwnTime], shown: int = 4) -> No
 
 def _ledger(console: Console, ledger: LedgerCheck) -> None:
     console.print()
+    if ledger.ok and not ledger.samples:
+        console.print(
+            f"ledger: {ledger.units} units, and no sample that run.loader has delivered: which ones were trained on is not known",
+            highlight=False,
+        )
+        return
     if ledger.ok:
         _say(
             console,
             f"ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing",
             "green",
         )
+        _some(console, "by the gate", ledger.by_gate)
         return
     _say(console, f"ledger: {ledger.samples} samples in {ledger.units} units do not add up", "red")
     for what, lines in (("twice", ledger.doubled), ("differing", ledger.differing), ("missing", ledger.missing)):

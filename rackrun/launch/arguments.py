@@ -85,6 +85,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str
     tee: str
     local_ranks_filter: str
+    log_prefix: str
+    """Of teed lines; "": torchrun's."""
     token_file: Path | None
     ledger: LedgerMode
     redundancy: Redundancy
@@ -110,6 +112,47 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     signals: tuple[signal.Signals, ...]
     of_steps: tuple[str, ...]
     """Options that were given, and do nothing for a script without ``@rackrun.elastic``."""
+
+
+_OF_TORCHRUN = frozenset(
+    [
+        "nnodes",
+        "nproc_per_node",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_conf",
+        "standalone",
+        "max_restarts",
+        "monitor_interval",
+        "start_method",
+        "event_log_handler",
+        "role",
+        "module",
+        "no_python",
+        "run_path",
+        "log_dir",
+        "redirects",
+        "tee",
+        "local_ranks_filter",
+        "duplicate_stdout_filters",
+        "duplicate_stderr_filters",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "local_addr",
+        "logs_specs",
+        "numa_binding",
+        "signals_to_handle",
+        "shutdown_timeout",
+        "virtual_local_rank",
+        "training_script",
+        "training_script_args",
+        "help",
+        "log_line_prefix_template",
+    ]
+)
+"""What this rackrun takes, or refuses with a reason of its own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,6 +189,16 @@ def make_parser() -> argparse.ArgumentParser:
             help="Seconds from SIGTERM to SIGKILL, as newer versions of torchrun have it.",
         )
         since.ours = True  # type: ignore[attr-defined]  # see _Parser
+    if not any(action.dest == "log_line_prefix_template" for action in parser._actions):  # torch before 2.14
+        added = parser.add_argument(
+            "--log-line-prefix-template",
+            "--log_line_prefix_template",
+            action=env,
+            type=str,
+            default=None,
+            help="Prefix of teed lines: ${role_name}, ${rank}, ${local_rank} and ${hostname} are filled in.",
+        )
+        setattr(added, "ours", True)  # noqa: B010 - an abbreviation means what it means there
     add_own_options(parser)
     return parser
 
@@ -202,6 +255,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         redirects=args.redirects,
         tee=args.tee,
         local_ranks_filter=args.local_ranks_filter,
+        log_prefix=args.log_line_prefix_template or "",
         token_file=token_file,
         ledger=args.ledger,
         redundancy=redundancy(args.snapshot_copies, size.nodes_max * size.trays),
@@ -283,6 +337,7 @@ def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
             f"--rdzv-backend {args.rdzv_backend} is not supported: the coordinator is the rendezvous.",
             remedy="leave it out; with several hosts give --rdzv-endpoint HOST:PORT.",
         )
+    _refuse_what_is_not_known(args)
     for option, given in (
         ("--logs-specs", args.logs_specs),
         ("--duplicate-stdout-filters", args.duplicate_stdout_filters),
@@ -296,6 +351,17 @@ def _refuse_what_has_no_meaning(args: argparse.Namespace) -> None:
             )
     if args.module and args.no_python:
         raise UsageError("--module and --no-python exclude each other.", remedy="leave one of them out.")
+
+
+def _refuse_what_is_not_known(args: argparse.Namespace) -> None:
+    """An option of a newer torchrun's, which is taken by its parser, would do nothing here."""
+    for action in get_args_parser()._actions:
+        given = getattr(args, action.dest, None)
+        if action.dest not in _OF_TORCHRUN and action.option_strings and given not in (action.default, None, False):
+            raise UsageError(
+                f"{max(action.option_strings, key=len)} is an option of a newer torchrun, which this rackrun does not know.",
+                remedy="leave it out, or use torchrun for this job.",
+            )
 
 
 def _check_logs(args: argparse.Namespace) -> None:

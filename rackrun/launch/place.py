@@ -7,6 +7,7 @@
                   endpoint.json    while it runs      url, run_id, protocol, pid (0600)
                   result.json      after              how it ended
                   logs/                               workers' output, when it is redirected
+                  earlier/1, 2, ...                   what runs before it have left here: each its journal and its result
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = [
 _TOKEN_CHARS_MIN = 16
 _FILE_BYTES_MAX = 1 << 20
 _NOT_OURS = "look who has put it there; the run's own is made by its launcher, for its user alone."
+_OF_A_RUN = ("journal.sqlite*", "result.json")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -71,6 +73,8 @@ class RunPlace:
         self.journal = directory / "journal.sqlite"
         self._made = made
         self._started = False
+        self._aside: Path | None = None
+        """Where the files of the run before this one are."""
 
     @classmethod
     def make(cls, run_id: str, wanted: Path | None) -> RunPlace:
@@ -78,11 +82,6 @@ class RunPlace:
         directory = wanted or _free_name(runs_root() / run_id)
         _refuse_what_is_others(directory)
         made = tuple(path for path in (directory, *directory.parents) if not path.exists())
-        if (directory / "journal.sqlite").exists():
-            raise UsageError(
-                f"{directory} holds the journal of an earlier run.",
-                remedy="name another --out-dir, or remove that one.",
-            )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_what_is_others(directory)  # somebody may have been faster
@@ -95,7 +94,36 @@ class RunPlace:
                 f"the output directory {directory} cannot be written: {error.strerror}.",
                 remedy="choose another --out-dir.",
             ) from error
-        return cls(directory, made, _lock(directory))
+        place = cls(directory, made, _lock(directory))
+        try:
+            place._put_aside()
+        except OSError as error:
+            place.close()
+            raise UsageError(
+                f"the files of the run before, in {directory}, cannot be put aside: {error.strerror}.",
+                remedy="choose another --out-dir.",
+            ) from error
+        return place
+
+    def _put_aside(self) -> None:
+        """What an earlier run has left, if there was one. No run is under way: its lock would be held."""
+        found = [path for name in _OF_A_RUN for path in self.directory.glob(name)]
+        if not any(path.name == "journal.sqlite" for path in found):
+            return
+        earlier = self.directory / "earlier"
+        earlier.mkdir(mode=0o700, exist_ok=True)
+        number = 1 + max((int(path.name) for path in earlier.iterdir() if path.name.isdigit()), default=0)
+        self._aside = earlier / str(number)
+        self._aside.mkdir(mode=0o700)
+        for path in found:
+            path.rename(self._aside / path.name)
+
+    def _put_back(self) -> None:
+        if self._aside is None:
+            return
+        for path in list(self._aside.iterdir()):
+            path.rename(self.directory / path.name)
+        _remove((self._aside, self._aside.parent))
 
     def write_token(self, token: str) -> None:
         _write(self.directory / "token", token.encode())
@@ -117,6 +145,7 @@ class RunPlace:
         if not self._started:
             for path in self.directory.glob("journal.sqlite*"):
                 path.unlink()
+            self._put_back()
             _remove(self._made)
         os.close(self._lock)
 
@@ -229,10 +258,16 @@ def _lock(directory: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise UsageError(
-            f"{directory} is another run's, which is starting.", remedy="name another --out-dir."
+            f"{directory} is that of another run, which is under way.",
+            remedy="name another --out-dir, or wait until it has ended.",
         ) from None
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # a file system without locks
+        if (directory / "endpoint.json").exists():
+            os.close(fd)
+            raise UsageError(
+                f"{directory} is another run's, as far as can be told where files cannot be locked.",
+                remedy=f"name another --out-dir; or, if nothing runs there any more, remove {directory / 'endpoint.json'}.",
+            ) from error
     return fd
 
 

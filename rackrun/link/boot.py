@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from rackrun.core.commands import StartWorker
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
 
-__all__ = ["MEMORY_HEADER", "SNAPSHOT_JOB", "Boot", "current", "install"]
+__all__ = ["MEMORY_HEADER", "SNAPSHOT_JOB", "Boot", "current", "first_rank", "install"]
 
 SNAPSHOT_JOB = "snapshots"
 """Of the arenas that snapshots lie in: nameless memory of one worker."""
@@ -42,8 +43,18 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """Two memfds, empty at first, that the agent keeps open: snapshots in them outlive this process."""
     advertise: str = ""
     """The address of this host that other hosts are told; "" where nobody said."""
+    exchange: str = ""
+    """``host:port`` of the exchange (`rackrun.link.exchange`)."""
+    restarts: int = 0
+    """How often all workers have begun anew."""
     token: str = ""
     """The job's token, for the snapshot service of other trays."""
+
+
+def first_rank(command: StartWorker) -> Rank:
+    """The rank that the worker begins as. A spare is never rank 0, which scripts take for the main process, as long as there is another:
+    whoever asked before ``run.steps()`` may not ask again when it takes a place."""
+    return Rank(1) if command.spare and command.rank == 0 and command.world_size > 1 else command.rank
 
 
 _current: Boot | None = None

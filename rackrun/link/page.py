@@ -30,6 +30,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
 )
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
+_TO_END = 19
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -60,6 +61,15 @@ class HeartbeatPage:
         fd = os.memfd_create(f"rackrun-page-{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         return fd
+
+    # -- written by the agent
+    def end(self) -> None:
+        """The worker is to end: the SIGTERM that follows is the agent's."""
+        self._words[_TO_END] = 1
+
+    @property
+    def to_end(self) -> bool:
+        return bool(self._words[_TO_END])
 
     # -- written by the worker's control thread
     def tick(self) -> None:

@@ -18,13 +18,17 @@ from torch.utils.data import DataLoader, default_collate
 
 from rackrun.errors import UsageError
 from rackrun.worker.batch_runs import place
-from rackrun.worker.compat.loader import end_workers, leave_no_folders
+from rackrun.worker.compat.loader import end_workers, leave_no_folders, stay
 from rackrun.worker.rng import derive, reseed
 
 if TYPE_CHECKING:
     from rackrun.worker.run import Run
+    from rackrun.worker.step import Step
 
-__all__ = ["BatchPlan", "Loader", "MapDataset", "Shard"]
+__all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
+
+LOADER_BITS = 48
+"""An id in the ledger is the sample's number in its data set; from this bit on, the number of its loader among the run's."""
 
 
 _Key: TypeAlias = tuple[int, tuple[int, int], int]
@@ -139,6 +143,11 @@ class Loader:
             dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed
         )
         self._permutations: dict[int, np.ndarray[Any, Any]] = {}
+        self.number = 0
+        """Among the loaders of the run."""
+        self._attempt: Step | None = None
+        self._given: set[int] = set()
+        """The first id of each micro-batch given in this attempt."""
         self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -146,6 +155,7 @@ class Loader:
         shards = self._run.my_shards()
         number = int(step)
         begins = self._begins(number)
+        reading = self._run.checks.begins_reading(len(shards))
         for turn, shard in enumerate(shards):
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
@@ -153,8 +163,10 @@ class Loader:
             else:
                 batch = self._fetch(number, ids)
             last = turn == len(shards) - 1
-            self._run.begin_shard(step, shard, last=last, ids=ids)
+            self._run.begin_shard(step, shard, last=last, ids=self._counted(step, ids))
+            self._run.checks.gives(reading)
             yield _to(batch, self._run.device)
+        self._run.checks.read_through(reading)
 
     def close(self) -> None:
         """End its processes."""
@@ -164,6 +176,15 @@ class Loader:
     def __len__(self) -> int:
         """Micro-batches per step on this rank, now."""
         return len(self._run.my_shards())
+
+    def _counted(self, step: Step, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What stands in the ledger: samples of another data set have other ids, and those of a second pass in the same step count once."""
+        if self._attempt is not step:
+            self._attempt, self._given = step, set()
+        if int(ids[0]) in self._given:
+            return ids[:0]
+        self._given.add(int(ids[0]))
+        return ids + (self.number << LOADER_BITS) if self.number else ids
 
     def _begins(self, step: int) -> tuple[int, int]:
         return place(self._run.batch_of(step).runs, step, self._samples, self._plan.micro_batch)
@@ -260,12 +281,16 @@ class _Workers:
             num_workers=self._processes,
             prefetch_factor=self._prefetch,
             collate_fn=_only,
+            worker_init_fn=stay,
         )
         self._stream = iter(loader)
 
 
 class _ByRequest(torch.utils.data.Dataset[Any]):
     """A data set whose index is a whole request: the step, and the ids of one micro-batch."""
+
+    rackrun_delivers = True
+    """It is no data set of the script's own (`rackrun.worker.compat.calls`)."""
 
     def __init__(self, fetch: _Fetch) -> None:
         self._fetch = fetch

@@ -28,7 +28,7 @@ def elastic(
     seed: int = 0,
     mesh: dict[str, int] | None = None,
     snapshot_every: int | None = None,
-    reduction: Literal["fast", "exact", "exact64"] = "fast",
+    reduction: Literal["fast", "exact", "exact64", "none"] = "fast",
     batch: Mode = "constant",
 ) -> Callable[[Callable[Concatenate[Run, P], T]], Callable[P, T]]:
     """Make ``main(run, ...)`` the main function of an elastic run.
@@ -45,6 +45,7 @@ def elastic(
     reduction: how gradients are added over micro-batches and ranks. ``"fast"``: as floats, by DDP and FSDP2 themselves. ``"exact"``: as
         32-bit integers, so that losses and weights have the same bits on any number of data-parallel ranks; ``"exact64"``: as 64-bit
         integers, for twice the traffic, with room for any number of micro-batches.
+        ``"none"``: by nobody; ranks train models of their own, as in local SGD, and what they average they average themselves.
     batch: what becomes of the global batch in a world with fewer ranks. ``"constant"``: nothing, each has more to do. ``"scale_lr"``, short for
         ``ScaleLR("linear")``, or a `ScaleLR`: each rank keeps its micro-batches, so the batch shrinks, and learning rates with it.
 

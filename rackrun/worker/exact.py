@@ -153,7 +153,7 @@ class ExactReduction:
     def next_shard(self, step: Step, shard: Shard, data_ranks: int) -> None:
         """The loader is about to yield ``shard``: the gradients of the one before are complete, and are added up. So many
         ranks share the global batch."""
-        step.gradient_scale = step.weight
+        step.weigh(step.weight, step.weight)
         if not self._once.begun or self._world.updated:
             return  # nothing is trained in a phase, or after the gate
         if self._once.shard is not None:

@@ -17,7 +17,7 @@ import torch
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
 
-__all__ = ["CollectiveOrder", "GateSums", "agreed", "offered"]
+__all__ = ["CollectiveOrder", "GateSums", "agreed", "elements", "offered"]
 
 _FINGERPRINT_BITS = 20
 """Sums of its square over 8,192 ranks are exact in a float64."""
@@ -90,6 +90,13 @@ class CollectiveOrder:
     @property
     def fingerprint(self) -> int:
         return self._crc >> (32 - _FINGERPRINT_BITS)
+
+
+def elements(result: Any) -> int:
+    """How many a collective gives: in a tensor, or in tensors nested in lists."""
+    if isinstance(result, torch.Tensor):
+        return result.numel()
+    return sum(map(elements, result)) if isinstance(result, (list, tuple)) else 0
 
 
 def offered(at: Position, order: CollectiveOrder, mine: GateSums) -> torch.Tensor:

@@ -150,7 +150,18 @@ class ElasticGroup(dist.ProcessGroup):
         return Done(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._run("broadcast", tensors, _nothing, tensors, opts or dist.BroadcastOptions())
+        opts = opts or dist.BroadcastOptions()
+        loopback = _nothing
+        if self.world.in_setup and self.size() > 1:
+            turn = self.world.broadcasts.turn(self.key)
+            if self.world.generation and opts.rootRank == self.rank():
+                self.world.broadcasts.give(turn, tensors)
+            elif not self.world.generation and opts.rootRank != self.rank():
+
+                def loopback() -> None:
+                    self.world.broadcasts.take(turn, tensors)
+
+        return self._run("broadcast", tensors, loopback, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceOptions()

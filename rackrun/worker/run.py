@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rackrun.core import reshaping
@@ -18,22 +19,42 @@ from rackrun.worker.batches import Batches, StepBatch, Worlds, data_ranks
 from rackrun.worker.data import BatchPlan, Loader, MapDataset, Shard
 from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
+from rackrun.worker.leaving import all_leave
 from rackrun.worker.log_values import log_values
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
+from rackrun.worker.places import Places
 from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.scales import width_of
+from rackrun.worker.script_checks import ScriptChecks
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.units import Carried, UnitRunner
 from rackrun.worker.world import Reenter, Scope
 
-__all__ = ["Run"]
+__all__ = ["Run", "Steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
+
+_LEFT_EARLY = 2**20
+"""The phase in which all ranks leave the loop before its end: behind all others of the last step."""
+
+
+class Steps(Iterator[int]):
+    """What a loop goes over."""
+
+    def __init__(self, numbers: Iterator[int], total: int) -> None:
+        self._numbers, self._total = numbers, total
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    def __len__(self) -> int:
+        return self._total
 
 
 class Run:
@@ -81,12 +102,18 @@ class Run:
         self._held_by_mesh = unfit_because(self._axes, mesh)
         self._world.meetings = Meetings(self._axes, runtime.world.size)
         self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._places = Places(lambda: (self.rank, self.world_size))
+        self._checks = ScriptChecks(
+            runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
+        )
         self._units = UnitRunner(
             runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
         )
         self._every: list[tuple[int, Callable[[], Any]]] = []
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
+        self._open = 0
+        """The number of steps of a loop that was begun and is not at its end."""
         self._looping: int | None = None
         """The step that the loop stands at, while its step function has not been called."""
         reseed(batch.seed, "setup")
@@ -102,8 +129,11 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 of the world, and no spare."""
-        return self.rank == 0 and not self._units.waiting_spare
+        """Rank 0 of the world, and no spare: now. What only one process is to have, and keep, is for `main_only`."""
+        is_main = self.rank == 0 and not self._units.waiting_spare
+        if not is_main:
+            self._places.asked_for_main()
+        return is_main
 
     @property
     def global_batch_size(self) -> int:
@@ -125,14 +155,25 @@ class Run:
             self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return self._mesh
 
+    def on_join(self, function: Callable[[], Any]) -> None:
+        """Call ``function()`` in this process when it has a place in the world: at ``run.steps()``, on a spare when it takes a rank over, and
+        whenever its rank or the number of ranks has changed. `rank`, `world_size` and `is_main` are the new ones by then; collectives are not
+        to be used. What depends on the rank, and a framework has asked for before, is set anew there."""
+        self._places.on_join(function)
+
+    def main_only(self, make: Callable[[], W]) -> W:
+        """What `make` gives, such as ``lambda: SummaryWriter("runs")``, for rank 0: made there when it is first used, by whoever is rank 0 by then.
+        On other ranks all its methods do nothing and return None."""
+        return cast("W", self._places.main_only(make, lambda: self.rank == 0 and not self._units.waiting_spare))
+
     # -- what is trained
     def track(self, **things: Any) -> None:
         """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
 
-        Raises `StepError` for anything else.
+        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else.
         """
         for name, thing in things.items():
-            self._state.track(name, thing)
+            self._state.track(name, _unwrapped(thing))
 
     def loader(
         self,
@@ -149,6 +190,7 @@ class Run:
         than one global batch.
         """
         loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+        loader.number = len(self._loaders)
         self._loaders.append(loader)
         return loader
 
@@ -169,7 +211,9 @@ class Run:
                 )
             at = Position(self._looping)
             self._looping = None
-            result = self._units.run(at, lambda step: function(*_with_step(step, args), **kwargs))
+            result: T = self._units.run(at, lambda step: self._attempt(step, function, args[1:], kwargs))
+            self._places.look()
+            self._checks.committed(function, args[1:], kwargs)
             reseed(
                 self.batch.seed, "after", at.step
             )  # what the loop's body draws is the same on every rank, whoever joined when
@@ -187,13 +231,18 @@ class Run:
         """Run ``function`` after the last step, on all ranks: a phase, which may use collectives."""
         self._at_end.append(function)
 
-    def steps(self, total: int) -> Iterator[int]:
-        """Yield the steps to do, from the first that is not committed to ``total - 1``. A spare waits here until it is needed.
+    def steps(self, total: int) -> Steps:
+        """The steps to do, from the first that is not committed to ``total - 1``: iterate over it. A spare waits here until it is needed.
+        ``len()`` of it is ``total``.
 
-        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function.
+        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function. A loop that is left early (``break``,
+        ``return``) has to be left after the same step on all ranks; `at_end` follows when ``main`` has returned.
         """
         if total < 1:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
+        return Steps(self._loop(total), total)
+
+    def _loop(self, total: int) -> Iterator[int]:
         if not self._state:
             raise StepError(
                 "nothing is tracked, so nothing could be kept.",
@@ -202,6 +251,8 @@ class Run:
         self._state.check_complete()
         self.my_shards()  # raises when the world does not fit the batch
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
+        self._places.look()
+        self._open = total
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -211,7 +262,11 @@ class Run:
             self._looping = number
             self._world.scope = Scope.OUTSIDE
             reseed(self.batch.seed, "before", number)
-            yield number
+            try:
+                yield number
+            except GeneratorExit:
+                self._end_loop(total)
+                raise
             if self._looping is not None:
                 raise StepError(
                     f"the loop's body did not call a @run.step function for step {number}.",
@@ -220,7 +275,12 @@ class Run:
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)
-        self._world.scope = Scope.OUTSIDE
+        self._open = 0
+        self._end_loop(total)
+
+    def _end_loop(self, total: int) -> None:
+        self._looping, self._checks.loop_over = None, True
+        self._world.scope = Scope.AFTER
         reseed(self.batch.seed, "after", total)
         self._units.loop_over()
 
@@ -234,6 +294,16 @@ class Run:
 
     def finish(self) -> None:
         """Used by `rackrun.elastic` when ``main`` has returned."""
+        if self._open and not self._units.draining:
+            self._end_loop(self._open)
+            # whoever takes over from here on finds the loop done
+            step = self._units.passed.step
+            self._phase(
+                Position(self._open - 1, _LEFT_EARLY),
+                lambda: all_leave(self._world, self._runtime.boot, step),
+                "leaving the loop over run.steps()",
+            )
+            self._run_at_end(self._open, after=0)
         self._units.finish()
 
     def leaves(self, error: BaseException | None) -> bool:
@@ -249,6 +319,7 @@ class Run:
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
+        self._checks.let_go()
         return self._units.let_go()
 
     # -- used by the loader
@@ -260,6 +331,10 @@ class Run:
                 "the loader was used outside a step function.", remedy="iterate over it inside the @run.step function."
             )
         return step
+
+    @property
+    def checks(self) -> ScriptChecks:
+        return self._checks
 
     def batch_of(self, step: int) -> StepBatch:
         return self._units.batch_of(step)
@@ -312,26 +387,42 @@ class Run:
         code = getattr(function, "__code__", None)
         return function if code is not None and code.co_argcount == 1 and not code.co_kwonlyargcount else None
 
+    def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._places.look()
+        return self._checks.run(step, function, args, kwargs)
+
+    def _phase(self, at: Position, function: Callable[[], Any], name: str) -> None:
+        def attempt(_: Step) -> None:
+            self._places.look()
+            function()
+
+        self._units.run(at, attempt, name)
+        self._places.look()
+
     def _run_phases(self, step: int, total: int, *, after: int) -> None:
         if step >= total:
             self._run_at_end(total, after=after)
             return
         for index, (steps, function) in enumerate(self._every, start=1):
             if index > after and (step + 1) % steps == 0 and not self._units.draining:
-                name = f"{_name_of(function)} (run.every({steps}, ...))"
-                self._units.run(Position(step, index), lambda _, function=function: function(), name)  # type: ignore[misc]
+                self._phase(Position(step, index), function, f"{_name_of(function)} (run.every({steps}, ...))")
 
     def _run_at_end(self, total: int, *, after: int) -> None:
         for index, function in enumerate(self._at_end, start=1):
             if index > after:
-                name = f"{_name_of(function)} (run.at_end)"
-                self._units.run(Position(total, index), lambda _, function=function: function(), name)  # type: ignore[misc]
+                self._phase(Position(total, index), function, f"{_name_of(function)} (run.at_end)")
+
+
+def _unwrapped(thing: Any) -> Any:
+    """The optimizer whose ``step`` torch sees, under that of Accelerate's, Fabric's or another wrapper."""
+    seen = {id(thing)}
+    while isinstance(inner := getattr(thing, "optimizer", None), torch.optim.Optimizer) and id(inner) not in seen:
+        if not (isinstance(thing, torch.optim.Optimizer) or "ptimizer" in type(thing).__name__):
+            break  # a scheduler has one, too
+        seen.add(id(inner))
+        thing = inner
+    return thing
 
 
 def _name_of(function: Callable[[], Any]) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__).replace("<locals>.", "")
-
-
-def _with_step(step: Step, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The user passes the number that run.steps yielded; the function gets the `Step` in its place."""
-    return (step, *args[1:])

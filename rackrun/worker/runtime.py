@@ -24,6 +24,7 @@ from rackrun.link.channel import WorkerChannel
 from rackrun.link.exchange import TCPSTORE_KEY
 from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker import compat
+from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
@@ -53,6 +54,7 @@ class Runtime:
         self.channel = WorkerChannel(boot.channel_fd) if boot else None
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
         self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
+        self.world.broadcasts = Broadcasts(boot)
         rank, size = self._init_groups(boot)
         if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()
@@ -108,11 +110,17 @@ class Runtime:
         self.world.begin_again(plan, mine.rank)
         compat.forget_groups()
         compat.forget_meshes()
-        os.environ |= {"RANK": str(mine.rank), "WORLD_SIZE": str(plan.world_size)}
+        self.has_place(mine.rank, plan.world_size)
+        self.world.broadcasts.begin_again()
         self._make_default_group(mine.rank, plan.world_size)
         if plan.reshard is not None:
             self.world.start_build(plan)
             self.world.join(plan)
+
+    def has_place(self, rank: int, world_size: int) -> None:
+        """Whoever asks the environment from now on is told what torch says."""
+        of_role = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world_size)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **of_role}
 
     def member_of(self, plan: Plan) -> Member:
         """This process, in a plan that has come to it."""

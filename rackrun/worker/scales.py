@@ -42,12 +42,14 @@ _WIDTHS = {
 
 
 def width_of(reduction: str, shards: int) -> Width | None:
-    """None for ``"fast"``. Raises `UsageError` for anything else unknown, and when so many shards leave too few bits for each."""
-    if reduction == "fast":
+    """None for ``"fast"`` and ``"none"``. Raises `UsageError` for anything else unknown, and when so many shards leave too few bits for each."""
+    if reduction in ("fast", "none"):
         return None
     width = _WIDTHS.get(reduction)
     if width is None:
-        raise UsageError(f"reduction={reduction!r} is not known.", remedy='choose "fast", "exact" or "exact64".')
+        raise UsageError(
+            f"reduction={reduction!r} is not known.", remedy='choose "fast", "exact", "exact64" or "none".'
+        )
     if width.of_a_shard(shards) - width.headroom < _RESOLUTION_BITS_MIN:
         raise UsageError(
             f'reduction="{reduction}" leaves {width.of_a_shard(shards) - width.headroom} bits to each of {shards} micro-batches.',

@@ -9,6 +9,7 @@ import torch
 
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
+from rackrun.worker.compat.calls import mark_weighted
 
 if TYPE_CHECKING:
     from rackrun.worker.world import World
@@ -21,16 +22,15 @@ class Step:
 
     def __init__(self, at: Position, attempt: int, world: World) -> None:
         self.at, self.attempt = at, attempt
-        self.weight = 0.0
-        """What the current micro-batch counts in the global batch (1 / number of micro-batches): 0 for a ghost.
-        The weighted sum of the micro-batches' mean losses, over all ranks, is the mean over the global batch."""
+        self._weight = 0.0
         self.shards: tuple[int, ...] = ()
         """The micro-batches delivered so far: their places in the global batch."""
         self.local_loss: torch.Tensor | None = None
         self.shard_losses: dict[int, torch.Tensor] | None = None
         """Micro-batch -> its part of ``local_loss``, where the loss is reduced exactly."""
-        self.gradient_scale = 1.0
-        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
+        self._gradient_scale = 1.0
+        self.weight_reads = 0
+        """How often `weight` or `gradient_scale` was asked for: a script that weights its gradients itself does."""
         self.samples = 0
         """That all steps before this one have had, together: where a schedule by samples stands."""
         self.batch_size = 0
@@ -57,6 +57,23 @@ class Step:
     def __repr__(self) -> str:
         return f"<step {self.at.step}, attempt {self.attempt}>"
 
+    @property
+    def weight(self) -> float:
+        """What the current micro-batch counts in the global batch (1 / number of micro-batches): 0 for a ghost.
+        The weighted sum of the micro-batches' mean losses, over all ranks, is the mean over the global batch."""
+        self.weight_reads += 1
+        return self._weight
+
+    @property
+    def gradient_scale(self) -> float:
+        """``weight`` times the number of data-parallel ranks, which DDP and FSDP divide by; with ``reduction="exact"``, ``weight``."""
+        self.weight_reads += 1
+        return self._gradient_scale
+
+    def weigh(self, weight: float, gradient_scale: float) -> None:
+        """Of the micro-batch that is about to be given."""
+        self._weight, self._gradient_scale = weight, gradient_scale
+
     def scale(self, loss: torch.Tensor, weight: float | None = None) -> torch.Tensor:
         """The loss to call ``backward`` on, so that gradients become the mean over the global batch.
 
@@ -66,17 +83,21 @@ class Step:
         self._world.may_be_left()
         if self._world.broken and not self._world.unit_passed:
             self._world.abandon()
-        factor = self.gradient_scale
-        share = self.weight
-        if weight is not None and self.weight:
-            factor, share = self.gradient_scale / self.weight * weight, weight
+        factor, share = self._gradient_scale, self._weight
+        if weight is not None and share:
+            factor, share = factor / share * weight, weight
         self.is_whole |= self.last_given
         part = loss.detach().double() * share
         self.local_loss = part if self.local_loss is None else self.local_loss + part
-        if self.shard_losses is not None and self.weight:
+        if self.shard_losses is not None and self._weight:
             known = self.shard_losses.get(self.shards[-1])
             self.shard_losses[self.shards[-1]] = part if known is None else known + part
-        return loss * factor
+        weighted = loss * factor
+        if torch.compiler.is_compiling():
+            self.weight_reads += 1
+        else:
+            mark_weighted(weighted)
+        return weighted
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """``scale(loss, weight).backward()``."""

@@ -324,8 +324,7 @@ class UnitRunner:
         self._page.progress()
         self._world.own_time.next_pass()
         self._world.meetings.next_pass(last=last)
-        step.weight = 0.0 if shard.ghost else 1.0 / shards
-        step.gradient_scale = 0.0 if shard.ghost else dp_size / shards
+        step.weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
         step.last_given = last
         if not shard.ghost:
             step.shards = (*step.shards, shard.index)

@@ -23,11 +23,12 @@ from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.exchange import ExchangeUnreachable
+from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
-from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
+from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
@@ -63,6 +64,7 @@ class Scope(Enum):
     SETUP = "before run.steps()"
     UNIT = "in a step or phase"
     OUTSIDE = "outside steps and phases"
+    AFTER = "after the loop over run.steps()"
 
 
 class World:
@@ -94,11 +96,14 @@ class World:
         self.good: Position | None = None
         """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
         self.drain = False
+        self.traffic = 0
+        """Elements that collectives of the unit in hand have written, on this rank."""
         self.flights = Flights()
         self.order = CollectiveOrder()
         self.own_time = OwnTime()
         self.meetings = Meetings()
         self.deals = Deals()
+        self.broadcasts = Broadcasts(None)
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -120,6 +125,8 @@ class World:
         self._passed = BEGIN
         self._entered = BEGIN
         self._in_gate = False
+        self._after_in: int | None = None
+        """The generation in which the script has called its first collective after the loop."""
         self.in_phase = False
         self.waited_s = 0.0
         """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
@@ -172,6 +179,11 @@ class World:
         return group
 
     @property
+    def in_setup(self) -> bool:
+        """Before ``run.steps()``."""
+        return self.scope is Scope.SETUP
+
+    @property
     def rank(self) -> int:
         return self.groups[0].rank()
 
@@ -192,12 +204,16 @@ class World:
                 "a collective was called outside steps and phases, where a lost peer could not be replaced.",
                 remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end.",
             )
+        if self.scope is Scope.AFTER and self.size > 1:
+            self._check_after()
         self.page.collective_entered()
         self.own_time.goes_on()
         if group.size() == self.size:
             self.order.called(name, result)
         if self.after_update is not None:
             self.after_update(name, result)
+        if group.size() > 1:
+            self.traffic += elements(result)
         if self.meetings.looks:
             self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
         if self.scope is Scope.SETUP:
@@ -217,9 +233,22 @@ class World:
                 "a peer was lost before the first step.", remedy="none needed: the world starts again."
             )
 
+    def _check_after(self) -> None:
+        """After the loop, whose end is committed: this code cannot be repeated for who takes over. Where a collective was called already,
+        others would meet it at another place."""
+        if self._after_in is None:
+            self._after_in = self.generation
+        if self._broken or self.generation != self._after_in:
+            raise CollectiveBroken(
+                "a peer was lost in the code after the loop over run.steps(), which only a new start can run again.",
+                remedy="give what needs collectives to run.at_end(...), which is done again where it broke; or --checkpoint-dir, so that a new start goes on from the last step.",
+            )
+
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
         and not while it has other weights in the model (averaged ones, say), which it is then let put back itself."""
+        if self.scope is Scope.AFTER and self._after_in is not None:
+            self._check_after()
         if not self.in_phase or not self._broken or self._in_gate or torch._C._current_graph_task_id() != -1:
             return
         if self.may_leave_phase():
@@ -542,7 +571,7 @@ class World:
             self._broken = plan.reshard is not None
             self._seated = plan.members
             self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
-            self.scope, self.met = Scope.SETUP, 0
+            self.scope, self.met, self._after_in = Scope.SETUP, 0, None
             self.unit_passed = self.updated = self.in_phase = False
             self.order = CollectiveOrder()
         threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()

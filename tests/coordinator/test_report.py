@@ -143,6 +143,26 @@ def test_steps_computed_again_after_a_rollback_are_one_execution_each(journal: J
     assert report.steps_redone == 3
 
 
+def test_a_row_that_went_with_its_rank_before_all_went_back_is_not_missed(journal: Journal) -> None:
+    """Rank 1 was lost before it had told of steps 6 and 7; all went back behind them, and did them again."""
+    journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(6), rollback=5), because=""), 1500)
+    for step in (6, 7):
+        for rank in (0, 1):
+            first = 4 * step + 2 * rank
+            journal.unit(unit(step, rank, generation=3, ids=ids(first, first + 1)), 1.0)
+    ledger = _without(journal, "step IN (6, 7) AND rank = 1 AND generation = 2").ledger
+    assert ledger.ok, ledger
+    assert (ledger.units, ledger.samples, ledger.distinct) == (8, 32, 32)
+
+
+def test_a_row_that_went_with_its_tray_is_counted_by_the_gate(journal: Journal) -> None:
+    """Rank 1's last unit: nobody else can tell its samples, but all ranks have counted them."""
+    journal.unit(msgspec.structs.replace(unit(3, 0, ids=ids(12, 13)), gate=(0.5, 4.0)), 1.0)
+    ledger = _without(journal, "step = 3 AND rank = 1").ledger
+    assert ledger.ok, ledger
+    assert ledger.by_gate == ("step 3: rank 1 was lost with its row; its gate has counted 2 more samples",)
+
+
 def test_a_step_computed_again_on_other_samples_is_found(journal: Journal) -> None:
     journal.persist(ResumeGeneration(plan=plan(3, *WORLD, committed=Position(7), rollback=6), because=""), 1500)
     for rank in (0, 1):

@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from rackrun.agent.config import LogConfig
+from rackrun.agent.logs import Logs
 from rackrun.checkpoint import isal
 from rackrun.checkpoint.placement import Redundancy
+from rackrun.core.ids import Rank
 from rackrun.core.situation import Rules, Rung, Weights
 from rackrun.errors import UsageError
+from rackrun.launch import arguments
 from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
 from rackrun.launch.policy import Policy
 from rackrun.worker.axes import MIN_RANKS_VARIABLE, axes_of
 from rackrun.worker.durable import DurableOptions
 
 OURS = {
+    "--log-line-prefix-template",  # torchrun's own from 2.14 on
+    "--log_line_prefix_template",
     "--spares",
     "--filler",
     "--filler-grace",
@@ -280,3 +287,28 @@ def test_a_policy_that_asks_for_racks_needs_somebody_who_gives_them(script: Path
     given = parse(["--provider", "local:after=2", "--acquire-timeout", "60", "--policy", "acquire-wait", str(script)])
     assert (given.provider.expected_s, given.provider.timeout_ms) == (7.0, 60_000)
     assert given.policy.rules.meanwhile == "wait"
+
+
+def test_the_prefix_of_teed_lines_may_name_the_host(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    options = parse(["--log-line-prefix-template", "${hostname} ${rank}/${local_rank}: ", str(script)])
+    logs = Logs(LogConfig(directory=os.devnull, prefix=options.log_prefix), "run", slots=2)
+    assert logs._prefix(1, Rank(5)).decode() == f"{socket.gethostname()} 5/1: "
+    assert parse([str(script)]).log_prefix == ""
+
+
+def test_an_option_of_a_newer_torchruns_parser_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser takes it; rackrun, which does not know what it means, says so."""
+
+    def newer() -> argparse.ArgumentParser:
+        parser = get_args_parser()
+        parser.add_argument("--something-new", type=str, default="as ever")
+        return parser
+
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(arguments, "get_args_parser", newer)
+    parse([str(script)])
+    with pytest.raises(UsageError, match="--something-new is an option of a newer torchrun"):
+        parse(["--something-new", "otherwise", str(script)])

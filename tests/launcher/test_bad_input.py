@@ -167,7 +167,6 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "port of something else": ((*TWO, "--token-file", "token", "train.py"), {}, ("in use by something that is not",)),
     "out-dir is a file": (("--out-dir", "file", "train.py"), {}, ("cannot be written", "another --out-dir")),
     "out-dir below a file": (("--out-dir", "file/x", "train.py"), {}, ("cannot be written",)),
-    "out-dir of an earlier run": (("--out-dir", "used", "train.py"), {}, ("earlier run", "another --out-dir")),
 }
 
 

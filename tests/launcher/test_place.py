@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from rackrun.ctl.asking import ask
 from rackrun.errors import UsageError
-from rackrun.launch.place import Endpoint, RunPlace, read_own
+from rackrun.launch.place import Endpoint, Result, RunPlace, find_run, read_json, read_own
 
 ANOTHER = 12_345
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -119,3 +120,76 @@ def test_root_may_ask_about_a_users_run(run: Path) -> None:
         os.chown(path, ANOTHER, ANOTHER)
     with pytest.raises(UsageError, match="nobody answers"):
         ask(run, "/api/status")
+
+
+def run_in(folder: Path, run_id: str) -> RunPlace:
+    place = RunPlace.make(run_id, folder)
+    place.journal.write_text(run_id)
+    place.announce(Endpoint(url="http://127.0.0.1:1", run_id=run_id, pid=1))
+    return place
+
+
+def ended(place: RunPlace, run_id: str) -> None:
+    place.finish(Result(run_id=run_id, exit_code=0, because="", remedy="", steps=1, recoveries=(), seconds=1.0))
+    place.close()
+
+
+def test_a_folder_is_used_again_and_keeps_what_was_there(tmp_path: Path) -> None:
+    """The same command, started again: the newest run is found at the folder itself, those before it below."""
+    folder = tmp_path / "run"
+    for run_id in ("first", "second", "third"):
+        ended(run_in(folder, run_id), run_id)
+    assert find_run(str(folder)) == folder
+    assert (folder / "journal.sqlite").read_text() == "third"
+    for number, run_id in (("1", "first"), ("2", "second")):
+        earlier = find_run(str(folder / "earlier" / number))
+        assert (earlier / "journal.sqlite").read_text() == run_id
+        result = read_json(earlier / "result.json", Result)
+        assert result is not None
+        assert result.run_id == run_id
+
+
+def test_the_folder_of_a_run_under_way_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    place = run_in(folder, "first")
+    with pytest.raises(UsageError, match="under way"):
+        RunPlace.make("second", folder)
+    assert place.journal.read_text() == "first"
+    assert read_json(folder / "endpoint.json", Endpoint) is not None
+    ended(place, "first")
+
+
+def test_a_run_that_was_killed_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    """Its lock ended with it; its token and its endpoint are void."""
+    folder = tmp_path / "run"
+    place = run_in(folder, "killed")
+    place.write_token("of the one that was killed")
+    os.close(place._lock)
+    ended(run_in(folder, "next"), "next")
+    assert (folder / "earlier" / "1" / "journal.sqlite").read_text() == "killed"
+    assert not (folder / "token").exists()
+
+
+def test_a_run_that_never_began_puts_back_what_was_there(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended(run_in(folder, "first"), "first")
+    place = RunPlace.make("second", folder)
+    place.journal.write_text("second")
+    place.close()
+    assert (folder / "journal.sqlite").read_text() == "first"
+    assert not (folder / "earlier").exists()
+
+
+def test_without_locks_a_run_that_may_be_under_way_is_not_overrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = tmp_path / "run"
+    place = run_in(folder, "first")
+    with pytest.raises(UsageError, match=r"endpoint\.json"):
+        RunPlace.make("second", folder)
+    ended(place, "first")
+    ended(run_in(folder, "second"), "second")

@@ -173,10 +173,12 @@ def test_objects_may_be_exchanged_before_the_first_step(train: Callable[..., har
         dist.broadcast_object_list(told, src=0)
         everyone: list[object] = [None] * run.world_size
         dist.all_gather_object(everyone, {"rank": run.rank})
+        seed = torch.tensor([5 if run.rank == 0 else -1])
+        dist.broadcast(seed, 0)
         model = ddp(run)
         optimizer = adam(model)
         run.track(model=model, optimizer=optimizer)
-        say(told=told, everyone=everyone)
+        say(told=told, everyone=everyone, seed=seed.item())
 
         @run.step
         def step(_: object) -> None:
@@ -187,7 +189,10 @@ def test_objects_may_be_exchanged_before_the_first_step(train: Callable[..., har
 
     ended = train(main, ranks=2)
     assert ended.exit_code == 0, ended
-    assert ended.said[1] == {"told": [{"seed": 5}], "everyone": [{"rank": 0}, {"rank": 1}]}
-    ended = train(main, ranks=2, kill={1: harness.moments(ended, 1, 0)[0]})
-    assert ended.exit_code == 0, ended
-    assert ended.plans
+    assert ended.said[1] == {"told": [{"seed": 5}], "everyone": [{"rank": 0}, {"rank": 1}], "seed": 5}
+    for lost in (0, 1):
+        swapped = train(main, ranks=2, kill={lost: harness.moments(ended, lost, 0)[0]})
+        assert swapped.exit_code == 0, swapped
+        assert swapped.plans
+        assert swapped.said[lost]["told"] == [{"seed": 5}], "a spare is given what rank 0 has said"
+        assert swapped.said[lost]["seed"] == 5

@@ -66,9 +66,9 @@ def test_a_snapshot_holds_the_state_after_its_step_however_slow_the_copy(train: 
         nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(run.rank))
         steps(run, model, 8)
 
-    reference = train(plain, snapshot_every=1)
+    reference = train(plain, snapshot_every=1, reduction="none")
     lost = next(i for i, what in enumerate(reference.moments[1]) if what.startswith("committed Position(step=5"))
-    ended = train(main, snapshot_every=1, kill={1: lost})
+    ended = train(main, snapshot_every=1, kill={1: lost}, reduction="none")
     assert not ended.differences(reference), ended
     assert ended.rolled_back
 
@@ -227,9 +227,9 @@ def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_someth
             model[0].bias.add_(run.rank)
         steps(run, model, 12)
 
-    reference = train(plain, snapshot_every=1)
+    reference = train(plain, snapshot_every=1, reduction="none")
     lost = next(i for i, what in enumerate(reference.moments[1]) if what.startswith("committed Position(step=6"))
-    ended = train(main, snapshot_every=1, kill={1: lost})
+    ended = train(main, snapshot_every=1, kill={1: lost}, reduction="none")
     assert ended.exit_code == 0, ended
     (back_to,) = [plan.rollback for plan in ended.plans]
     assert back_to in (1, 5), "5 where nobody has begun to write over it yet"

@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cleared", "install"]
+__all__ = ["cleared", "cleared_in_place", "install"]
 
 _calls = 0
+_in_place = 0
 
 
 def cleared() -> int:
     """How often zero_grad was called in this process, on any optimizer or module."""
     return _calls
+
+
+def cleared_in_place() -> int:
+    """How often it was in a way that may leave the gradients the tensors that they are."""
+    return _in_place
 
 
 def install() -> None:
@@ -27,8 +33,9 @@ def _count_calls(kind: Any) -> None:
     original = kind.zero_grad
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        global _calls  # noqa: PLW0603 - of the process, as the methods are
+        global _calls, _in_place  # noqa: PLW0603 - of the process, as the methods are
         _calls += 1
+        _in_place += bool(args or kwargs)
         original(self, *args, **kwargs)
 
     zero_grad._rackrun_counts = True  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import c10d, ddp, fsdp, grads, trial
+from rackrun.worker.compat import c10d, calls, ddp, fsdp, grads, trial
 
 __all__ = ["REMEDY", "check", "install", "require"]
 
@@ -41,3 +41,4 @@ def install() -> None:
     ddp.install()
     fsdp.install()
     grads.install()
+    calls.install()

@@ -1,0 +1,106 @@
+"""The place that a process has in the world, for what a script keeps beside training: called when it changes, and made for rank 0 alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rackrun.worker.reports import say
+from rackrun.worker.user_line import user_line
+
+__all__ = ["MainOnly", "Places"]
+
+
+class Places:
+    """Of one entry into ``main``. ``place`` is the rank and the number of ranks."""
+
+    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
+        self._place = place
+        self._known: tuple[int, int] | None = None
+        self._callbacks: list[Callable[[], Any]] = []
+        self._for_main: list[MainOnly] = []
+        self._asked = ""
+        """Where the script asked, before it had a place, whether it is main, and was told that it is not."""
+
+    def on_join(self, function: Callable[[], Any]) -> None:
+        self._callbacks.append(function)
+        if self._known is not None:
+            function()
+
+    def main_only(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> MainOnly:
+        self._for_main.append(MainOnly(make, is_main))
+        return self._for_main[-1]
+
+    def asked_for_main(self) -> None:
+        """It is not, and has no place yet."""
+        if self._known is None and not self._asked:
+            self._asked = user_line()
+
+    def look(self) -> None:
+        """Asked whenever the script is about to go on: call back if the place is another one. What is random stays as it was."""
+        now = self._place()
+        if now == self._known:
+            return
+        self._known = now
+        if now[0] == 0 and self._asked and not self._callbacks and not self._for_main:
+            say(
+                f"{self._asked}: this process has taken rank 0, and run.is_main was False when it was asked there, before run.steps(): what was "
+                "made for rank 0 only is not here. Remedy: make it with run.main_only(...), or in a function given to run.on_join."
+            )
+        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts use
+        try:
+            for one in self._for_main:
+                one.look()
+            for function in self._callbacks:
+                function()
+        finally:
+            if on_devices:
+                torch.cuda.set_rng_state_all(on_devices)
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+            random.setstate(states[2])
+
+
+class MainOnly:
+    """Stands for what ``make`` gives, on rank 0, which makes it when it is first used. Elsewhere each of its methods does nothing and
+    returns None. A rank that was 0 and is no more closes it."""
+
+    def __init__(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> None:
+        self._make, self._is_main = make, is_main
+        self._made: Any = None
+
+    def look(self) -> None:
+        """Close it where it does not belong any more."""
+        if self._made is not None and not self._is_main():
+            made, self._made = self._made, None
+            if callable(close := getattr(made, "close", None)):
+                close()
+
+    def __getattr__(self, name: str) -> Any:
+        self.look()
+        if not self._is_main():
+            return _nothing
+        if self._made is None:
+            self._made = self._make()
+        return getattr(self._made, name)
+
+    def __bool__(self) -> bool:
+        return self._is_main()
+
+    def __enter__(self) -> MainOnly:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        made, self._made = self._made, None
+        if callable(close := getattr(made, "close", None)):
+            close()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs

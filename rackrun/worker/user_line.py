@@ -1,0 +1,56 @@
+"""Where in the user's script something was called: what an error or a notice points to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import torch
+
+__all__ = ["line_of_name", "user_line"]
+
+_OURS = (str(Path(__file__).resolve().parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_line(frame: types.FrameType | None = None) -> str:
+    """``train.py:31``: the innermost line of the calls under way that belongs to no library; else to neither rackrun nor torch.
+    Empty: there is none."""
+    at = frame or sys._getframe(1)
+    of_library = ""
+    while at is not None:
+        name = at.f_code.co_filename
+        if not name.startswith(_OURS):
+            if not name.startswith(_LIBRARIES):
+                return _told(name, at.f_lineno)
+            of_library = of_library or _told(name, at.f_lineno)
+        at = at.f_back  # type: ignore[assignment]
+    return of_library
+
+
+def line_of_name(function: object, name: str) -> str:
+    """Where ``function`` first uses ``name``, a variable of its own, of its closure or of its module; else where it begins."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return _told(code.co_filename, _line_of_name(code, name) or code.co_firstlineno)
+
+
+def _line_of_name(code: types.CodeType, name: str) -> int | None:
+    import dis
+
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == name and instruction.positions is not None and "COPY_FREE" not in instruction.opname:
+            return instruction.positions.lineno
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType) and (found := _line_of_name(constant, name)):
+            return found
+    return None
+
+
+def _told(name: str, line: int) -> str:
+    here = os.getcwd() + os.sep
+    return f"{name.removeprefix(here)}:{line}"

@@ -1,0 +1,161 @@
+"""The end of the loop: its length, a loop that is left early, and what stands behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, say
+from scripts import Samples, adam, ddp, loss_of
+
+from rackrun.core.ids import Position
+from rackrun.errors import StepError
+from rackrun.worker import leaving
+from rackrun.worker.run import Run
+from rackrun.worker.step import Step
+
+Train = Callable[..., Ended]
+
+
+def looped(run: Run, steps: int, body: Callable[[int], bool]) -> None:
+    """``body`` is called after each step; when it says so, the loop is left."""
+    model = ddp(run)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    numbers = run.steps(steps)
+    assert len(numbers) == steps
+    for number in numbers:
+        step(number)
+        if body(number):
+            break
+
+
+def total_of(run: Run) -> float:
+    ranks = torch.tensor([float(run.rank + 1)])
+    dist.all_reduce(ranks)
+    return ranks.item()
+
+
+def stopped_early(at: dict[int, int], more: Callable[[Run], None] = lambda _: None) -> Callable[[Run], None]:
+    """Ranks leave the loop after the steps that ``at`` says (rank -> step), and save at the end."""
+
+    def main(run: Run) -> None:
+        def save() -> None:
+            say(saved=total_of(run))
+
+        run.at_end(save)
+        looped(run, 8, lambda number: number >= at[run.rank])
+        more(run)
+        say(step=run._units.passed.step)
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "lost", [None, "enters a collective after Position(step=8", "enters a collective after Position(step=7"]
+)
+def test_a_loop_that_is_left_is_ended_as_any_other(lost: str | None, train: Train) -> None:
+    """Also when a rank is lost in the last save, or in what all agree on before it."""
+    main = stopped_early({0: 3, 1: 3})
+    ended = train(main, ranks=2, kill={1: lost} if lost else {})
+    assert ended.exit_code == 0, ended
+    assert {said["saved"] for said in ended.said.values()} == {3.0}, ended.said
+    assert sorted(ended.losses) == [0, 1, 2, 3]
+    assert len(ended.said) == 2
+
+
+def test_ranks_that_go_on_when_others_leave_are_named(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(what: str) -> None:
+        raise StepError(what)
+
+    monkeypatch.setattr(leaving, "say", told)
+    monkeypatch.setattr(leaving, "_TELL_S", 0.1)
+    ended = train(stopped_early({0: 5, 1: 3}), ranks=2, spares=0, max_restarts=0)
+    assert ended.failure is not None, ended
+    assert "rank 1 has left the loop over run.steps() after step 3" in ended.failure.message
+    assert "rank 0 has not" in ended.failure.message
+
+
+def test_code_after_the_loop_may_use_collectives(train: Train) -> None:
+    def main(run: Run) -> None:
+        looped(run, 3, lambda _: False)
+        dist.barrier()
+        say(after=total_of(run))
+        everyone: list[Any] = [None] * run.world_size
+        dist.all_gather_object(everyone, run.rank)
+        say(everyone=everyone)
+
+    ended = train(main, ranks=3)
+    assert ended.exit_code == 0, ended
+    assert [said["after"] for said in ended.said.values()] == [6.0] * 3
+    assert all(said["everyone"] == [0, 1, 2] for said in ended.said.values())
+
+
+def dies_after_the_loop(mark: Path, steps: int = 3) -> Callable[[Run], None]:
+    """Rank 1, between two collectives, the first time."""
+
+    def main(run: Run) -> None:
+        looped(run, steps, lambda _: False)
+        first = total_of(run)
+        if run.rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(first=first, second=total_of(run))
+
+    return main
+
+
+def test_a_loss_after_the_loop_ends_with_its_reason(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is given another's place there, nor values that were not everybody's."""
+    ended = train(dies_after_the_loop(tmp_path / "mark", 12), ranks=2, spares=1)
+    assert ended.exit_code == 3, str(ended)
+    assert "CollectiveBroken" in ended.because, ended
+    assert "run.at_end" in capfd.readouterr().err
+
+
+def test_with_checkpoints_the_code_after_the_loop_runs_again(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    ended = train(dies_after_the_loop(tmp_path / "mark"), ranks=2, spares=1)
+    assert ended.exit_code == 0, ended
+    assert ended.said == {rank: {"first": 3.0, "second": 3.0} for rank in (0, 1)}
+    assert ended.restarted
+    assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(3)}
+
+
+def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:
+    """As a progress bar does."""
+    kept: list[Any] = []
+
+    def main(run: Run) -> None:
+        run.at_end(lambda: say(saved=True))
+        original = run.steps
+
+        def steps(total: int) -> Any:
+            kept.append(original(total))
+            return kept[-1]
+
+        run.steps = steps  # type: ignore[method-assign]
+        looped(run, 8, lambda number: number == 2)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    assert all(said["saved"] for said in ended.said.values())
