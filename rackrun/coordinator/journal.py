@@ -51,7 +51,7 @@ import msgspec
 from rackrun.coordinator.file_systems import is_shared
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.core.commands import BreakGeneration, Command, ResumeGeneration
-from rackrun.core.encodable import INT_MAX, clean, encodable
+from rackrun.core.encodable import INT_MAX, clean, encodable, json_of
 from rackrun.core.events import Event
 from rackrun.core.wire import PROTOCOL, FillerTold, UnitCommitted
 from rackrun.errors import RackrunError
@@ -316,7 +316,4 @@ def _plain(values: tuple[object, ...]) -> tuple[object, ...]:
 
 def _json(body: object) -> str:
     """Whatever text and numbers are in it (`rackrun.core.encodable`)."""
-    try:
-        return msgspec.json.encode(body).decode()
-    except (ValueError, OverflowError, TypeError):
-        return msgspec.json.encode(encodable(body)).decode()
+    return json_of(body).decode()

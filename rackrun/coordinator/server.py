@@ -40,7 +40,7 @@ from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.policy_host import check
 from rackrun.coordinator.validity import unlikely
 from rackrun.core.commands import Answer
-from rackrun.core.encodable import clean
+from rackrun.core.encodable import clean, encodable, json_of
 from rackrun.core.events import (
     BreakerClosed,
     CostsMeasured,
@@ -175,7 +175,7 @@ class Server:
 
     async def _status(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        return web.Response(body=msgspec.json.encode(self._driver.status()), content_type="application/json")
+        return web.Response(body=json_of(self._driver.status()), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._check_token(request)
@@ -231,7 +231,7 @@ class Server:
     async def _end(self, request: web.Request) -> web.Response:
         self._check_token(request)
         over = await asyncio.shield(self._driver.finished)
-        return web.Response(body=msgspec.json.encode(over), content_type="application/json")
+        return web.Response(body=json_of(over), content_type="application/json")
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -399,13 +399,13 @@ async def _asked(request: web.Request, kind: type[_A], **own: object) -> _A:
     """Under a name of its own; ``own`` is not for the asker to say."""
     own |= {"request": uuid.uuid4().hex, "at_ms": 0}
     try:
-        return msgspec.convert({**await request.json(), **own}, kind)
+        return msgspec.convert({**encodable(await request.json()), **own}, kind)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's is a ValueError
         raise web.HTTPBadRequest(text=clean(f"that cannot be asked: {error}")) from error
 
 
 def _said(answer: Answer) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    return web.Response(body=json_of(answer), content_type="application/json")
 
 
 class _Breach(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["INT_MAX", "bounded", "clean", "encodable", "number_or_text"]
+__all__ = ["INT_MAX", "bounded", "clean", "encodable", "json_of", "number_or_text"]
 
 INT_MAX = 2**63 - 1
 """Of what SQLite and every reader of a message can hold."""
@@ -54,6 +54,14 @@ def encodable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [encodable(one, depth + 1) for one in value]
     return number_or_text(value, 1000)
+
+
+def json_of(body: object) -> bytes:
+    """Whatever is in it."""
+    try:
+        return msgspec.json.encode(body)
+    except (ValueError, OverflowError, TypeError):
+        return msgspec.json.encode(encodable(body))
 
 
 def number_or_text(value: object, length: int) -> float | int | str:

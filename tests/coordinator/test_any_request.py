@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rackrun.coordinator.journal import Journal
@@ -53,6 +53,13 @@ BODIES = st.one_of(
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(
+    asked=[
+        ("drain", b'{"target":"\\ud800"}'),
+        ("swap", b'{"rank": 0, "to": "\\udfff"}'),
+        ("policy", b'{"policy": "\\ud800:f"}'),
+    ]
+)
 @given(asked=st.lists(st.tuples(st.sampled_from(POSTS), BODIES), min_size=1, max_size=12))
 async def test_every_request_is_answered_and_the_job_goes_on(tmp_path: Path, asked: list[tuple[str, bytes]]) -> None:
     journal = Journal(tmp_path / f"journal-{id(asked)}.sqlite", run_id="job-1")
