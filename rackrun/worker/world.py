@@ -68,7 +68,7 @@ class Scope(Enum):
 
 
 class World:
-    def __init__(
+    def __init__(  # noqa: PLR0915 - what there is at the start, one line each
         self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str
     ) -> None:
         self.page = page
