@@ -296,6 +296,7 @@ class Run:
         """Used by `rackrun.elastic` when ``main`` has returned."""
         if self._open and not self._units.draining:
             self._end_loop(self._open)
+            self._units.loop_left()
             # whoever takes over from here on finds the loop done
             step = self._units.passed.step
             self._phase(

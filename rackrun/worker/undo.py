@@ -105,6 +105,11 @@ class Undo:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
         self._stands = self._state.encode_plain(), self.versions(), self._buffer_versions(), self._state.filled
 
+    def accept(self) -> None:
+        """The loop is over: what the script has done to tracked state since is the state now."""
+        self.committed()
+        self._ended.clear()
+
     def check_stands(self) -> None:
         """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then."""
         plain, versions, buffers, filled = self._stands

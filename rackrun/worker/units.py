@@ -303,6 +303,10 @@ class UnitRunner:
         self._pace.expect(seconds)
         self._page.allow(int(1e3 * seconds))
 
+    def loop_left(self) -> None:
+        """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with."""
+        self._undo.accept()
+
     def loop_over(self) -> None:
         """What follows is the script's, and there is no history of it."""
         self._between = None

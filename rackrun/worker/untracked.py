@@ -133,9 +133,8 @@ class _Walk:
         if depth > _DEPTH_MAX or self._left <= 0:
             return
         if isinstance(value, _PLAIN):
-            if depth:  # a variable itself; what is in things is said with them
-                self._left -= 1
-                yield path, value, False
+            self._left -= 1
+            yield path, value, False
             return
         if id(value) in self._seen or id(value) in self._tracked:
             return

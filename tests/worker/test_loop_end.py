@@ -141,6 +141,21 @@ def test_with_checkpoints_the_code_after_the_loop_runs_again(
     assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(3)}
 
 
+def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Train) -> None:
+    """The best weights, loaded when the loop was left."""
+
+    def main(run: Run) -> None:
+        run.at_end(lambda: say(weights=float(next(iter(run._state.parameters())).sum())))
+        looped(run, 8, lambda number: number == 2)
+        with torch.no_grad():
+            for parameter in run._state.parameters():
+                parameter.fill_(1.0)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    assert [said["weights"] for said in ended.said.values()] == [140.0, 140.0]
+
+
 def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:
     """As a progress bar does."""
     kept: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import threading
 from multiprocessing import connection
 from typing import Any
 
@@ -31,9 +32,18 @@ _FOR_THE_AGENT = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def stay(worker: int) -> None:
-    """A ``worker_init_fn``: what a scheduler sends to every process of a job does not end it; torch would take that for a failure of the script."""
+    """A ``worker_init_fn``: what a scheduler sends to every process of a job does not end it; torch would take that for a failure of the script.
+    What its parent sends does, at once."""
     del worker
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_AGENT)
+    threading.Thread(target=_until_told, args=[os.getppid()], name="rackrun-signals", daemon=True).start()
+
+
+def _until_told(parent: int) -> None:
+    while True:
+        heard = signal.sigwaitinfo(_FOR_THE_AGENT)
+        if (heard.si_signo, heard.si_pid) == (signal.SIGTERM, parent):
+            os._exit(0)
 
 
 def end_workers(iteration: Any) -> None:

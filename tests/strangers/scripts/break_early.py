@@ -1,5 +1,4 @@
-"""break out of run.steps, which skips run.at_end."""
-# strangers: expect=said
+"""break out of run.steps: run.at_end follows all the same."""
 
 import sys
 
