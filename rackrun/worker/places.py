@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rackrun.worker.reports import say
-from rackrun.worker.user_line import user_line
+from rackrun.worker.user_line import keeps_something, user_line
 
 __all__ = ["MainOnly", "Places"]
 
@@ -26,6 +26,8 @@ class Places:
         self._for_main: list[MainOnly] = []
         self._asked = ""
         """Where the script asked, before it had a place, whether it is main, and was told that it is not."""
+        self._kept = ""
+        """Where it was told that it is, and kept what came of that."""
 
     def on_join(self, function: Callable[[], Any]) -> None:
         self._callbacks.append(function)
@@ -36,10 +38,14 @@ class Places:
         self._for_main.append(MainOnly(make, is_main))
         return self._for_main[-1]
 
-    def asked_for_main(self) -> None:
-        """It is not, and has no place yet."""
-        if self._known is None and not self._asked:
-            self._asked = user_line()
+    def asked_for_main(self, *, is_main: bool) -> None:
+        """By the script. Only what it is told before it has a place can become wrong."""
+        if self._known is not None:
+            return
+        if not is_main:
+            self._asked = self._asked or user_line()
+        elif not self._kept and keeps_something(line := user_line()):
+            self._kept = line
 
     def look(self) -> None:
         """Asked whenever the script is about to go on: call back if the place is another one. What is random stays as it was."""
@@ -53,6 +59,12 @@ class Places:
                 "made for rank 0 only is not here. Remedy: make it with run.main_only(...), or in a function given to run.on_join."
             )
         on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        if self._kept and not self._callbacks and not self._for_main:
+            say(
+                f"{self._kept}: made where run.is_main was asked before run.steps(): if rank 0 is replaced, its successor does not have it. "
+                "Remedy: none if it is of no use later; else make it with run.main_only(...), or in a function given to run.on_join."
+            )
+            self._kept = ""
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts use
         try:
             for one in self._for_main:

@@ -131,8 +131,8 @@ class Run:
     def is_main(self) -> bool:
         """Rank 0 of the world, and no spare: now. What only one process is to have, and keep, is for `main_only`."""
         is_main = self.rank == 0 and not self._units.waiting_spare
-        if not is_main:
-            self._places.asked_for_main()
+        if self._runtime.boot is not None:
+            self._places.asked_for_main(is_main=is_main)
         return is_main
 
     @property

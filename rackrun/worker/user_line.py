@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["line_of_name", "user_line"]
+__all__ = ["keeps_something", "line_of_name", "user_line"]
 
 _OURS = (str(Path(__file__).resolve().parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -29,6 +29,27 @@ def user_line(frame: types.FrameType | None = None) -> str:
             of_library = of_library or _told(name, at.f_lineno)
         at = at.f_back  # type: ignore[assignment]
     return of_library
+
+
+def keeps_something(line: str) -> bool:
+    """Whether what stands in ``line`` (of `user_line`), or in the ``if`` that it begins, is given a name. False where there is no source."""
+    import ast
+    import linecache
+
+    name, _, number = line.rpartition(":")
+    source = "".join(linecache.getlines(name))
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    at = int(number)
+    names = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.withitem)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno <= at <= (node.end_lineno or at):
+            return True
+        if isinstance(node, ast.If) and node.test.lineno <= at <= (node.test.end_lineno or at):
+            return any(isinstance(inner, names) for one in node.body for inner in ast.walk(one))
+    return False
 
 
 def line_of_name(function: object, name: str) -> str:

@@ -135,6 +135,17 @@ def test_who_takes_rank_0_is_told_what_it_has_not(train: Train, capfd: pytest.Ca
     ended = train(main, ranks=2, kill={0: moments(reference, 0, "told")[0]})
     assert ended.exit_code == 0, ended
     told = [line for line in capfd.readouterr().err.splitlines() if "run.main_only" in line]
-    assert len(told) == 1, told
     line = main.__code__.co_firstlineno + 2
-    assert f"test_on_join.py:{line}" in told[0], told
+    assert all(f"test_on_join.py:{line}" in one for one in told), told
+    assert ["has taken rank 0" in one for one in told] == [False, True], "at the start on rank 0, and on who takes it"
+
+
+def test_what_is_not_kept_is_not_told_of(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    def main(run: Run) -> None:
+        if run.is_main:
+            print("begins")
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    assert train(main, ranks=2, spares=0).exit_code == 0
+    assert "run.main_only" not in capfd.readouterr().err
