@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import calls, grads
@@ -82,12 +82,16 @@ class ScriptChecks:
         self._given_tensors = False
         self._reduced: set[int] = set()
         self._said: set[str] = set()
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        )
         calls.listen(self)
 
     def let_go(self) -> None:
         """``main`` was left."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         calls.listen(None)
 
     # -- around one attempt, and after the step
@@ -201,9 +205,16 @@ class ScriptChecks:
                 remedy="pass it to run.track(...) before run.steps().",
             )
 
-    # -- before each optimizer.step(), ahead of the gate
+    # -- before each optimizer.step(), ahead of the gate; after it where a closure computes the gradients
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+        if not _has_closure(args, kwargs):
+            self._check(optimizer)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            self._check(optimizer)
+
+    def _check(self, optimizer: Any) -> None:
         step = self._step
         if step is None:
             return
@@ -281,6 +292,10 @@ class ScriptChecks:
         if self._world.rank == 0 and self._world.generation and what not in self._said:
             self._said.add(what)
             say(text)
+
+
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(callable(one) for one in (*args, *kwargs.values()))
 
 
 def _spread(values: Sequence[Any]) -> list[Any]:
