@@ -91,6 +91,8 @@ class Finale:
             self._look_for_the_end()
 
     def _look_for_the_end(self) -> None:
+        if len(self.gone) + len(self.world.retired) < len(self.world.seats):
+            return  # to look at all ranks for each that is gone would take the square of them
         if self.world.phase is Phase.ENDING and not self.not_gone():
             because = self.stopping.because if self.stopping else self.world.reason
             self.stop(self.stopping.exit_code if self.stopping else 0, because)

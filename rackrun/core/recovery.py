@@ -266,11 +266,14 @@ class Recovery:
     def _wait_on(self, kind: str, state: WorkerState, at_ms: int) -> bool:
         """Somebody is late because it works in its own code: all others wait for it, and nobody is to blame. How long it may is
         for its agent to say (`WorkerStalled`)."""
-        members = self.world.members
-        waits = any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
+        waits = self._some_work(state, at_ms)
         if waits:
             self.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
         return waits
+
+    def _some_work(self, state: WorkerState, at_ms: int) -> bool:
+        members = self.world.members
+        return any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
 
     def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
         late = [
@@ -294,6 +297,10 @@ class Recovery:
     def _give_up(self, at_ms: int) -> None:
         """Nobody has become ready in this time. For hardware to come there may be more (`JobConfig.repair_patience_ms`)."""
         self.decide(at_ms)
+        if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
+            # nothing could be decided yet: whoever is to come has the whole time once it can
+            self.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            return
         waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.ladder.acquires(at_ms)
         patient = self.council.asks or waits
         if self.world.phase is Phase.PARKING and not patient:

@@ -228,15 +228,16 @@ class Standstill:
         if self.world.phase is not Phase.TRAINING or not self.window.may_judge(members):
             return
         finished = sorted(rank for rank, record in members.items() if record.finished)
-        if finished and all(report.waiting or not report.unit for report in self.window.reports.values()):
-            waiting = sorted(rank for rank, record in members.items() if not record.finished)
+        waiting = sorted(rank for rank, record in members.items() if not record.finished)
+        told = self.window.reports
+        if finished and all(rank in told and (told[rank].waiting or not told[rank].unit) for rank in waiting):
             self.stop(
                 1,
                 f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
                 remedy="let all ranks leave the loop after the same step.",
             )
             return
-        blame = self.window.judge([rank for rank in members if rank not in finished])
+        blame = self.window.judge(waiting)
         if blame is None:
             return
         if blame.again and blame.again == self._last:

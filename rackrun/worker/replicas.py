@@ -70,9 +70,12 @@ class ReplicaCheck:
         buffers = self._state.buffers()
         digests = [digest(buffer) for buffer in buffers.values()]
         layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
-        classes, counts = self._classes(layout, content, len(digests))
+        whole = sum(buffer.nbytes for buffer in buffers.values())
+        rows = self._gather([layout, content, len(digests), whole])
+        classes, counts = [(row[0], row[1]) for row in rows], [row[2] for row in rows]
         if self._world.broken:
             return False  # the unit will be repeated, and this with it
+        self.unique.whole_bytes = max(row[3] for row in rows)
         alone = self._world.size > 1 and min(Counter(classes).values()) == 1
         row_bytes = 0
         if max(counts) and max(Counter(classes).values()) > 1:
@@ -98,15 +101,14 @@ class ReplicaCheck:
         self.gates_move = False
         if changed_late and not self._told:
             self.changed_late = False
-            buffers = self._state.buffers()
-            size = sum(buffer.nbytes for buffer in buffers.values())
+            size = self.unique.whole_bytes
             self._told = late or size > ROW_BYTES_MAX
             if self._told:
                 self.nobody_is_a_replica()
                 return True
             self.gates_move = True
             self.unique.choose(
-                tuple(buffers), size
+                tuple(self._state.buffers()), size
             )  # what changes after a gate was not seen to differ when they were compared
             return False
         if not fresh and not self.changed_late and not self._told:
@@ -159,10 +161,6 @@ class ReplicaCheck:
         """The state was filled with other shards: who is whose replica is not known, and whose own a buffer is, forgotten."""
         self.unique.choose((), 0)
         self._world.replica_class = self.at_start()
-
-    def _classes(self, layout: int, content: int, buffers: int) -> tuple[list[tuple[int, int]], list[int]]:
-        rows = self._gather([layout, content, buffers])
-        return [(row[0], row[1]) for row in rows], [row[2] for row in rows]
 
     def _gather(self, mine: list[int]) -> list[list[int]]:
         row = torch.tensor(mine, dtype=torch.int64, device=self._world.device)

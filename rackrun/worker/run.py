@@ -265,7 +265,8 @@ class Run:
             try:
                 yield number
             except GeneratorExit:
-                self._end_loop(total)
+                if not self._units.leaving:  # else the world is another one's by now, perhaps
+                    self._end_loop(total)
                 raise
             if self._looping is not None:
                 raise StepError(

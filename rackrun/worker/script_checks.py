@@ -280,7 +280,7 @@ class ScriptChecks:
         ):
             return
         self._reduced.add(id(optimizer))
-        elements = sum(parameter.numel() for parameter in parameters if not isinstance(parameter, DTensor))
+        elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
             raise StepError(
                 f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
@@ -296,6 +296,14 @@ class ScriptChecks:
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(callable(one) for one in (*args, *kwargs.values()))
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    """Of its gradient: of a sparse one, those that are there."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        return gradient._values().numel()
+    return parameter.numel()
 
 
 def _spread(values: Sequence[Any]) -> list[Any]:

@@ -33,6 +33,8 @@ class UniqueBuffers:
         self._state, self._world = state, world
         self._paths: tuple[str, ...] = ()
         self._row_bytes = 0
+        self.whole_bytes = 0
+        """The most that the buffers of any rank take, all of them: known once ranks were compared."""
         self._kept: torch.Tensor | None = None
         """One row of bytes a rank, as they were at the end of the last committed unit."""
         self._coming: torch.Tensor | None = None
@@ -82,10 +84,11 @@ class UniqueBuffers:
     # -- tracked state
     def state_dict(self) -> dict[str, Any]:
         rows = {} if self._kept is None else {"rows": self._kept}
-        return {"paths": list(self._paths), "row_bytes": self._row_bytes, **rows}
+        return {"paths": list(self._paths), "row_bytes": self._row_bytes, "whole_bytes": self.whole_bytes, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._paths, self._row_bytes, self._coming = tuple(state["paths"]), state["row_bytes"], None
+        self.whole_bytes = state.get("whole_bytes", 0)
         self._kept = state["rows"].to(self._world.device) if "rows" in state else None
 
     def _buffers(self) -> list[torch.Tensor]:

@@ -141,7 +141,8 @@ class _Walk:
         self._seen[id(value)] = value
         self._left -= 1
         if isinstance(value, (torch.Tensor, np.ndarray, *_GENERATORS)):
-            yield path, value, False
+            if not is_kept(getattr(value, "bit_generator", value), self._state):
+                yield path, value, False
         elif isinstance(value, types.FunctionType | types.MethodType):
             yield from self._function(path, value, depth)
         elif isinstance(value, dict | list | tuple | deque):

@@ -75,7 +75,7 @@ async def test_a_script_finds_itself_as_under_python(rig):
         import os, random, signal, sys, threading, beside, torch, numpy
         print("argv", sys.argv[1:], __name__, __file__ == sys.argv[0], sys.modules["__main__"].__dict__ is globals())
         print("path", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
-        print("signals", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        print("signals", signal.getsignal(signal.SIGALRM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         print("session", os.getsid(0) == os.getpid() == os.getpgid(0), sys.stdin.read() == "")
         print("threads", torch.get_num_threads(), threading.current_thread().name)
         print("torch seed", torch.initial_seed())

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*, assumin
 RANKS = Path(__file__).with_name("dcp_ranks.py")
 TORCHRUN_S = 90
 BEFORE_WHOLE = [
-    "durable.directory", "durable.chunk", "durable.data_synced", "durable.data_named", "durable.fragment_synced",
-    "durable.fragment_named", "durable.manifest_synced", "durable.manifest_named", "durable.directory_synced",
+    "durable.directory", "durable.chunk", "durable.data_synced", "durable.data_named", "durable.read_back",
+    "durable.fragment_synced", "durable.fragment_named", "durable.manifest_synced", "durable.manifest_named", "durable.directory_synced",
 ]  # fmt: skip
 
 

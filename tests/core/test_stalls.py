@@ -148,6 +148,27 @@ def test_who_holds_the_interpreters_lock_and_works_is_waited_for_until_it_parks(
     assert plan_in(training.parks("a/1")).generation == 2
 
 
+def test_who_works_for_longer_than_hardware_may_take_to_come_ends_nothing(training: Told) -> None:
+    training.exits("b/0", signal=9)
+    training.timer("gather")
+    for slot in ("a/0", "b/1"):
+        training.parks(slot)
+    training.works("a/1", awaited=True)
+    answers = training.timer("recover")
+    assert not every(StopJob, answers)
+    assert [timer.name for timer in every(SetTimer, answers)] == ["recover:2"]
+    assert plan_in(training.parks("a/1")).generation == 2
+
+
+def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returned(training: Told) -> None:
+    training.finishes("a/0")
+    for slot in ("a/1", "b/0"):
+        training.stalls(slot, 11, waiting=True, unit="the script's code between two units, after step 8")
+    assert not every(StopJob, judged(training))
+    answers = training.stalls("b/1", 11, waiting=True, unit="the script's code between two units, after step 8")
+    assert "rank 0 returned from main" in stop_in(answers).because
+
+
 # -- everything is done --------------------------------------------------------------------------------------------------
 def finished(told: Told) -> Sequence[Command]:
     return [command for slot in list(told.members) for command in told.finishes(slot)]

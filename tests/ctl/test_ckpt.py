@@ -68,8 +68,8 @@ def test_ls_shows_what_is_unfinished_waste_or_not_whole_and_the_last_makes_its_e
     assert [one["generation"] for one in job["generations"]] == [3]
     assert [one["generation"] for one in job["damaged"]] == [2]
     assert [(one["kind"], one["generation"], one["shards"], one["world_size"]) for one in job["leftovers"]] == [
-        ("unfinished", 4, 2, 3),
         ("trash", 1, 3, 3),
+        ("unfinished", 4, 2, 3),
     ]
 
 

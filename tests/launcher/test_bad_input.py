@@ -162,7 +162,7 @@ CASES: dict[str, tuple[tuple[str, ...], Mapping[str, str], tuple[str, ...]]] = {
     "endpoint without port": (
         ("--nnodes", "2", "--rdzv-id", "j", "--token-file", "token", "--rdzv-endpoint", "h:x", "train.py"),
         {},
-        ("no port number",),
+        ("names no host and port",),
     ),
     "port of something else": ((*TWO, "--token-file", "token", "train.py"), {}, ("in use by something that is not",)),
     "out-dir is a file": (("--out-dir", "file", "train.py"), {}, ("cannot be written", "another --out-dir")),

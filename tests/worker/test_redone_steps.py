@@ -739,6 +739,31 @@ def test_a_step_of_parts_with_what_else_there_is(
         assert not ended.differences(reference), ended
 
 
+def stages_with_other_buffers_and_averages(run: Run) -> None:
+    stage = run.mesh["pp"].get_local_rank()
+    extra = [nn.BatchNorm1d(14), *([nn.BatchNorm1d(14, affine=False)] if stage else [])]
+    model = ddp(run, nn.Sequential(*extra), process_group=run.mesh["dp"].get_group())
+    optimizer, average = adam(model), torch.optim.swa_utils.AveragedModel(model.module, use_buffers=True)
+    run.track(model=model, optimizer=optimizer, average=average)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        average.update_parameters(model.module)
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
+def test_ranks_whose_buffers_are_not_of_one_size_exchange_them_too(train: Train) -> None:
+    ended = train(stages_with_other_buffers_and_averages, ranks=4, spares=0, mesh={"dp": 2, "pp": 2})
+    assert ended.exit_code == 0, ended
+
+
 @pytest.mark.stories
 def test_a_loss_that_is_made_up_in_a_step_of_parts_is_computed_again(
     train: Train, monkeypatch: pytest.MonkeyPatch
