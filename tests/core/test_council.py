@@ -442,7 +442,7 @@ class Asked(Cluster):
         question = self.questions.pop(self.rng.randrange(len(self.questions)))
         if self.rng.random() < 0.1:
             return  # never
-        rung = self.rng.choice([None, *Rung, Rung.SWAP, Rung.SWAP, Rung.WAIT])
+        rung = self.rng.choice([None, *Rung, Rung.SWAP, Rung.SWAP, Rung.WAIT, Rung.ABSORB, Rung.ABSORB])
         deadline_s = self.rng.choice([0.0, 50.0])
         decision = None if rung is None else Decision(rung=rung, deadline_s=deadline_s)
         trouble = "failed" if self.rng.random() < 0.1 else ""
@@ -451,7 +451,7 @@ class Asked(Cluster):
 
 def test_whatever_a_function_answers_every_storm_ends_with_one_history_or_with_a_reason() -> None:
     seen: dict[str, int] = {}
-    for seed in range(80):
+    for seed in range(120):
         rng = random.Random(seed)
         trays, slots = rng.randint(1, 4), rng.randint(1, 3)
         config = JobConfig(
