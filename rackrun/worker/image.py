@@ -21,8 +21,8 @@ from rackrun.checkpoint.image import (
     read_tensors,
 )
 from rackrun.worker.manifest import Manifest
-from rackrun.worker.state import TrackedState, local_part
-from rackrun.worker.tensor_bytes import digest
+from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_bytes import digest, local_part
 
 __all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
 

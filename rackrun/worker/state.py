@@ -24,9 +24,9 @@ from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
 from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
-from rackrun.worker.tensor_bytes import dense_bytes, digest, digests
+from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
 
-__all__ = ["TrackedState", "local_part"]
+__all__ = ["TrackedState"]
 
 _SMALL_BUFFER_BYTES = 2**20
 _GRADS_LOOKED_AT = 3
@@ -416,12 +416,6 @@ def _refuse(name: str, thing: Any) -> None:
             f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
             remedy="use fully_shard (FSDP2).",
         )
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_of(parameter: torch.Tensor) -> str:

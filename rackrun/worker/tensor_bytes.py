@@ -6,8 +6,15 @@ from collections.abc import Iterable, Sequence
 
 import crc32c
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "pack"]
+__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "local_part", "pack"]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -39,6 +46,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
+    tensor = local_part(tensor)
     flat = dense_bytes(tensor)
     if flat is None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

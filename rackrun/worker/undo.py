@@ -32,8 +32,8 @@ from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
-from rackrun.worker.state import TrackedState, local_part
-from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_bytes import digests, local_part
 from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 
 __all__ = ["Undo", "changed_between"]
@@ -502,6 +502,7 @@ class Undo:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return tensor.data_ptr(), tensor._version
 
 

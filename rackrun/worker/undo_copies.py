@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.memory import ceilings
-from rackrun.worker.tensor_bytes import dense_bytes
+from rackrun.worker.tensor_bytes import dense_bytes, local_part
 
 __all__ = ["NoRoom", "UndoCopies", "place_for", "same_bits"]
 
@@ -92,13 +93,18 @@ class UndoCopies:
 
 class _Copy:
     def __init__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = _written(tensor), _written(tensor)._version
         self.value = value
 
     def stands(self, tensor: torch.Tensor) -> bool:
-        mine = self._tensor
+        mine, tensor = self._tensor, _written(tensor)
         same = tensor.data_ptr() == mine.data_ptr() and tensor.shape == mine.shape and tensor.stride() == mine.stride()
         return same and tensor._version == self._version
+
+
+def _written(tensor: torch.Tensor) -> torch.Tensor:
+    """Whose version counts up when ``tensor`` is written to."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _fits(value: torch.Tensor, tensor: torch.Tensor, place: torch.device | None) -> bool:
@@ -111,7 +117,8 @@ def _fits(value: torch.Tensor, tensor: torch.Tensor, place: torch.device | None)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN equals itself here, and 0 does not equal -0."""
+    """Of this rank's parts. NaN equals itself here, and 0 does not equal -0."""
+    one, other = local_part(one), local_part(other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.device != other.device:

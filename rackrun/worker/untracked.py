@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rackrun.worker.state import TrackedState, local_part
+from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_bytes import local_part
 from rackrun.worker.user_line import line_of_name
 
 __all__ = ["Change", "Untracked", "is_kept"]
