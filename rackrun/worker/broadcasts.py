@@ -35,12 +35,34 @@ class Broadcasts:
         self._turns: Counter[str] = Counter()
         self._room: Exchange | None = None
         """Stays open: the room lasts as long as somebody is in it."""
+        self._address = boot.exchange if boot is not None else ""
+        self._known: dict[str, bytes] = {}
+        """What this process has given or taken: for another exchange, should this one be lost."""
         self._bytes = self._count = 0
         self._over = False
 
     def begin_again(self) -> None:
         """``main`` is entered again: what is said then is what was said the first time, or is not asked for."""
         self._turns.clear()
+
+    def move(self, address: str) -> None:
+        """The world meets at another exchange from now on, where spares that begin later look for what was said."""
+        if self._boot is None or address == self._address:
+            return
+        self._address, room, self._room = address, self._room, None
+        if room is not None:
+            room.close()
+        if not self._known:
+            return
+        try:
+            room = self._enter()
+            for turn, value in self._known.items():
+                room.set(turn, value)
+            self._over = self._count >= _COUNT_MAX
+            if self._over:
+                room.set(_NO_MORE, b"")
+        except ExchangeTimeout:
+            self._over = True
 
     def turn(self, group: str) -> str:
         """Each rank, and each spare, asks for each broadcast in ``group``: it counts the same on all."""
@@ -54,9 +76,10 @@ class Broadcasts:
         size = sum(tensor.nbytes for tensor in tensors)
         keep = size <= _BYTES_MAX and self._bytes + size <= _ALL_BYTES_MAX and all(map(_is_plain, tensors))
         self._bytes, self._count = self._bytes + size * keep, self._count + 1
+        value = _KEPT + b"".join(map(_bytes_of, tensors)) if keep else _NOT_KEPT
         try:
             room = self._enter()
-            room.set(turn, _KEPT + b"".join(map(_bytes_of, tensors)) if keep else _NOT_KEPT)
+            room.set(turn, self._known.setdefault(turn, value))
             if self._count >= _COUNT_MAX:
                 self._over = True
                 room.set(_NO_MORE, b"")
@@ -71,7 +94,7 @@ class Broadcasts:
             room = self._enter()
             if not room.check([turn]) and room.check([_NO_MORE]):
                 return
-            value = room.get(turn, _WAIT_S)
+            value = self._known[turn] = room.get(turn, _WAIT_S)
         except ExchangeTimeout:
             self._over = True
             return
@@ -85,7 +108,7 @@ class Broadcasts:
         assert self._boot is not None
         if self._room is None:
             name = f"broadcasts/{self._boot.restarts}"
-            self._room = Exchange(self._boot.exchange, self._boot.token, name, _CONNECT_S)
+            self._room = Exchange(self._address, self._boot.token, name, _CONNECT_S)
         return self._room
 
 

@@ -80,6 +80,7 @@ class Rejoin:
                     self._take_place(plan, mine.rank)
                 world.join(plan)
                 world.layout = plan.layout
+                world.broadcasts.move(plan.store)
                 self._runtime.has_place(mine.rank, plan.world_size)
                 if plan.rollback is not None and self._end_of(plan.rollback) < came_in:
                     leave(

@@ -112,6 +112,7 @@ class Runtime:
         compat.forget_meshes()
         self.has_place(mine.rank, plan.world_size)
         self.world.broadcasts.begin_again()
+        self.world.broadcasts.move(plan.store)
         self._make_default_group(mine.rank, plan.world_size)
         if plan.reshard is not None:
             self.world.start_build(plan)

@@ -395,6 +395,8 @@ class Undo:
                 self._state.keep_optimizer_keys(self._state_keys)
             owned = self._owned()
             for path in copied:
+                if path in owned and self._copies.equals(path, owned[path]):
+                    continue  # nothing is written: a snapshot of the step before may be in the making
                 if path in owned and self._copies.put_back(path, owned[path]):
                     continue
                 value = self._copies.value(path).clone()

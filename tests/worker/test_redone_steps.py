@@ -130,6 +130,20 @@ def test_what_no_optimizer_trains_is_put_back(size: int, unseen: bool) -> None:
     assert before != after
 
 
+def test_what_a_step_has_not_changed_is_not_written_to() -> None:
+    """A snapshot of the step before may be in the making, and would be taken for torn."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = Undo(state)
+    undo.begin(whole=True)
+    with torch.no_grad():
+        model.bias.add_(1)
+    before = {path: tensor._version for path, tensor in state.tensors().items()}
+    assert not undo.discard(backward_open=True)
+    after = {path: tensor._version for path, tensor in state.tensors().items()}
+    assert {path for path in after if after[path] != before[path]} == {"model/param/bias"}
+
+
 @pytest.mark.parametrize("unseen", [False, True])
 def test_what_an_optimizer_trains_is_put_back_once_it_was_seen_to_change_early(unseen: bool) -> None:
     model, optimizer = trained()

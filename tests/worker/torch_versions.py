@@ -32,7 +32,18 @@ BEGIN, END = "<!-- make compat writes from here, of the sources", "<!-- to here 
 WORKERS = ["tests/worker"]
 BRIEF = [
     f"tests/worker/test_{name}.py"
-    for name in ("compat", "exact", "bits_ddp", "bits_sharded", "loopback", "misuse", "reentry", "resizing", "step")
+    for name in (
+        "compat",
+        "conversions",
+        "exact",
+        "bits_ddp",
+        "bits_sharded",
+        "loopback",
+        "misuse",
+        "reentry",
+        "resizing",
+        "step",
+    )
 ]
 JOBS = [
     "tests/faults/test_lost_ranks.py::test_ranks_are_lost_at_random_moments",
