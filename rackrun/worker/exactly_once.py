@@ -96,7 +96,8 @@ class ExactlyOnce:
         if self._step is None or self._shard is None or passed:
             raise StepError(
                 'gradients were reduced where reduction="exact" cannot: before the first micro-batch, after optimizer.step(), or in a phase.',
-                remedy="iterate over run.loader(...) in the @run.step function, and call every backward() before the first optimizer.step().",
+                remedy="iterate over run.loader(...) in the @run.step function, and call every backward() before the first optimizer.step(); "
+                'where that cannot be, as in a GAN, use reduction="fast".',
             )
         if any(slot.reduced for slot in slots):
             raise StepError(

@@ -202,7 +202,8 @@ class World:
         if self.scope is Scope.OUTSIDE and self.size > 1:
             raise StepError(
                 "a collective was called outside steps and phases, where a lost peer could not be replaced.",
-                remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end.",
+                remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end. After a "
+                "`break`, let go of what still iterates over run.steps(), such as a progress bar: it may yet go on.",
             )
         if self.scope is Scope.AFTER and self.size > 1:
             self._check_after()
