@@ -33,6 +33,9 @@ MISUSES = (
 )
 """What rackrun itself refuses: no hardware could help."""
 SEEN_MAX = 256
+STATE_LOST = "rackrun.errors.StateLost"
+RESTORES_MAX = 3
+"""So often one rank may fail to be restored, for one and the same reason."""
 
 
 def is_scripts(event: WorkerExited) -> bool:
@@ -66,6 +69,15 @@ class Culprit:
 
     window_ms: int
     _seen: list[_Seen] = field(default_factory=list)
+    _not_restored: dict[tuple[Rank, str], int] = field(default_factory=dict)
+
+    def cannot_be_restored(self, event: WorkerExited, rank: Rank) -> str:
+        """Why no other slot would help: what the rank is restored from is wrong in the same way each time. "": nothing shows that yet."""
+        failure = event.failure
+        if failure is None or failure.type != STATE_LOST:
+            return ""
+        times = self._not_restored[rank, failure.message] = self._not_restored.get((rank, failure.message), 0) + 1
+        return f"rank {rank} could not be restored on {times} slots: {failure.message}" if times >= RESTORES_MAX else ""
 
     def convict(self, event: WorkerExited, rank: Rank) -> str:
         """Why this is the script's, or "" as long as it may be the hardware's. Remembers the event."""

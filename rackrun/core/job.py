@@ -337,6 +337,9 @@ class JobMachine:
         rank = loss.record.rank
         if loss.exit is None or rank is None:
             return False
+        if because := self.culprit.cannot_be_restored(loss.exit, rank):
+            self.stop(3, because, failure=loss.failure, rank=rank)
+            return True
         because = self.culprit.convict(loss.exit, rank)
         if not because:
             return False

@@ -71,4 +71,4 @@ def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(damage:
     late = max(i for i, what in enumerate(reference.moments[2]) if what.startswith("committed")) - 1
     ended = train(wide(damage), kill={2: late}, max_restarts=0)
     assert ended.exit_code == 3, ended
-    assert "StateLost" in ended.because
+    assert "could not be restored on 3 slots" in ended.because
