@@ -4,7 +4,7 @@
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
-#   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others
+#   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
@@ -39,7 +39,7 @@ campaign: $(READY)
 	@rm -rf out/campaign.jsonl*
 	@mkdir -p out
 	@$(VENV)/bin/rackctl chaos campaign --seeds $(or $(RACKRUN_SEEDS),1000:1021) --tally out/campaign.jsonl $(ARGS) -- \
-	    examples/chaos/small.py {wrap} {reduction} 40 {out} {flags}
+	    examples/chaos/small.py {wrap} {reduction} 40 {out} $(if $(RACKRUN_FLAGS),{flags})
 
 strangers: $(READY)
 	@$(PY) -m tests.strangers --seeds $(or $(RACKRUN_STRANGERS),0:60) --tally out/strangers.jsonl $(ARGS)
