@@ -1,7 +1,7 @@
 """``python -m tests.mutants --count 40 --seed 1 --tally out/mutants.jsonl``: mistakes drawn blind, and who notices them.
 
-Each is made in a copy of the files that git knows, never in the working tree. What the tally has already is not drawn again, so it can be ended at any time.
-``--show`` draws, and runs nothing.
+Each is made in a copy of the files that git knows, never in the working tree. ``--total-s`` is the machine's time for all of them together, ``--budget-s``
+for each alone. Who is noticed is in the tally at once, and is not run again; a survivor is there when the time is over. ``--show`` draws, and runs nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.mutants.ladder import climb, run, rungs_for
+from tests.mutants import equivalent
+from tests.mutants.ladder import run, rungs_for
 from tests.mutants.operators import Site, mutated, sites
+from tests.mutants.rounds import Climber, climb
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rackrun/core", "rackrun/worker", "checkpoint")
@@ -84,19 +86,18 @@ def plant(mutant: Mutant, tree: Path) -> None:
         if (one.operator, one.line, one.function) == (mutant.operator, mutant.line, mutant.function)
         and _diff(*mutated(text, one)) == mutant.diff
     )
+    path.unlink()  # it may be a link to the file of the tree without the mistake
     path.write_text(mutated(text, site)[1])
 
 
-def try_out(mutant: Mutant, well: Path, budget_s: float) -> Result:
-    with tempfile.TemporaryDirectory(prefix="rackrun-mutant-") as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(well, tree, symlinks=True)
-        plant(mutant, tree)
-        code, said = run(tree, (sys.executable, "-c", "import rackrun; print(rackrun.__file__)"), 120)
-        if code == 0 and not said.strip().startswith(str(tree)):
-            raise SystemExit(f"the copy is not what is imported there, but {said.strip()}")
-        noticed = climb(tree, rungs_for(tree, Path(mutant.module), budget_s), well, budget_s)
-    return Result(mutant, bool(noticed.by), noticed.by, noticed.rung, noticed.seconds)
+def prepare(mutant: Mutant, well: Path, tree: Path, budget_s: float) -> Climber:
+    """In a tree of links to the files of ``well``, but for the module that has the mistake."""
+    shutil.copytree(well, tree, symlinks=True, copy_function=os.link)
+    plant(mutant, tree)
+    code, said = run(tree, (sys.executable, "-c", "import rackrun; print(rackrun.__file__)"), 120)
+    if code == 0 and not said.strip().startswith(str(tree)):
+        raise SystemExit(f"the copy is not what is imported there, but {said.strip()}")
+    return Climber(tree, rungs_for(tree, Path(mutant.module), budget_s), budget_s)
 
 
 def copy_tree(to: Path) -> None:
@@ -117,17 +118,21 @@ def copy_tree(to: Path) -> None:
 
 
 def table(results: list[dict[str, object]]) -> str:
+    known = equivalent.read()
     lines = ["| # | module | function | mistake | noticed by | s |", "|---|---|---|---|---|---|"]
+    reasons = 0
     for one in results:
         mutant = one["mutant"]
         assert isinstance(mutant, dict)
-        by = f"{one['rung']}: {one['by']}" if one["noticed"] else "**nobody**"
+        why = "" if one["noticed"] else equivalent.why(mutant, known)
+        reasons += bool(why)
+        by = f"{one['rung']}: {one['by']}" if one["noticed"] else f"equivalent: {why}" if why else "**nobody**"
         lines.append(
             f"| {mutant['number']} | {mutant['module']}:{mutant['line']} | {mutant['function']} | {mutant['operator']} "
             f"| {by} | {one['seconds']} |"
         )
     rungs = Counter(str(one["rung"]) for one in results if one["noticed"])
-    lines.append(f"\n{sum(rungs.values())} of {len(results)} noticed: {dict(rungs)}")
+    lines.append(f"\n{sum(rungs.values())} of {len(results)} noticed, {reasons} equivalent: {dict(rungs)}")
     return "\n".join(lines)
 
 
@@ -145,6 +150,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--budget-s", type=float, default=600.0, help="for each, at the most")
+    parser.add_argument("--total-s", type=float, default=600.0, help="of the machine, for all together")
+    parser.add_argument("--jobs", type=int, default=2, help="runs of tests at once")
     parser.add_argument("--tally", type=Path, default=ROOT / "out" / "mutants.jsonl")
     parser.add_argument("--show", action="store_true", help="draw, and run nothing")
     given = parser.parse_args()
@@ -159,23 +166,24 @@ def main() -> None:
     results = [json.loads(line) for line in lines]
     known = {(one["mutant"]["seed"], one["mutant"]["number"]) for one in results}
     os.nice(10)
-    with tempfile.TemporaryDirectory(prefix="rackrun-well-") as folder:
-        well = Path(folder) / "tree"
+    with tempfile.TemporaryDirectory(prefix="rackrun-mutants-") as folder, given.tally.open("a", buffering=1) as tally:
+        well = Path(folder) / "well"
         copy_tree(well)
-        for number in numbers:
-            if (given.seed, number) in known:
-                continue
-            mutant = draw(given.seed, number, well)
-            print(f"# {number} {mutant.module}:{mutant.line} {mutant.function}: {mutant.operator}", flush=True)
-            result = asdict(try_out(mutant, well, given.budget_s))
-            print(
-                f"  {result['rung']}: {result['by']}" if result["noticed"] else "  NOBODY",
-                result["seconds"],
-                flush=True,
-            )
-            with given.tally.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        mutants = [draw(given.seed, number, well) for number in numbers if (given.seed, number) not in known]
+        climbers = [prepare(one, well, Path(folder) / str(one.number), given.budget_s) for one in mutants]
+
+        def keep(mutant: Mutant, climber: Climber) -> None:
+            result = asdict(Result(mutant, bool(climber.by), climber.by, climber.rung, climber.seconds))
+            tally.write(json.dumps(result) + "\n")
             results.append(result)
+            print(f"{mutant.number} {climber.rung or 'NOBODY'}: {climber.by} {climber.seconds} s", flush=True)
+
+        owners = {one.tree: mutant for one, mutant in zip(climbers, mutants, strict=True)}
+        took_s = climb(climbers, well, given.total_s, given.jobs, lambda one: keep(owners[one.tree], one))
+        for one in climbers:
+            if not one.by:
+                keep(owners[one.tree], one)
+    print(f"{took_s:.0f} s of the machine, {given.jobs} runs of tests at once")
     print(table(sorted(results, key=lambda one: one["mutant"]["number"])))
 
 

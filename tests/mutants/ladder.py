@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Noticed", "Rung", "climb", "rungs_for"]
+__all__ = ["Rung", "notices", "rungs_for"]
 
 TEST_S = 100
 """A test that takes longer hangs."""
@@ -33,13 +33,6 @@ class Rung(NamedTuple):
     command: tuple[str, ...]
     limit_s: float
     is_pytest: bool = True
-
-
-class Noticed(NamedTuple):
-    by: str
-    """A test, or what else failed; "": nobody."""
-    rung: str
-    seconds: float
 
 
 def rungs_for(tree: Path, module: Path, budget_s: float) -> list[Rung]:
@@ -79,23 +72,22 @@ def nearest(tree: Path, module: Path) -> list[Path]:
     return [path.relative_to(tree) for path in found[:NEAR_MAX]]
 
 
-def climb(tree: Path, rungs: Sequence[Rung], well: Path, budget_s: float) -> Noticed:
-    """In the ``tree`` with the mistake. What fails in the one without it (``well``) too has noticed nothing."""
+def notices(tree: Path, rung: Rung, well: Path, limit_s: float) -> tuple[str, float]:
+    """Who notices the mistake in the ``tree`` ("": nobody), and after how many seconds.
+
+    What fails in the one without it (``well``) too has noticed nothing; that is tried beside, and takes none of the seconds.
+    """
     began = time.monotonic()
-    for rung in rungs:
-        left_s = budget_s - (time.monotonic() - began)
-        if left_s <= 1:
-            break
-        code, said = run(tree, rung.command, min(rung.limit_s, left_s))
-        if code in (0, 5, None):  # 5: no test is selected; None: there was no more time
-            continue
-        by = failed_in(said) if rung.is_pytest else said.strip().splitlines()[-1][:160] if said.strip() else rung.name
-        if rung.is_pytest and "::" in by:
-            again, _ = run(well, _pytest("-m", "", by.partition("[")[0]), 200)
-            if again not in (0, None):
-                continue
-        return Noticed(by or f"exit code {code}", rung.name, round(time.monotonic() - began, 1))
-    return Noticed("", "", round(time.monotonic() - began, 1))
+    code, said = run(tree, rung.command, limit_s)
+    seconds = time.monotonic() - began
+    if code in (0, 5, None):  # 5: no test is selected; None: there was no more time
+        return "", seconds
+    by = failed_in(said) if rung.is_pytest else said.strip().splitlines()[-1][:160] if said.strip() else rung.name
+    if rung.is_pytest and "::" in by:
+        again, _ = run(well, _pytest("-m", "", by.partition("[")[0]), 200)
+        if again not in (0, None):
+            return "", seconds
+    return by or f"exit code {code}", seconds
 
 
 def run(tree: Path, command: Sequence[str], limit_s: float) -> tuple[int | None, str]:

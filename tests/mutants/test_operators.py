@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.__main__ import draw, plant
-from tests.mutants.ladder import failed_in, nearest
+from tests.mutants.equivalent import Equivalent, changed_lines, read, why
+from tests.mutants.ladder import Rung, failed_in, nearest
 from tests.mutants.operators import OPERATORS, mutated, sites
+from tests.mutants.rounds import Climber, climb
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,3 +78,50 @@ def test_the_nearest_tests_come_first() -> None:
 
 def test_who_has_noticed_is_read_from_what_pytest_says() -> None:
     assert failed_in("..F\nFAILED tests/a.py::test_b[c] - AssertionError\n1 failed") == "tests/a.py::test_b[c]"
+
+
+def change_of(equivalent: Equivalent) -> list[str]:
+    text = (ROOT / equivalent.module).read_text()
+    return [
+        changed_lines("\n".join(list(difflib.unified_diff(*map(str.splitlines, mutated(text, site)), lineterm=""))[2:]))
+        for site in sites(text)
+        if (site.operator, site.function) == (equivalent.operator, equivalent.function)
+    ]
+
+
+def test_what_is_called_equivalent_can_still_be_made_and_has_a_reason() -> None:
+    for one in read():
+        assert any(found == one.change for found in change_of(one)), f"{one.module} {one.function}: {one.change}"
+        assert len(one.why.split()) >= 5, one
+
+
+def test_a_reason_is_found_wherever_the_lines_have_gone() -> None:
+    known = [Equivalent("a.py", "f", "off by one", "-x = 1\n+x = 2", "nobody reads x in this case")]
+    mutant: dict[str, object] = {"module": "a.py", "function": "f", "operator": "off by one"}
+    assert why({**mutant, "diff": "@@ -9,3 +9,3 @@\n before\n-    x = 1\n+    x = 2"}, known) == known[0].why
+    assert not why({**mutant, "diff": "@@ -9,3 +9,3 @@\n-    x = 1\n+    x = 3"}, known)
+
+
+def rung(code: str) -> Rung:
+    return Rung("r", (sys.executable, "-c", code), 100.0, is_pytest=False)
+
+
+def test_all_climb_together_and_who_is_noticed_climbs_no_further(tmp_path: Path) -> None:
+    says = f"open({str(tmp_path / 'ran')!r}, 'a').write('%s')"
+    first = Climber(tmp_path, [rung(f"{says % 'a'}; raise SystemExit(1)"), rung(says % "b")], 100.0)
+    other = Climber(tmp_path, [rung(says % "c"), rung(f"{says % 'd'}; raise SystemExit('seen')")], 100.0)
+    order: list[Climber] = []
+    took_s = climb([first, other], tmp_path, 100.0, 1, order.append)
+    assert order == [first, other]
+    assert (tmp_path / "ran").read_text() == "acd"
+    assert (first.by, other.by) == ("r", "seen")
+    assert 0 < took_s < 100
+
+
+def test_without_time_nobody_is_said_to_have_noticed(tmp_path: Path) -> None:
+    one = Climber(tmp_path, [rung("raise SystemExit(1)")], 100.0)
+    assert climb([one], tmp_path, 0.0, 2, lambda climber: None) == 0.0
+    assert not one.by
+    alone = Climber(tmp_path, [rung("raise SystemExit(1)")], 0.0)
+    assert climb([alone], tmp_path, 100.0, 2, lambda climber: None) == 0.0
+    assert not alone.by
