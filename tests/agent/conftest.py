@@ -196,7 +196,7 @@ class Rig:
             "advertise": "127.0.0.1",
             "script": self.script(script) if isinstance(script, str) else script,
             "logs": LogConfig(directory=str(self.folder / "logs")),
-            "grace_s": 3.0,
+            "grace_s": 0.2,
             "lease_s": 600.0,  # nobody here pings
             **config,
         }
