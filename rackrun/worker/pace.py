@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-
-import numpy as np
+from collections.abc import Sequence
 
 from rackrun.worker.unit_times import Allowance, UnitTimes
 
@@ -102,7 +101,7 @@ class Pace:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         if self._cold:
             floor = max(floor, _FIRST_UNITS_S)
-        slow = work * float(np.quantile(self._seconds, 0.99)) if self._seconds else 0.0
+        slow = work * _quantile(sorted(self._seconds), 0.99) if self._seconds else 0.0
         copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
         return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
 
@@ -112,3 +111,11 @@ class Pace:
     @property
     def median_s(self) -> float:
         return statistics.median(self._seconds) if self._seconds else 0.0
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    """Linear between the two nearest. (NumPy's imports 90 ms of modules at its first call, in every rank's first step.)"""
+    at = share * (len(ascending) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (at - below) * (ascending[above] - ascending[below])
