@@ -85,7 +85,11 @@ def children() -> dict[str, object]:
 
 def _living_children() -> dict[psutil.Process, str]:
     """With what they run; one that ends while it is looked at is none."""
-    living = {}
+    living: dict[psutil.Process, str] = {}
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none: the kernel says so in no time, where psutil reads all of /proc
+        return living
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(process.cmdline())

@@ -50,7 +50,7 @@ def planted(bug: str, args: str = "", more: str = "") -> str:
 
 
 # -- a script with a mistake
-@pytest.mark.slow
+@pytest.mark.stories
 @WHOLE_JOBS
 def test_a_running_mean_that_nobody_tracks_is_named(tested: Callable[..., str]) -> None:
     said = tested(planted("normaliser"))

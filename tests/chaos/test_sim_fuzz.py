@@ -19,7 +19,7 @@ from rackrun.chaos.sim.fuzz import Tally, play, reduce
 from rackrun.chaos.sim.marks import MARKS
 from rackrun.chaos.sim.swarm import draw_job
 
-SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 500
+SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 200
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,15 @@ def test_no_seed_finds_anything_that_is_not_as_it_must_be(tally: Tally) -> None:
 
 
 @pytest.mark.stories
+def test_no_later_seed_does_either() -> None:
+    assert not [seed for seed in range(SEEDS, SEEDS + 300) if play(seed).violation]
+
+
+@pytest.mark.stories
 def test_every_mark_is_seen_by_some_seed(tally: Tally) -> None:
     """The rarest by one seed in some hundred: where the first ones miss them, more are played."""
     missing = {mark for mark in MARKS if not tally.marks[mark]}
-    for seed in range(SEEDS, 6 * SEEDS):
+    for seed in range(SEEDS, SEEDS + 2800):
         if not missing:
             break
         outcome = play(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,16 @@ from rackrun.core.config import JobConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from core_told import Told
+
+LARGE = os.environ.get("RACKRUN_HYPOTHESIS") == "large"
+STORMS = [range(20_000)] if LARGE else [range(200), pytest.param(range(200, 400), marks=pytest.mark.stories)]
+
+
+@pytest.fixture(params=STORMS, ids=lambda seeds: f"{seeds.start} to {seeds.stop}")
+def seeds(request: pytest.FixtureRequest) -> range:
+    """Of storms: some for everybody, others for those who have the time."""
+    found: range = request.param
+    return found
 
 
 @pytest.fixture

@@ -45,6 +45,10 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
     job.wait_for(lambda s: s["progress"]["steps"] > 2 and s["core"]["spares"][0]["state"] == "ready", 40)
     run = ("--run", job.out_dir)
 
+    status = json.loads(rackctl("status", job.out_dir, "--json").out)
+    assert (status["running"], status["core"]["world_size"]) == (True, 2)
+    assert [rank["slot"] for rank in status["core"]["ranks"]] == ["tray-00/0", "tray-01/0"]
+
     unknown = rackctl("drain", "tray-05", *run)
     assert unknown.code == 2
     assert "there is no tray and no slot tray-05. Remedy: is tray-0" in unknown.err
@@ -100,7 +104,14 @@ def test_a_job_does_what_it_is_asked_until_it_is_asked_to_stop(
     assert rackctl("stop", job.out_dir).code == 0
     assert job.finish(40).exit_code == 143
 
+    assert "ended with exit code 143" in rackctl("status", job.out_dir).out
+    on_rack = json.loads(rackctl("topology", "show", *run, "--json").out)
+    assert on_rack["seats"] == ["tray-00/0", "tray-01/0"]
+    refused = rackctl("stop", job.out_dir)
+    assert (refused.code, "has ended already" in refused.err) == (2, True)
     late = rackctl("drain", "tray-01", *run)
     assert late.code == 2
     assert "has ended already" in late.err
-    assert "drain of tray-00 is called off: tray-00 was returned" in rackctl("report", job.out_dir).out
+    report = rackctl("report", job.out_dir)
+    assert report.code == 0
+    assert "drain of tray-00 is called off: tray-00 was returned" in report.out

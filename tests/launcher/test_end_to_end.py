@@ -122,6 +122,7 @@ def test_a_killed_agent_is_replaced_under_its_own_name(
     assert "rank 1 lost on tray-01/0 (tray lost:" in ran.stderr
 
 
+@pytest.mark.stories
 def test_the_only_agent_is_killed_and_all_begin_again(
     start_rackrun: Callable[..., Any], tmp_path: Path, script: str
 ) -> None:
@@ -184,25 +185,6 @@ def test_two_launchers_meet_and_end_alike(start_rackrun: Callable[..., Any], tmp
     assert "rank 0 of 2 restart 0" in ran[0].stdout
     assert "rank 1 of 2 restart 0" in ran[1].stdout
     assert not any(one.left_behind for one in ran)
-
-
-def test_rackctl_sees_the_run_and_stops_it(start_rackrun: Callable[..., Any], tmp_path: Path, script: str) -> None:
-    job = start_rackrun(["--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2", script, "wait"])
-    wait_until(up(tmp_path, 0), 30)
-    status = json.loads(rackctl("status", str(job.out_dir), "--json").stdout)
-    assert status["running"]
-    assert status["core"]["world_size"] == 2
-    assert [rank["slot"] for rank in status["core"]["ranks"]] == ["tray-00/0", "tray-00/1"]
-    assert rackctl("stop", str(job.out_dir)).returncode == 0
-    assert job.finish(30).exit_code == 143
-    ended = rackctl("status", str(job.out_dir))
-    assert "ended with exit code 143" in ended.stdout
-    assert rackctl("report", str(job.out_dir)).returncode == 0
-    on_rack = json.loads(rackctl("topology", "show", "--run", str(job.out_dir), "--json").stdout)
-    assert on_rack["seats"] == [rank["slot"] for rank in status["core"]["ranks"]]
-    refused = rackctl("stop", str(job.out_dir))
-    assert refused.returncode == 2
-    assert "has ended already" in refused.stderr
 
 
 def rackctl(*arguments: str) -> subprocess.CompletedProcess[str]:
