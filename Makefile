@@ -3,6 +3,7 @@
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
 #   make test     the tests                      make check    lint, format, types
 #   make bench    the measurements (minutes)     make clean    remove what these made
+#                 on all cores; ARGS="-n 0" for one test at a time, other ARGS are pytest's too
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
@@ -20,6 +21,8 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
+unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test stories campaign strangers soak crashes compat check bench clean
 
@@ -30,7 +33,7 @@ demo: $(READY)
 	@$(PY) examples/demo.py
 
 test: $(READY)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 stories: $(READY)
 	@$(PY) -m pytest -m "stories and not soak" $(ARGS)

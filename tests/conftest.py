@@ -65,6 +65,15 @@ def _shared_memory_of_its_own() -> bool:
 
 
 ALONE = _shared_memory_of_its_own()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For ``-n auto``. Many tests wait for processes, so that one more than there are cores keeps all of them busy. Processes that see one
+    ``/dev/shm`` cannot tell whose leak a file in it is: there one at a time."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8) if ALONE else 0
+
+
 OF_LIBRARIES = ("rackrun", "torch_", "psm_", "sem.", "nccl-", "__KMP_", "cuda", "pymp-")
 """How what rackrun, torch and Python put there is called."""
 

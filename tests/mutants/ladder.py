@@ -126,7 +126,17 @@ def failed_in(said: str) -> str:
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
-    words = ("-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_S), "--durations=0", "--durations-min=1000")
+    words = (
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+        "--timeout",
+        str(TEST_S),
+        "--durations=0",
+        "--durations-min=1000",
+    )
     return (sys.executable, "-m", "pytest", *words, *arguments)
 
 
