@@ -209,7 +209,7 @@ def main() -> int:
     rows = [json.loads(line) for line in args.tally.read_text().splitlines()] if args.tally.exists() else []
     done = {(row["seed"], row["script"]) for row in rows}
     if args.again is not None:
-        return again(campaign, [row for row in rows if str(row["seed"]) == args.again and row.get("orders")])
+        return again(campaign, [row for row in rows if row["seed"] == args.again and row.get("orders")])
     until = time.monotonic() + 60 * args.limit
     mine: list[dict[str, Any]] = []
     cases = {f"hard {hard.why}": hard for hard in HARD}
