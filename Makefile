@@ -1,9 +1,9 @@
 # Every target makes the virtual environment it needs. Nothing has to be installed by hand but Python 3.11 or newer.
 #
 #   make demo     two runs of a small GPT, one of them loses a rank; they end bit-for-bit the same
-#   make test     the tests                      make check    lint, format, types
+#   make test     the tests, on all cores        make check    lint, format, types
+#                 ARGS="-n 0" for one test at a time; other ARGS are pytest's too
 #   make bench    the measurements (minutes)     make clean    remove what these made
-#                 on all cores; ARGS="-n 0" for one test at a time, other ARGS are pytest's too
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
