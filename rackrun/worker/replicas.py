@@ -42,6 +42,8 @@ class ReplicaCheck:
         self._told = False
         self._shared: tuple[str, tuple[int, ...]] | None = None
         """Class and kin of this rank, until its buffers had changed after a gate."""
+        self._too_large = False
+        """In the first unit: what may be a rank's own is too large to be exchanged."""
         self.gates_move = False
         """All gates stand at the end of their steps, from the next step on."""
         self.some_are_unique = False
@@ -60,6 +62,19 @@ class ReplicaCheck:
         """Compare in the unit after the first step since the run began or was resumed: the same one for everybody, whoever joined
         when, and again if that one is done again."""
         return self._world.passed == Position(self._world.began.step + 1)
+
+    def begins(self) -> bool:
+        """The unit in hand is the first since the run began or was resumed."""
+        return self._world.passed == self._world.began
+
+    def keep_all_buffers(self) -> None:
+        """Collective over the world. Until ranks are compared, any buffer may be a rank's own: all of them are exchanged, or,
+        where they are too large for that, nobody is a replica after the first unit."""
+        buffers = self._state.buffers()
+        size = max(row[0] for row in self._gather([sum(buffer.nbytes for buffer in buffers.values())]))
+        if not self._world.broken:
+            self._too_large = size > ROW_BYTES_MAX
+            self.unique.choose(tuple(buffers), 0 if self._too_large else size)
 
     def known(self, at: Position) -> bool:
         """By the gate of step ``at`` all ranks have been compared, and have told what of theirs changes after a gate."""
@@ -86,9 +101,14 @@ class ReplicaCheck:
             if self._world.broken:
                 return False
             self.unique.choose(paths, row_bytes if row_bytes <= ROW_BYTES_MAX else 0)
+        else:
+            self.unique.choose((), 0)
         self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
         self._kin(*(rank for rank, other in enumerate(classes) if other == (layout, content)))
         self.some_are_unique = alone
+        if self.changed_late:
+            self._shared = self._world.replica_class, self._state.lineage.kin
+            self._stand_alone()
         if row_bytes > ROW_BYTES_MAX:
             self.nobody_is_a_replica()
         return True
@@ -99,6 +119,10 @@ class ReplicaCheck:
         ``late``: at the end of the step), it does from then on, and the rank is a replica again; else nobody is."""
         fresh = self.unique.committed()
         self.gates_move = False
+        if self._too_large:
+            self._too_large = False
+            self._stand_alone()
+            return True
         if changed_late and not self._told:
             self.changed_late = False
             size = self.unique.whole_bytes

@@ -3,7 +3,8 @@
 They die with their rank, so every rank hands a copy of its own to all others *before it enters the gate*. If the gate
 passes for anyone then everybody has everybody's copies: they are exactly as durable as the unit. A newcomer copies a
 replica, and then puts its own row of them in place. Where they change again after the gate (in an average of the weights, say), the
-gate comes at the end of the step from then on. This is for small things; what is larger than `ROW_BYTES_MAX` a rank has no live
+gate comes at the end of the step from then on. Which buffers differ is known when replicas have been compared, in the second step;
+until then all of them are handed around. This is for small things; what is larger than `ROW_BYTES_MAX` a rank has no live
 copy, and is kept by snapshots.
 """
 
@@ -31,18 +32,23 @@ class UniqueBuffers:
 
     def __init__(self, state: TrackedState, world: World) -> None:
         self._state, self._world = state, world
-        self._paths: tuple[str, ...] = ()
+        self._chosen: tuple[str, ...] = ()
+        """Paths of what the next exchange is of."""
         self._row_bytes = 0
         self.whole_bytes = 0
         """The most that the buffers of any rank take, all of them: known once ranks were compared."""
+        self._paths: tuple[str, ...] = ()
+        """Of what `_kept` holds."""
         self._kept: torch.Tensor | None = None
         """One row of bytes a rank, as they were at the end of the last committed unit."""
         self._coming: torch.Tensor | None = None
         self._row: torch.Tensor | None = None
 
     def choose(self, paths: Sequence[str], row_bytes: int) -> None:
-        """These are this rank's own. ``row_bytes`` is the most that any rank has; 0 ends the exchange."""
-        self._paths, self._row_bytes, self._kept, self._coming = tuple(paths), row_bytes, None, None
+        """These are this rank's own, from the next exchange on. ``row_bytes`` is the most that any rank has; 0 ends the exchange."""
+        self._chosen, self._row_bytes, self._coming = tuple(paths), row_bytes, None
+        if not row_bytes:
+            self._paths, self._kept = (), None
 
     @property
     def exchanges(self) -> bool:
@@ -53,7 +59,7 @@ class UniqueBuffers:
         if not self._row_bytes:
             return
         row = torch.zeros(self._row_bytes, dtype=torch.uint8, device=self._world.device)
-        packed = pack(self._buffers(), self._world.device)
+        packed = pack(self._buffers(self._chosen), self._world.device)
         row[: len(packed)] = packed
         rows = torch.empty(self._world.size * self._row_bytes, dtype=torch.uint8, device=self._world.device)
         self._world.groups[0].all_gather_single(rows, row).wait()
@@ -64,8 +70,8 @@ class UniqueBuffers:
         has changed one of the buffers after the gate."""
         if self._coming is None or self._row is None:
             return True
-        self._kept, self._coming = self._coming, None
-        return torch.equal(self._row, pack(self._buffers(), self._world.device))
+        self._paths, self._kept, self._coming = self._chosen, self._coming, None
+        return torch.equal(self._row, pack(self._buffers(self._paths), self._world.device))
 
     def discarded(self) -> None:
         self._coming = None
@@ -79,18 +85,25 @@ class UniqueBuffers:
     def take_place(self, rank: int) -> None:
         """A newcomer holds a replica's buffers, and the rows: its own row is what it goes on with."""
         if self._kept is not None:
-            copy_bytes(self._kept[rank], self._buffers())
+            copy_bytes(self._kept[rank], self._buffers(self._paths))
 
     # -- tracked state
     def state_dict(self) -> dict[str, Any]:
         rows = {} if self._kept is None else {"rows": self._kept}
-        return {"paths": list(self._paths), "row_bytes": self._row_bytes, "whole_bytes": self.whole_bytes, **rows}
+        return {
+            "chosen": list(self._chosen),
+            "row_bytes": self._row_bytes,
+            "whole_bytes": self.whole_bytes,
+            "paths": list(self._paths),
+            **rows,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._paths, self._row_bytes, self._coming = tuple(state["paths"]), state["row_bytes"], None
+        self._chosen = tuple(state.get("chosen", self._paths))
         self.whole_bytes = state.get("whole_bytes", 0)
         self._kept = state["rows"].to(self._world.device) if "rows" in state else None
 
-    def _buffers(self) -> list[torch.Tensor]:
+    def _buffers(self, paths: Sequence[str]) -> list[torch.Tensor]:
         buffers = self._state.buffers()
-        return [buffers[path] for path in self._paths]
+        return [buffers[path] for path in paths]

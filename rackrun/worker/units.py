@@ -366,6 +366,8 @@ class UnitRunner:
         began = time.monotonic()
         self._start(step, unit.name)
         try:
+            if self._replicas.begins():
+                self._replicas.keep_all_buffers()
             if self._replicas.due() and self._replicas.compare():
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
+from rackrun.worker.unique import ROW_BYTES_MAX
 
 Train = Callable[..., Ended]
 
@@ -230,6 +231,29 @@ def batch_norm_and_its_average(run: Run) -> None:
         step(number)
 
 
+class Queue(nn.Module):
+    """What each rank has seen of late, in a buffer too large to be exchanged with each gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros(ROW_BYTES_MAX // 4 // 10 + 1, 10))
+        self.seen: torch.Tensor
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        seen = self.seen[:8].mean()
+        if self.training:
+            self.seen.data.copy_(self.seen.roll(len(batch), 0))
+            self.seen.data[: len(batch)] = batch
+        out: torch.Tensor = self.inner(batch) * (1 + seen)
+        return out
+
+
+def large_queue_of_each_rank(run: Run) -> None:
+    model = DDP(Queue(), broadcast_buffers=False)
+    fit(run, model, adam(model))
+
+
 def one_cycle_and_scaler(run: Run) -> None:
     """A GradScaler that meets an infinite gradient in step 3, and skips that step's optimizer."""
     model = ddp(run)
@@ -367,6 +391,19 @@ def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, tra
     assert not ended.differences(reference), f"{deaths}\n{ended}"
     assert not ended.rolled_back
     assert not ended.restarted
+
+
+@pytest.mark.parametrize("main", [batch_norm_of_each_rank, batch_norm_and_its_average, large_queue_of_each_rank])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(3, 12))])
+def test_buffers_of_each_rank_are_its_own_from_the_first_step_on(main: Script, seed: int, train: Train) -> None:
+    """Also before ranks have been compared, which they are in the second step."""
+    reference = train(main)
+    lived = reference.moments[2]
+    known = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=1,"))
+    moment = random.Random(seed).randrange(known + 1)
+    ended = train(main, kill={2: moment})
+    assert not ended.differences(reference), f"{lived[moment]}\n{ended}"
+    assert ended.plans, f"nobody died\n{ended}"
 
 
 def test_samples_that_a_closure_reads_again_count_once(train: Train) -> None:
