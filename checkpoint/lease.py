@@ -89,7 +89,8 @@ class Lease:
                     self._store.files.replace(self._path, self._said())  # it is no owner's: damaged
                 continue
             if found.owner == self._owner:
-                self._store.files.replace(self._path, self._said())
+                with contextlib.suppress(OSError):  # a disk that is full keeps no job from what it owns: renewed later
+                    self._store.files.replace(self._path, self._said())
                 return
             alive = _is_alive(self._store, self._path, found)
             if not alive:

@@ -21,7 +21,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
 from rackrun.checkpoint.image import write_head, write_tensor
 from rackrun.checkpoint.layout import ImageLayout
-from rackrun.checkpoint.lease import Lease
+from rackrun.checkpoint.lease import InUse, Lease
 from rackrun.checkpoint.location import parse_location
 from rackrun.checkpoint.manifest import MANIFEST
 from rackrun.checkpoint.probation import Probation
@@ -100,7 +100,7 @@ class DurableCheckpoints:
         """As `rackrun.worker.resumption.Resumption.run`."""
         began = time.monotonic()
         resumption = Resumption(self._world, self._state, self._store, self._options.facts)
-        position, life = resumption.run(self._take() if self._world.rank == 0 else "")
+        position, life = resumption.run(self._take() if self._world.rank == 0 else None)
         if self._lease is not None:
             self._lease.epoch = life
             sweep(self._store, epoch=life)
@@ -113,19 +113,26 @@ class DurableCheckpoints:
         self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
         return position
 
-    def _take(self) -> str:
-        """Own the directory, for the job. Why not; "" when it does."""
+    def _take(self) -> tuple[str, str] | None:
+        """Own the directory, for the job. Why not, and what to do; None when it does."""
         if not self._owner:
-            return ""
+            return None
         lease = Lease(self._store, self._owner)
         try:
             self._store.files.make_root(self._store.root)
             lease.take()
+        except InUse as error:
+            lease.leave(ended=False)
+            return error.what, error.remedy
         except (OSError, CheckpointError) as error:
             lease.leave(ended=False)
-            return error.what if isinstance(error, CheckpointError) else f"{self._store.root} cannot be used: {error}."
+            why = error.what if isinstance(error, CheckpointError) else f"{error}."
+            return (
+                f"the checkpoint directory {self._store.root} cannot be used: {why}",
+                "free space there, or give a --checkpoint-dir that can be written.",
+            )
         self._lease = lease
-        return ""
+        return None
 
     def _own(self) -> None:
         """Rank 0 renews the lease; whoever has become rank 0 goes on with it."""

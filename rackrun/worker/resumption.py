@@ -42,10 +42,10 @@ class Resumption:
         self._unusable: dict[int, tuple[str, bool]] = {}
         """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
 
-    def run(self, refused: str = "") -> tuple[Position | None, int]:
+    def run(self, refused: tuple[str, str] | None = None) -> tuple[Position | None, int]:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
         been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
-        start. ``refused``: why this rank may not use the directory; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        start. ``refused``: why this rank may not use the directory, and what to do; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
         try:
             self._store.files.make_root(self._store.root)
             self._store.complete()
@@ -60,8 +60,8 @@ class Resumption:
         barred = self._probation.barred() if self._world.rank == 0 else {}
         everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable, refused))
         life, barred = max(at for at, *_ in everyone), everyone[0][2]
-        if refusal := next((why for *_, why in everyone if why), ""):
-            raise UsageError(refusal, remedy="give this job a --checkpoint-dir of its own, or end the other one.")
+        if refusal := next((why for *_, why in everyone if why), None):
+            raise UsageError(refusal[0], remedy=refusal[1])
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
         for generation in {found[0] for theirs in seen for found in theirs} - {*common}:

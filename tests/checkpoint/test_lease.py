@@ -178,6 +178,17 @@ class Quota(Files):
         return super().write(fd, data)
 
 
+def test_a_disk_that_is_full_keeps_no_job_from_what_it_owns(tmp_path: Path, taken: Callable[..., Lease]) -> None:
+    """Workers that have all been lost start again, and ask for what is theirs."""
+    taken(tmp_path, "job")
+    again = Lease(DurableStore(tmp_path, JOB, files=Quota(tmp_path, 0)), "job")
+    again.take()
+    again.leave(ended=False)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        Lease(DurableStore(tmp_path / "other", JOB, files=Quota(tmp_path, 0)), "job").take()
+
+
 def test_saves_that_fail_leave_nothing_and_go_on_when_there_is_room_again(
     manager: Callable[..., CheckpointManager], tmp_path: Path
 ) -> None:

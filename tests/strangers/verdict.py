@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from enum import StrEnum
@@ -70,8 +71,8 @@ def difference(reference: list[dict[str, Any]], lines: list[dict[str, Any]], *, 
             return f"{describe(key)}: nobody says that without faults"
         expected = next(iter(want[key]))
         for value in values:
-            near = abs(value[1] - expected[1]) <= NEAR * max(abs(expected[1]), 1e-6)
-            if value[0] != expected[0] if exact else not near:
+            near = math.isclose(value[1], expected[1], rel_tol=NEAR, abs_tol=NEAR * 1e-6)  # also of two infinities
+            if value[0] != expected[0] and (exact or not near):
                 return f"{describe(key)}: {value[1]:.9g} instead of {expected[1]:.9g}"
     anybody = {key[:3] for key in have}
     for key in want:
