@@ -153,8 +153,14 @@ def flip_a_bit(run: Run, step: int) -> None:
 
 
 def lost_after(ended: Ended, rank: int, step: int) -> int:
-    """The first moment of ``rank`` after it has committed ``step`` and what its loop does then."""
-    return ended.moments[rank].index(f"committed {Position(step)}") + 1
+    """A moment of ``rank`` in the step after ``step``, when it has completed a collective there: every rank has committed ``step``, and
+    has done what its loop does then. Before it the survivors may not have seen the gate of ``step`` pass."""
+    lived = ended.moments[rank]
+    entered = f"enters a collective after {Position(step)}"
+    _, second = [
+        i for i, what in enumerate(lived) if i > lived.index(f"committed {Position(step)}") and what == entered
+    ][:2]
+    return second
 
 
 @pytest.mark.parametrize("whose", ["a survivor's", pytest.param("the lost rank's", marks=pytest.mark.stories)])
