@@ -33,7 +33,9 @@ __all__ = ["EXPIRY_S", "InUse", "Lease", "living_epoch"]
 BEAT_S = 5.0
 EXPIRY_S = 30.0
 _DYING_S = 10.0
-"""For so long the process of a job that was just killed may be there."""
+"""For so long the process of a job that was just killed may be there, and nothing says that it is dying."""
+_DEAD_S = 600.0
+"""For so long a process may take to die."""
 _LEAVING_S = 2.0
 _SILENT_S = 24 * 3600.0
 """After so long without a save, of a process that cannot be seen from here and renews nothing."""
@@ -99,7 +101,13 @@ class Lease:
                 continue  # it is ours now, unless another was a moment later
             moved = seen is not None and found.beat != seen
             seen = found.beat if seen is None else seen
-            if (moved and not _is_near(found)) or (_is_near(found) and time.monotonic() - began > _DYING_S):
+            if _is_near(found):
+                process = Process(*found.process)
+                wait_s = _DEAD_S if process.dying() else _DYING_S
+                refused = time.monotonic() - began > wait_s and process.alive()  # it may have died meanwhile
+            else:
+                refused = moved
+            if refused:
                 raise InUse(
                     f"{self._store.directory} is in use by another job: process {found.process[0]} on {found.host} saves there.",
                     remedy="give this job a --checkpoint-dir of its own, or end the other one.",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Process", "begin_session", "end_session", "namespace", "process_of"]
+__all__ = ["NOBODY", "Process", "begin_session", "end_session", "kill_pending", "namespace", "process_of"]
 
+_PF_EXITING = 0x4
+"""Of the kernel's flags in ``/proc/PID/stat``: the process has begun to end."""
 _sessions: set[int] = set()
 
 
@@ -34,8 +37,26 @@ class Process(NamedTuple):
             return False
         return self.pid != os.getpid() or self.session in _sessions
 
+    def dying(self) -> bool:
+        """Whether the process is there still, and will run no more code of its own: it was killed, or the kernel takes its memory
+        down. With hundreds of gigabytes, or storage that does not answer, that takes minutes."""
+        if self.namespace != namespace() or self.start != _start_time(self.pid):
+            return False
+        try:
+            flags = int(Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[6])
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return bool(flags & _PF_EXITING) or kill_pending(status)
+
     def __str__(self) -> str:
         return f"process {self.pid}" if self.pid else "nobody"
+
+
+def kill_pending(status: str) -> bool:
+    """Whether ``status``, the text of ``/proc/PID/status``, has a SIGKILL that waits to be acted on."""
+    rows = [line.split() for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for _, mask in rows)
 
 
 NOBODY = Process(0, 0, 0, 0)

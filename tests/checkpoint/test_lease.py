@@ -17,6 +17,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.files import Files
 from rackrun.checkpoint.lease import EXPIRY_S, InUse, Lease, living_epoch
 from rackrun.checkpoint.location import RemotePath
+from rackrun.checkpoint.process import Process, kill_pending, namespace, process_of
 from rackrun.checkpoint.retention import Retention, collect
 from tests.checkpoint.object_stores import BOTH, remote, s3_server
 from tests.checkpoint.storage import JOB, ended, in_child, save, write_shard
@@ -85,6 +86,32 @@ def test_after_a_sigkill_of_the_first_the_second_begins_at_once(tmp_path: Path, 
     os.kill(child, signal.SIGKILL)
     assert ended(child) == -signal.SIGKILL
     taken(tmp_path, "b")
+
+
+def test_a_killed_process_that_takes_long_to_die_is_waited_for(
+    tmp_path: Path, taken: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of hundreds of gigabytes is not taken down within seconds."""
+    first = taken(tmp_path, "a")
+    looks = iter([True] * 20)
+
+    def dying(_: Process) -> bool:
+        if next(looks, False):
+            return True
+        first.leave(ended=False)  # its process is gone
+        return False
+
+    monkeypatch.setattr(lease, "_DYING_S", 0.0)
+    monkeypatch.setattr(Process, "dying", dying)
+    taken(tmp_path, "b")
+
+
+def test_a_process_is_dying_from_the_moment_at_which_it_was_killed() -> None:
+    assert kill_pending("Name:\tx\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000100\n")
+    assert kill_pending("SigPnd:\t0000000000000100\nShdPnd:\t0000000000004000\n")
+    assert not kill_pending("SigPnd:\t0000000000000000\nShdPnd:\t0000000000004000\nSigBlk:\t0000000000000100\n")
+    assert not process_of(os.getpid()).dying()
+    assert not Process(os.getpid(), 1, namespace(), 0).dying(), "another process that had the same pid"
 
 
 @BOTH
