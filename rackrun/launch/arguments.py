@@ -416,7 +416,8 @@ def _milliseconds(config: dict[str, str], keys: tuple[str, ...], default_s: floa
 
 
 def _endpoint(args: argparse.Namespace, nodes_max: int) -> tuple[str, int] | None:
-    if args.standalone or (nodes_max == 1 and not args.rdzv_endpoint):
+    alone = nodes_max == 1 and not args.token_file  # nobody could join without a secret
+    if args.standalone or alone or (nodes_max == 1 and not args.rdzv_endpoint):
         if args.standalone and nodes_max > 1:
             raise UsageError("--standalone means one host.", remedy="leave out --standalone or --nnodes.")
         return None

@@ -263,6 +263,24 @@ def test_several_hosts_meet_where_torchrun_would(
     assert endpoint_of(*arguments, script=script, tmp_path=tmp_path).endpoint == endpoint
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"],
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29500"],
+        ["--rdzv-endpoint", "[::1]:29500", "--rdzv-id", "77"],
+        ["--nnodes", "1:1", "--rdzv-endpoint", "node17:29500", "--rdzv-id", "77"],  # $SLURM_NNODES is 1 today
+    ],
+)
+def test_one_host_alone_needs_no_secret_and_meets_nobody(arguments: list[str], script: str) -> None:
+    assert parse([*arguments, script]).endpoint is None
+
+
+def test_one_host_that_others_may_join_later_has_a_secret(script: str, tmp_path: Path) -> None:
+    options = endpoint_of("--nnodes", "1", "--rdzv-endpoint", "node17:29500", script=script, tmp_path=tmp_path)
+    assert options.endpoint == ("node17", 29500)
+
+
 def test_torchruns_timeouts_are_used(script: str) -> None:
     options = parse(["--rdzv-conf", "join_timeout=5,last_call_timeout=2", "--shutdown-timeout", "7", script])
     assert (options.join_timeout_ms, options.last_call_ms, options.grace_s) == (5000, 2000, 7.0)
