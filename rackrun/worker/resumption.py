@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, is_damage
+from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration, is_damage
 from rackrun.checkpoint.image import header_bytes, parse_image
 from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry
 from rackrun.checkpoint.probation import Probation
@@ -46,29 +46,21 @@ class Resumption:
         """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
         been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
         start. ``refused``: why this rank may not use the directory, and what to do; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
-        try:
-            self._store.files.make_root(self._store.root)
-            self._store.complete()
-            whole, left_out = self._store.look()
-        except (OSError, CheckpointError) as error:
-            raise UsageError(
-                f"the checkpoint directory {self._store.root} cannot be used: {error}.",
-                remedy="give one that all ranks can read and write.",
-            ) from error
-        mine: list[list[Any]] = [[info.generation, info.digest] for info in whole]
-        unusable = {g: [str(why), is_damage(why)] for g, why in left_out.items()}
-        barred = self._probation.barred() if self._world.rank == 0 else {}
-        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable, refused))
-        life, barred = max(at for at, *_ in everyone), everyone[0][2]
-        if refusal := next((why for *_, why in everyone if why), None):
+        if refusal := next((why for why in self._gather(refused) if why), None):
             raise UsageError(refusal[0], remedy=refusal[1])
+        mine, unusable = self._look()  # not before the directory is this job's: another may have been writing
+        listed = self._gather([found[0] for found in mine])
+        self._look_for({generation for theirs in listed for generation in theirs}, mine, unusable)
+        barred = self._probation.barred() if self._world.rank == 0 else {}
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
+        life, barred = max(at for at, *_ in everyone), everyone[0][2]
         seen = [theirs for _, theirs, *_ in everyone]
         common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
         for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
             self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
-        for *_, theirs, _ in everyone:
+        for *_, theirs in everyone:
             self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
-        if not common and any(seen) and not any(theirs for *_, theirs, _ in everyone):
+        if not common and any(seen) and not any(theirs for *_, theirs in everyone):
             raise UsageError(
                 f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
                 remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
@@ -82,6 +74,31 @@ class Resumption:
                 "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
             )
         return position, life
+
+    def _look(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
+        """What this rank sees: number and digest of each generation; and why others cannot be used, and whether they are damaged."""
+        try:
+            self._store.files.make_root(self._store.root)
+            self._store.complete()
+            whole, left_out = self._store.look()
+        except (OSError, CheckpointError) as error:
+            raise UsageError(
+                f"the checkpoint directory {self._store.root} cannot be used: {error}.",
+                remedy="give one that all ranks can read and write.",
+            ) from error
+        mine = [[info.generation, info.digest] for info in whole]
+        return mine, {generation: [str(why), is_damage(why)] for generation, why in left_out.items()}
+
+    def _look_for(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
+        """Generations that another rank has listed and this one has not, looked for by name: a host's list of a shared directory may be
+        seconds old."""
+        for generation in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):
+            try:
+                mine.append([generation, self._store.whole(generation)[1]])
+            except NoUsableGeneration:
+                continue
+            except CheckpointError as error:
+                unusable[generation] = [str(error), is_damage(error)]
 
     def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
         """The same on all ranks. A resumption is remembered before anything is trained on it."""

@@ -420,6 +420,52 @@ def test_a_host_that_sees_no_checkpoint_does_not_let_the_job_begin_anew(
     assert "1 of 3 see none" in str(ended)
 
 
+def test_a_rank_whose_list_of_the_directory_is_old_goes_on_from_the_newest_too(folder: Path, train: Train) -> None:
+    train(trained(ddp, 5))
+
+    def main(run: Run) -> None:
+        look = DurableStore.look
+
+        def old(store: DurableStore) -> Any:
+            whole, left_out = look(store)
+            return [info for info in whole if info.generation != 4], left_out
+
+        if run.rank == 1:
+            DurableStore.look = old  # type: ignore[method-assign]
+        trained(ddp, 6)(run)
+
+    assert said(train(main), "done") == [5]
+
+
+def test_nobody_looks_for_checkpoints_before_the_directory_is_the_jobs(
+    folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job before this one may be saving while it is waited for."""
+    train(trained(ddp, 5))
+    taken = folder / "taken"
+    make, take, look = DurableCheckpoints.__init__, lease.Lease.take, DurableStore.look
+
+    def of_a_job(self: DurableCheckpoints, *given: Any) -> None:
+        make(self, *given)
+        self._owner = "second"
+
+    def slowly(self: lease.Lease, *given: Any) -> None:
+        take(self, *given)
+        taken.touch()
+
+    def looks(store: DurableStore) -> Any:
+        assert taken.exists(), "too early"
+        return look(store)
+
+    def main(run: Run) -> None:
+        DurableStore.look = looks  # type: ignore[method-assign]
+        trained(ddp, 6)(run)
+
+    monkeypatch.setattr(DurableCheckpoints, "__init__", of_a_job)
+    monkeypatch.setattr(lease.Lease, "take", slowly)
+    assert said(train(main), "done") == [5]
+
+
 def test_a_second_job_in_the_same_directory_is_refused_and_begins_when_the_first_is_over(
     folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
