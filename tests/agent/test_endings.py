@@ -317,7 +317,7 @@ async def announced(rig) -> DepartureAnnounced:
 
 
 async def test_an_agent_that_is_told_to_leave_says_so_and_works_on_until_it_is_dismissed(rig):
-    await rig.start("import time\nprint('ran', flush=True)\ntime.sleep(600)")
+    await rig.start("import time\nprint('ran', flush=True)\ntime.sleep(600)", grace_s=600.0)
     told = await announced(rig)
     assert (told.tray, told.because, told.exit_code) == ("tray-0", "SIGTERM to the agent of tray-0", 143)
     await rig.start_worker()
