@@ -81,6 +81,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     """Steps computed again: the one that was broken, and those since the rollback."""
     planned: bool = False
     """Nothing was lost: all stood between two steps when the rank on a failing GPU was taken out."""
+    stages: dict[int, dict[str, float]] = {}
+    """Rank -> when it came to each stage, as `rackrun.core.wire.UnitCommitted` tells."""
     overtaken: bool = False
     """A newer generation replaced this one before its world had resumed."""
     rungs: tuple[str, ...] = ()
@@ -244,6 +246,8 @@ class RecoveryWatch:
         if unit.attempt > 0 and unit.at.phase == 0 and unit.at.step not in recovery.redone:
             recovery.redone = tuple(sorted({*recovery.redone, unit.at.step}))
         self._uncommitted.discard(unit.rank)
+        if unit.stages:
+            recovery.stages = {**recovery.stages, unit.rank: unit.stages}
         if not self._uncommitted and recovery.plan_ms is not None:
             recovery.committed_ms = now_ms
             if recovery.resumed_ms is None:

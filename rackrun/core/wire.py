@@ -56,6 +56,8 @@ class UnitCommitted(_Telemetry, frozen=True, kw_only=True):
     gate: tuple[float, ...] = ()
     ids: bytes = b""
     """Sample ids that the loader delivered in the committed attempt: int64, little endian, in order of delivery."""
+    stages: dict[str, float] = {}
+    """Of the recovery before it: `rackrun.worker.stages`."""
 
 
 class UnitSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):

@@ -39,6 +39,10 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
             return torch.empty_strided(self.shape, self.strides, dtype=self.torch_dtype, device=device)
         return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
 
+    def lies_as(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of ``tensor``, which has this shape, lie in the order of this one's."""
+        return tensor.stride() == self.strides if self.strides else tensor.is_contiguous()
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's bytes as this tensor."""
         typed = flat.view(self.torch_dtype)

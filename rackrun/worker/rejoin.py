@@ -62,6 +62,7 @@ class Rejoin:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
         this process entered its loop; it can go back no further."""
         world = self._world
+        world.stages.reached("parked")
         while True:
             plan = world.wait_plan()
             self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
@@ -98,6 +99,7 @@ class Rejoin:
         if self._durable is not None:
             self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))
+        world.stages.reached("resumed")
 
     def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
         """For another world, or as a rank in other groups: the script has branched by what it was told then."""
@@ -142,6 +144,7 @@ class Rejoin:
                     world.replica_class,
                     self._runtime.device,
                     lambda: world.superseded(plan.generation),
+                    world.stages.reached,
                 ),
             )
             if manifest is not None:

@@ -127,6 +127,7 @@ class Reports:
                     meets=self._world.meetings.seen,
                     gate=self._world.gate or (),
                     ids=ids.astype("<i8").tobytes(),
+                    stages=self._world.stages.take(),
                 )
             )
 

@@ -24,12 +24,12 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, Communicator
-from rackrun.worker.manifest import Manifest
+from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
 
-__all__ = ["run_restores", "settle_restores"]
+__all__ = ["landing_places", "run_restores", "settle_restores"]
 
 CHUNK_BYTES = 8 * 2**20
 SMALL_BYTES = 64 * 2**10
@@ -56,19 +56,22 @@ def run_restores(
     replica_class: str,
     device: torch.device,
     overtaken: Callable[[], bool],
+    reached: Callable[[str], None] = lambda _: None,
 ) -> Manifest | None:
     """This rank's part in every restore of the plan, as source or as newcomer (which gets the source's manifest back).
 
-    RuntimeError when a peer is lost meanwhile. ``overtaken``: whether nobody waits for the outcome any more.
+    RuntimeError when a peer is lost meanwhile. ``overtaken``: whether nobody waits for the outcome any more. ``reached`` is told of the
+    stages of the copy (`rackrun.worker.stages`).
     """
     received = None
     for restore in plan.restores:
         if not restore.sources:
             continue  # from a snapshot: rackrun.worker.snapshot
         if rank == restore.rank:
-            received = _receive(restore, world, state, device, overtaken)
+            received = _receive(restore, world, state, device, overtaken, reached)
         elif rank in restore.sources:
             _send(restore, rank, world, state, replica_class, device)
+            reached("served")
     return received
 
 
@@ -158,7 +161,12 @@ def _send(
 
 
 def _receive(
-    restore: Restore, world: Communicator, state: TrackedState, device: torch.device, overtaken: Callable[[], bool]
+    restore: Restore,
+    world: Communicator,
+    state: TrackedState,
+    device: torch.device,
+    overtaken: Callable[[], bool],
+    reached: Callable[[str], None],
 ) -> Manifest:
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64, device=device)
@@ -172,12 +180,7 @@ def _receive(
     if layout.small:
         _post(world, "recv", small, lead, _SMALL).wait()
 
-    dense = {
-        path: dense_bytes(tensors[path])
-        if tensors[path].stride() == layout.infos[path].strides and tensors[path].device.type == device.type
-        else None
-        for path in layout.large
-    }
+    dense = landing_places({path: (layout.infos[path], tensors[path]) for path in layout.large}, device)
     flat = {
         path: torch.empty(tensors[path].nbytes, dtype=torch.uint8, device=device) if block is None else block
         for path, block in dense.items()
@@ -193,6 +196,7 @@ def _receive(
         works += [_post(world, "send", torch.tensor([_HAVE_READ]), source, _ANSWER) for source in neighbours]
     for work in works:
         work.wait()
+    reached("copied")
     with _filling:
         if overtaken():
             raise RuntimeError("a newer generation was announced")
@@ -201,11 +205,23 @@ def _receive(
                 tensors[path].copy_(layout.infos[path].view(flat[path]))
         copy_bytes(small, [tensors[path] for path in layout.small])
     _verify(restore, layout, tensors, world, device)
+    reached("verified")
     with _filling:
         if overtaken():
             raise RuntimeError("a newer generation was announced")
         state.load_plain(manifest, tensors)
     return manifest
+
+
+def landing_places(
+    tensors: dict[str, tuple[TensorInfo, torch.Tensor]], device: torch.device
+) -> dict[str, torch.Tensor | None]:
+    """The memory of each tensor, as bytes, where what arrives can be written straight into it. None: it lies otherwise than at its source, so
+    it needs a copy between."""
+    return {
+        path: dense_bytes(tensor) if info.lies_as(tensor) and tensor.device.type == device.type else None
+        for path, (info, tensor) in tensors.items()
+    }
 
 
 def _neighbours(restore: Restore, layout: _Layout, world: Communicator) -> dict[int, Neighbour]:

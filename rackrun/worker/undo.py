@@ -64,6 +64,8 @@ class Undo:
         """This rank has other micro-batches than they had: their places say nothing."""
         self._places = 0
         """Where the attempt in hand might have been left, so far."""
+        self._owes_comparison = False
+        """Of the place that the attempt in hand is at."""
         self._everywhere = False
         self._share: tuple[float, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -153,7 +155,7 @@ class Undo:
             fsdp.begin(module)
         if self._audits:
             self._look_around()
-        self._places, self._everywhere = 0, everywhere
+        self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
         if share != self._share:
             self._share, self._suspect_everywhere = share, bool(self._suspect_at)
         self._modes = [module.training for module in self._submodules]
@@ -254,15 +256,18 @@ class Undo:
         return self._copies.stands(path, tensor) and not self._copies.equals(path, tensor)
 
     # -- where it may be left
-    def at_place(self) -> None:
+    def at_place(self, *, updates_next: bool = False) -> None:
         """At each place of a step where it is left if it will not count: what it has changed so far must be put back. At the place where
-        the attempt before was left this one has changed what that had."""
+        the attempt before was left this one has changed what that had. ``updates_next``: `before_update` follows, with no code of the
+        script's between, and compares."""
         self._places += 1
         if self._everywhere:
             changed = self._differing(self._first, {**self._owned(), **dict(self._free_tensors())})
             early = {path for path in changed if self._is_owned(path)}
             self._learn(early=early, moving=changed - early)
-        if self._suspect_everywhere or {self._places, self._places - 1} & self._suspect_at:
+        suspect = self._suspect_everywhere or bool({self._places, self._places - 1} & self._suspect_at)
+        self._owes_comparison = suspect and updates_next
+        if suspect and not updates_next:
             self._compare_with_the_attempt_before()
 
     def _compare_with_the_attempt_before(self) -> None:
@@ -280,7 +285,8 @@ class Undo:
         early = self._moved() | (self._differing(self._begun, owned) if self._audits else set())
         if self._whole and self._audits:
             early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
-        if self._suspect_at and self._places <= max(self._suspect_at):
+        if self._owes_comparison or (self._suspect_at and self._places <= max(self._suspect_at)):
+            self._owes_comparison = False
             self._compare_with_the_attempt_before()
         self._learn(early=early)
 

@@ -339,10 +339,10 @@ class UnitRunner:
         self._state.synchronise_gradients(last)
         reseed(self._seed, "shard", step.at.step, shard.index)
 
-    def _may_be_left(self) -> None:
+    def _may_be_left(self, *, updates_next: bool = False) -> None:
         """A place at which a step that will not count is left."""
         if self.step_in_hand is not None and not self.step_in_hand.at.phase and not self._world.updated:
-            self._undo.at_place()
+            self._undo.at_place(updates_next=updates_next)
 
     # -- one attempt
     def _catch_up(self) -> None:
@@ -424,6 +424,7 @@ class UnitRunner:
         self._parts.begin_unit()
         self._world.begin_unit(phase=bool(step.at.phase))
         work = self._begin_batch(step)
+        self._world.stages.reached("noted")
         if step.at.phase:
             self._page.name_unit(name)
             self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
@@ -514,8 +515,10 @@ class UnitRunner:
 
     def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
         """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
-        self._may_be_left()
-        if self._world.broken or not self._world.generation:
+        self._world.stages.reached("computed")
+        left = self._world.broken or not self._world.generation
+        self._may_be_left(updates_next=not left)
+        if left:
             raise Abandoned
         self._gradients_checked = trains
         if trains:
@@ -580,6 +583,7 @@ class UnitRunner:
             torn=float(bool(self._not_put_back)),
             stirred=float(bool(self._undo.changed_between)),
         )
+        self._world.stages.reached("entered")
         self._world.pass_gate(step.at, mine, self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:

@@ -32,6 +32,7 @@ from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, off
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
+from rackrun.worker.stages import RecoveryStages
 
 if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
@@ -101,6 +102,7 @@ class World:
         self.flights = Flights()
         self.order = CollectiveOrder()
         self.own_time = OwnTime()
+        self.stages = RecoveryStages()
         self.meetings = Meetings()
         self.deals = Deals()
         self.broadcasts = Broadcasts(None)
@@ -332,6 +334,7 @@ class World:
                 raise Abandoned
             if sums is not None:
                 self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
+                self.stages.reached("passed")
                 if GateSums(*sums).dealt == self.size:
                     self.deals.agree()
                 return
@@ -423,6 +426,7 @@ class World:
                 return None
             self._announced = command.generation
             self._broken = True
+            self.stages.begin()
             self.flights.broke()
             report = WorkerParked(
                 slot=self._slot,
@@ -441,6 +445,7 @@ class World:
             self._changed.notify_all()
         for communicator in communicators:
             communicator.break_()
+        self.stages.reached("broken")
         if builder is not None:
             builder.abandon()
         return report
@@ -458,6 +463,9 @@ class World:
                 return
             self._announced = plan.generation
             self._plan = plan
+            if not self.generation:  # a spare hears of no break
+                self.stages.begin()
+            self.stages.reached("planned")
             if self._entered > self._passed:
                 if plan.committed >= self._entered:
                     self._passed, self._gate = self._entered, plan.gate
@@ -661,6 +669,7 @@ class World:
             self._changed.wait_for(lambda: builder.over or self._announced != plan.generation)
             if self._announced != plan.generation:
                 raise Superseded
+        self.stages.reached("built")
         if builder.error is not None:
             print(
                 f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}",
