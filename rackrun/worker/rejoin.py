@@ -58,14 +58,18 @@ class Rejoin:
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
 
-    def run(self, came_in: Position) -> None:
+    def run(self, came_in: Position, stays: Callable[[], bool] = lambda: False) -> bool:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
-        this process entered its loop; it can go back no further."""
+        this process entered its loop; it can go back no further. ``stays``: the script has yet to do what follows a committed step.
+
+        Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
         world = self._world
         while True:
             plan = world.wait_plan()
-            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             mine = self._runtime.member_of(plan)
+            if self._leads_out(plan, mine) and plan.rollback is None and stays():
+                return False
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             try:
                 if plan.reshard is not None:
                     self._hand_over(plan, mine)
@@ -98,6 +102,11 @@ class Rejoin:
         if self._durable is not None:
             self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))
+        return True
+
+    def _leads_out(self, plan: Plan, mine: Member) -> bool:
+        """Of ``main``, to enter it again."""
+        return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
 
     def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
         """For another world, or as a rank in other groups: the script has branched by what it was told then."""

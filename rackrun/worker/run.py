@@ -273,6 +273,8 @@ class Run:
                     f"the loop's body did not call a @run.step function for step {number}.",
                     remedy="call it once in every turn of `for step in run.steps(n)`.",
                 )
+            self._units.body_over()
+            self._places.look()
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)

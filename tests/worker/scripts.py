@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,3 +90,23 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 Script = Callable[[Run], None]
+
+
+class Bodies:
+    """Where the code after the call of the step function has run. A file holds it, so that what a process has done counts that is killed later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def ran(self, run: Run, step: int) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{step} {run._world._slot}\n")
+
+    def by_step(self) -> dict[int, list[str]]:
+        """Step -> slots, once for each time."""
+        found: dict[int, list[str]] = {}
+        for line in self._path.read_text().splitlines():
+            step, slot = line.split()
+            found.setdefault(int(step), []).append(slot)
+        return {step: sorted(slots) for step, slots in sorted(found.items())}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness import Ended, TinyCluster, _hash, say
 from reshaping import Change, Reshaped, differences, noted
-from scripts import Script, adam, ddp, fit, net
+from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +28,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.core.commands import Plan, Restore
 from rackrun.core.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.run import Run
+from rackrun.worker.units import UnitRunner
 from rackrun.worker.world import World
 
 Make = Callable[[Run], nn.Module]
@@ -420,6 +421,80 @@ def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
     assert ended.exit_code == 1
     assert ended.failure is not None
     assert ended.failure.type == "builtins.ValueError"
+
+
+# -- the code after the call of the step function ----------------------------------------------------------------------
+@pytest.fixture
+def bodies(tmp_path: Path) -> Bodies:
+    return Bodies(tmp_path / "bodies")
+
+
+def runs(bodies: Bodies) -> Callable[[Run], None]:
+    return lambda run: bodies.ran(run, run._units.passed.step)
+
+
+SLOTS = [f"t/{slot}" for slot in range(4)]
+
+
+def test_when_all_pause_the_code_after_the_call_has_run_on_all_of_them(reshape: Reshape, bodies: Bodies) -> None:
+    """Once on each: on who goes, too."""
+    ended, _ = reshape(
+        script(fsdp, after_a_step=runs(bodies)), Change((0, 1, 2), told_after=Position(HOLD)), snapshot_every=100
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    nothing_again(ended)
+    last = ended.plans[0].committed.step
+    assert bodies.by_step() == {step: SLOTS[: 4 if step <= last else 3] for step in range(STEPS)}
+
+
+def lost_after_the_gate_of(step: int, slot: str) -> Callable[[Run], None]:
+    """All have passed it, and none has returned from the call of the step function, when the world breaks."""
+    committed = UnitRunner._committed
+
+    def then_break(self: UnitRunner, at: Position, *more: Any) -> None:
+        committed(self, at, *more)
+        world = self._world
+        if (at, world.generation) == (Position(step), 1):
+            self._settle()
+            if world._slot == slot:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.wait_broken()
+
+    def patch(_: Run) -> None:
+        UnitRunner._committed = then_break  # type: ignore[method-assign]
+
+    return patch
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(STEPS - 1, marks=pytest.mark.stories)])
+def test_after_a_loss_it_has_run_on_all_that_are_left_before_they_leave_main(
+    step: int, reshape: Reshape, bodies: Bodies
+) -> None:
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(step, "t/1"), after_a_step=runs(bodies), holds=NEVER),
+        Change((0, 2, 3)),
+        snapshot_every=1,
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    assert ended.plans[0].committed.step == step
+    nothing_again(ended)
+    left = ["t/0", "t/2", "t/3"]
+    assert bodies.by_step() == {number: SLOTS if number < step else left for number in range(STEPS)}
+
+
+@pytest.mark.stories
+def test_it_has_run_where_no_process_stays(reshape: Reshape, bodies: Bodies) -> None:
+    """The only rank goes, and a spare takes its place."""
+    ended, _ = reshape(
+        script(fsdp, after_a_step=runs(bodies)),
+        Change((1,), told_after=Position(HOLD)),
+        ranks=1,
+        spares=1,
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(fsdp, 1)), ended
+    last = ended.plans[0].committed.step
+    assert bodies.by_step() == {step: ["t/0" if step <= last else "t/1"] for step in range(STEPS)}
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
