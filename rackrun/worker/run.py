@@ -253,6 +253,9 @@ class Run:
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         self._places.look()
         self._open = total
+        if self._units.left_early:  # before main was entered again: `finish` does what is left
+            self._end_loop(total)
+            return
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)

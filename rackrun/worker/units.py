@@ -68,6 +68,8 @@ class Carried:
     pace: Pace
     world_size: int
     """Of the former world."""
+    left_after: int | None
+    """The step after which the script had left its loop, before its end."""
 
 
 @dataclass
@@ -138,6 +140,7 @@ class UnitRunner:
         self._owed: Position | None = None
         """The step whose call the script has made last, until the body of the loop has ended: what stands behind the call is to run once the
         step is committed."""
+        self._left_after: int | None = None
         self._pause_due: tuple[Position, int] | None = None
         """All ranks pause when that body has ended: after this step, in this generation."""
         self._last_step = -1
@@ -203,8 +206,9 @@ class UnitRunner:
         self._world.scope = Scope.OUTSIDE
         self._say_how_it_changes(held_by_mesh)
         if self._carried is not None and not self.waiting_spare:
-            self._rejoin.arrive()
+            left = self._rejoin.arrive(self._carried.left_after)
             self._came_in = self.passed
+            self._left_after = self.passed.step if left else None
             self._to_script()
             return
         if not self.waiting_spare:
@@ -237,6 +241,11 @@ class UnitRunner:
             reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
 
     @property
+    def left_early(self) -> bool:
+        """The script has left its loop before the end, perhaps in a ``main`` that was entered before."""
+        return self._left_after is not None
+
+    @property
     def lost_before_steps(self) -> bool:
         """``main`` was entered again, and is not at run.steps() yet; the world that it was entered for is gone."""
         return self._carried is not None and not self._begun and self._world.broken
@@ -259,7 +268,7 @@ class UnitRunner:
         self._snapshots.become(nothing)
         if self._durable is not None:
             self._durable.become(nothing)
-        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size)
+        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
 
     def _resume(self, durable: DurableCheckpoints) -> None:
         position = durable.resume()
@@ -329,6 +338,7 @@ class UnitRunner:
         """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
         any more for what was agreed on in the last step."""
         self._owed = self._pause_due = None
+        self._left_after = self.passed.step
         self._undo.accept()
 
     def loop_over(self) -> None:

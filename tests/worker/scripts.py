@@ -54,13 +54,14 @@ def fit(
     average: bool = False,
     before: Callable[[int], None] = lambda _: None,
     after: Callable[[int], None] = lambda _: None,
-    between: Callable[[int], None] = lambda _: None,
+    between: Callable[[int], bool | None] = lambda _: None,
     noisy: bool = False,
     workers: int = 0,
     **tracked: Any,
 ) -> None:
     """The plain loop: accumulate the micro-batches, step, zero the gradients. ``average``: gradients are summed by hand where DDP
-    does not do it. ``after`` is called at the end of each step, in it; ``before`` and ``between``, before and after it, outside."""
+    does not do it. ``after`` is called at the end of each step, in it; ``before`` and ``between``, before and after it, outside;
+    the loop is left when ``between`` says True."""
     run.track(model=model, optimizer=optimizer, **tracked)
     data = run.loader(Samples(noisy=noisy), num_workers=workers)
 
@@ -78,7 +79,8 @@ def fit(
     for number in run.steps(steps):
         before(number)
         step(number)
-        between(number)
+        if between(number):
+            break
 
 
 def ddp(run: Run, *layers: nn.Module, **options: Any) -> DDP:

@@ -47,7 +47,7 @@ def script(
     hold: Position | None = None,
     patch: Callable[[Run], None] = lambda _: None,
     asks: bool = False,
-    between: Callable[[Run, int], None] = lambda *_: None,
+    between: Callable[[Run, int], bool | None] = lambda *_: None,
 ) -> Script:
     """Trains, with a phase after every second step and one at the end. Before the unit after ``hold`` each rank waits until it
     has been told to pause. ``asks``: and asks then to end the run."""
@@ -118,7 +118,7 @@ def test_the_code_after_the_call_of_the_step_function_has_run_before_anybody_pau
     how = {"ranks": ranks, "snapshot_every": 100, "swap": Swap(HOLD, lost=lost)}
     ended = train(script(make, HOLD, between=bodies.ran), **how)
     assert ended.exit_code == 0, ended
-    nothing_again(ended)
+    assert all(attempt == 0 for _, _, attempt in ended.told), ended.told
     before = [f"t/{slot}" for slot in range(ranks)]
     after = sorted(f"t/{ranks if slot == lost else slot}" for slot in range(ranks))
     assert bodies.by_step() == {step: before if step <= PAUSED_AT.step else after for step in range(STEPS)}
@@ -221,6 +221,21 @@ def test_told_at_the_very_end_nobody_pauses(train: Train) -> None:
     ended = train(script(ddp, Position(8)), spares=0, swap=Swap(Position(8)))
     assert not ended.differences(undisturbed(ddp)), ended
     assert not ended.paused
+
+
+@pytest.mark.parametrize("make", [ddp, pytest.param(sharded, marks=pytest.mark.stories)])
+def test_nobody_pauses_after_the_step_with_which_the_loop_is_left(make: Make, train: Train) -> None:
+    def leaves(_: Run, step: int) -> bool:
+        return step == PAUSED_AT.step
+
+    ended = train(script(make, HOLD, between=leaves), swap=Swap(HOLD, lost=1))
+    assert ended.exit_code == 0, ended
+    assert not ended.paused
+    assert not ended.plans
+    assert max(ended.losses) == PAUSED_AT.step
+    assert {rank: said["phases"][-1] for rank, said in ended.said.items()} == {
+        rank: [STEPS - 1, 3] for rank in range(3)
+    }
 
 
 def test_a_run_that_ends_does_not_pause(folder: Path, train: Train) -> None:

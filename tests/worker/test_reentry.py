@@ -100,7 +100,7 @@ def script(
     at_steps: Callable[[Run], None] = lambda _: None,
     holds: Mapping[int, int] = {1: HOLD},
     before_a_step: Callable[[Run, int], None] = lambda *_: None,
-    after_a_step: Callable[[Run], None] = lambda _: None,
+    after_a_step: Callable[[Run], bool | None] = lambda _: None,
     dies_after: Mapping[str, int] | None = None,
     workers: int = 0,
     steps: int = STEPS,
@@ -121,11 +121,12 @@ def script(
                 time.sleep(0.001)  # the control thread hears of it, and tells nobody
             before_a_step(run, step)
 
-        def between(step: int) -> None:
+        def between(step: int) -> bool | None:
             done.append(step)
-            after_a_step(run)
+            leaves = after_a_step(run)
             if run.generation == 2 and (dies_after or {}).get(run._world._slot) == len(done):
                 os.kill(os.getpid(), signal.SIGKILL)
+            return leaves
 
         in_main(run)
         model = make(run)
@@ -495,6 +496,51 @@ def test_it_has_run_where_no_process_stays(reshape: Reshape, bodies: Bodies) -> 
     assert not differences(ended, undisturbed(fsdp, 1)), ended
     last = ended.plans[0].committed.step
     assert bodies.by_step() == {step: ["t/0" if step <= last else "t/1"] for step in range(STEPS)}
+
+
+def left_after(step: int) -> Callable[[Run], bool]:
+    return lambda run: run._units.passed.step == step
+
+
+@functools.cache
+def stopped(step: int) -> Ended:
+    return TinyCluster(
+        script(fsdp, after_a_step=left_after(step), holds=NEVER),
+        ranks=4,
+        spares=0,
+        batch=(24, 2),
+        reduction="exact",
+    ).run()
+
+
+@pytest.mark.parametrize("slots", [(0, 2, 3), pytest.param((4, 0), marks=pytest.mark.stories)])
+def test_a_loop_that_was_left_then_stays_left_when_main_is_entered_again(
+    slots: tuple[int, ...], reshape: Reshape
+) -> None:
+    """Also on a spare that joins, which has seen nothing of it."""
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(5, "t/1"), after_a_step=left_after(5), holds=NEVER),
+        Change(slots),
+        spares=1,
+        snapshot_every=1,
+    )
+    assert not differences(ended, stopped(5)), ended
+    assert ended.plans[0].committed.step == 5
+    assert max(ended.losses) == 5
+    assert {rank: said["phases"] for rank, said in ended.said.items()} == {
+        rank: [] if slot == 4 else [[1, 4]] for rank, slot in enumerate(slots)
+    }
+
+
+@pytest.mark.stories
+def test_a_loop_that_was_left_is_begun_again_where_all_go_back_behind_it(reshape: Reshape) -> None:
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(5, "t/1"), after_a_step=left_after(5), holds=NEVER),
+        Change((0, 2, 3), rollback=4),
+        snapshot_every=1,
+    )
+    assert not differences(ended, stopped(5)), ended
+    assert max(ended.losses) == 5
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
