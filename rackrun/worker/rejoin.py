@@ -15,10 +15,13 @@ import signal
 import sys
 from collections.abc import Callable
 
+import torch
+
 from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.core.commands import Member, Plan, Restore
 from rackrun.core.ids import Generation, Position, Step, snapshot_id
 from rackrun.link.page import Activity
+from rackrun.worker.communicator import Communicator
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.fetch import Damaged
@@ -58,15 +61,20 @@ class Rejoin:
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
 
-    def run(self, came_in: Position) -> None:
+    def run(self, came_in: Position, stays: Callable[[], bool] = lambda: False) -> bool:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
-        this process entered its loop; it can go back no further."""
+        this process entered its loop; it can go back no further. ``stays``: the script has yet to do what follows a committed step.
+
+        Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
         world = self._world
         world.stages.reached("parked")
         while True:
             plan = world.wait_plan()
-            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             mine = self._runtime.member_of(plan)
+            back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
+            if self._leads_out(plan, mine) and not back and stays():
+                return False
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
             try:
                 if plan.reshard is not None:
                     self._hand_over(plan, mine)
@@ -100,6 +108,11 @@ class Rejoin:
             self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))
         world.stages.reached("resumed")
+        return True
+
+    def _leads_out(self, plan: Plan, mine: Member) -> bool:
+        """Of ``main``, to enter it again."""
+        return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
 
     def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
         """For another world, or as a rank in other groups: the script has branched by what it was told then."""
@@ -221,10 +234,11 @@ class Rejoin:
         self.leaving = True
         raise Reenter
 
-    def arrive(self) -> None:
-        """At run.steps() of a ``main`` that was entered again: fill the new state. Raises `Reenter` when the world has changed once
-        more meanwhile, and the ranks, or what the script has done with them, with it."""
-        world = self._world
+    def arrive(self, left_after: int | None) -> bool:
+        """At run.steps() of a ``main`` that was entered again: fill the new state. ``left_after``: the step after which this process had left the
+        loop early, before. Returns whether the ranks had, after the step that is committed: a newcomer cannot know. Raises `Reenter` when the world
+        has changed once more meanwhile, and the ranks, or what the script has done with them, with it."""
+        world, left = self._world, False
         plan = world.joined
         assert plan is not None, "main is entered again for a plan"
         joined = True
@@ -245,7 +259,7 @@ class Rejoin:
                     world.start_build(plan)
                     world.join(plan)
                     joined = True
-                self._reshard(plan)
+                left = self._reshard(plan, left_after)
             except Superseded:
                 joined = False
                 continue
@@ -258,9 +272,10 @@ class Rejoin:
             self._durable.somebody_was_lost()
         self._reports.ready(world.replica_class)
         self._reports.resumed(Generation(plan.generation))
+        return left
 
-    def _reshard(self, plan: Plan) -> None:
-        """Fill the state, and seal it as the first snapshot of the new layout. Raises `Superseded`."""
+    def _reshard(self, plan: Plan, left_after: int | None) -> bool:
+        """Fill the state, and seal it as the first snapshot of the new layout. Returns what `arrive` does. Raises `Superseded`."""
         world, of, boot = self._world, plan.reshard, self._runtime.boot
         assert of is not None
         assert boot is not None
@@ -283,9 +298,10 @@ class Rejoin:
             self._reports.damaged(plan.generation, old, damaged.where, str(damaged))
             raise Superseded from damaged
         communicator = world.groups[0].communicator
+        left = left_after == plan.committed.step
         if communicator is not None:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
-            world.attempt(plan, lambda: communicator.inner.barrier().wait())
+            left = world.attempt(plan, lambda: _any_says(communicator, left, world.device))
         since = manifest.lineage
         self._state.lineage = Lineage(
             began=since.began,
@@ -303,10 +319,18 @@ class Rejoin:
             leave(world.rank, f"has no memory for a snapshot of its new state: {error}")
         if not world.unless_overtaken(plan)(world.has_state_again):
             raise Superseded
+        return left
 
     def _address(self, mine: Member) -> str:
         """How the address of this process's snapshots ends, whichever agent keeps them."""
         return f"/{mine.slot}/{mine.incarnation}"
+
+
+def _any_says(communicator: Communicator, says: bool, device: torch.device) -> bool:
+    """A barrier that tells all ranks whether ``says`` is True on one of them."""
+    counted = torch.tensor([float(says)], device=device)
+    communicator.inner.allreduce([counted]).wait()
+    return counted.item() > 0
 
 
 def leave(rank: int, because: str) -> None:

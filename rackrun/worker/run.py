@@ -253,6 +253,9 @@ class Run:
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         self._places.look()
         self._open = total
+        if self._units.left_early:  # before main was entered again: `finish` does what is left
+            self._end_loop(total)
+            return
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)
@@ -273,6 +276,8 @@ class Run:
                     f"the loop's body did not call a @run.step function for step {number}.",
                     remedy="call it once in every turn of `for step in run.steps(n)`.",
                 )
+            self._units.body_over()
+            self._places.look()
             self._run_phases(number, total, after=0)
         if not self._units.draining and done.step < total:
             self._run_at_end(total, after=0)

@@ -68,6 +68,8 @@ class Carried:
     pace: Pace
     world_size: int
     """Of the former world."""
+    left_after: int | None
+    """The step after which the script had left its loop, before its end."""
 
 
 @dataclass
@@ -135,6 +137,12 @@ class UnitRunner:
         self._begun = False
         self._between: float | None = None
         """Since when the user's code between two units runs."""
+        self._owed: Position | None = None
+        """The step whose call the script has made last, until the body of the loop has ended: what stands behind the call is to run once the
+        step is committed."""
+        self._left_after: int | None = None
+        self._pause_due: tuple[Position, int] | None = None
+        """All ranks pause when that body has ended: after this step, in this generation."""
         self._last_step = -1
         self._came_in = BEGIN
         """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
@@ -198,8 +206,9 @@ class UnitRunner:
         self._world.scope = Scope.OUTSIDE
         self._say_how_it_changes(held_by_mesh)
         if self._carried is not None and not self.waiting_spare:
-            self._rejoin.arrive()
+            left = self._rejoin.arrive(self._carried.left_after)
             self._came_in = self.passed
+            self._left_after = self.passed.step if left else None
             self._to_script()
             return
         if not self.waiting_spare:
@@ -232,6 +241,11 @@ class UnitRunner:
             reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
 
     @property
+    def left_early(self) -> bool:
+        """The script has left its loop before the end, perhaps in a ``main`` that was entered before."""
+        return self._left_after is not None
+
+    @property
     def lost_before_steps(self) -> bool:
         """``main`` was entered again, and is not at run.steps() yet; the world that it was entered for is gone."""
         return self._carried is not None and not self._begun and self._world.broken
@@ -254,7 +268,7 @@ class UnitRunner:
         self._snapshots.become(nothing)
         if self._durable is not None:
             self._durable.become(nothing)
-        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size)
+        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
 
     def _resume(self, durable: DurableCheckpoints) -> None:
         position = durable.resume()
@@ -270,17 +284,33 @@ class UnitRunner:
         self._undo.check_stands()
         unit = _Unit(at, body, name)
         self._recorded.append(unit)
+        self._owed = None if at.phase else at
         self._catch_up()
         result: T = unit.result
-        if self._page.activity is not Activity.BETWEEN:  # a recovery came last
+        if self._page.activity is not Activity.BETWEEN or self._world.broken:  # a recovery came last, or is to come
             self._to_script()
         self._between = time.monotonic()
         for known in self._recorded:
             known.result = None  # what a step returns may be large, and is asked for once
         return result
 
+    def body_over(self) -> None:
+        """The body of the loop has come to its end, after a committed step. Pause here, if that was agreed on; and if the world is broken,
+        recover. Raises `Reenter`: ``main`` is left here, and not in the call of the step function, so that the rest of the body has run."""
+        self._owed = None
+        if self._pause_due is None and not self._world.broken:
+            return
+        self._undo.check_stands()
+        if self._between is not None:
+            self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
+        self._pause_if_due()
+        self._catch_up()
+        self._to_script()
+        self._between = time.monotonic()
+
     def finish(self) -> None:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
+        self._owed = None
         channel, boot = self._runtime.channel, self._runtime.boot
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
@@ -294,6 +324,7 @@ class UnitRunner:
                     break
             self._recover()
             self._catch_up()
+            self._pause_if_due()
             self._page.enter(Activity.WAITING)
         if self._durable is not None:
             self._durable.finish(lambda: False)
@@ -304,7 +335,10 @@ class UnitRunner:
         self._page.allow(int(1e3 * seconds))
 
     def loop_left(self) -> None:
-        """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with."""
+        """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
+        any more for what was agreed on in the last step."""
+        self._owed = self._pause_due = None
+        self._left_after = self.passed.step
         self._undo.accept()
 
     def loop_over(self) -> None:
@@ -346,10 +380,11 @@ class UnitRunner:
 
     # -- one attempt
     def _catch_up(self) -> None:
-        """Attempt recorded units, oldest first, until the newest is committed."""
+        """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: this process is to
+        leave ``main`` when the body of the loop has ended (`body_over`)."""
         while True:
-            if self._world.broken:
-                self._recover()
+            if self._world.broken and not self._recover():
+                return
             due = [unit for unit in self._recorded if unit.at > self.passed]
             if not due:
                 break
@@ -394,7 +429,9 @@ class UnitRunner:
             self._world.scope = Scope.OUTSIDE
             self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
             if self._to_pause(at):
-                self._pause.stand(at, last=at.step == self._last_step)
+                self._pause_due = at, self._world.generation
+                if self._world.gate is not None and self._world.gate.ahead:
+                    self._pause_if_due()  # some ranks are in a later call: they do not come back to their script before that
         elif self._nobody_is_whole:
             self._leave_torn(at)
         elif self._stirred and self._undo.changed_between:
@@ -658,6 +695,12 @@ class UnitRunner:
         asked = gate is not None and gate.pausing > 0 and not at.phase
         return asked and not self.draining and not self._world.broken
 
+    def _pause_if_due(self) -> None:
+        """All ranks come to this after the same step, if they live."""
+        due, self._pause_due = self._pause_due, None
+        if due is not None and due[1] == self._world.generation:
+            self._pause.stand(due[0], last=due[0].step == self._last_step)
+
     def _settle(self) -> None:
         """The state may be changed from here on: what copies it has done so."""
         if not self._copying:
@@ -727,8 +770,9 @@ class UnitRunner:
         )
 
     # -- recovery
-    def _recover(self) -> None:
-        self._rejoin.run(self._came_in)
+    def _recover(self) -> bool:
+        """False: as `Rejoin.run`."""
+        return self._rejoin.run(self._came_in, lambda: self._owed is not None and self._owed <= self.passed)
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
         """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:

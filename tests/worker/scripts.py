@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,14 @@ def fit(
     average: bool = False,
     before: Callable[[int], None] = lambda _: None,
     after: Callable[[int], None] = lambda _: None,
-    between: Callable[[int], None] = lambda _: None,
+    between: Callable[[int], bool | None] = lambda _: None,
     noisy: bool = False,
     workers: int = 0,
     **tracked: Any,
 ) -> None:
     """The plain loop: accumulate the micro-batches, step, zero the gradients. ``average``: gradients are summed by hand where DDP
-    does not do it. ``after`` is called at the end of each step, in it; ``before`` and ``between``, before and after it, outside."""
+    does not do it. ``after`` is called at the end of each step, in it; ``before`` and ``between``, before and after it, outside;
+    the loop is left when ``between`` says True."""
     run.track(model=model, optimizer=optimizer, **tracked)
     data = run.loader(Samples(noisy=noisy), num_workers=workers)
 
@@ -77,7 +79,8 @@ def fit(
     for number in run.steps(steps):
         before(number)
         step(number)
-        between(number)
+        if between(number):
+            break
 
 
 def ddp(run: Run, *layers: nn.Module, **options: Any) -> DDP:
@@ -89,3 +92,23 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 Script = Callable[[Run], None]
+
+
+class Bodies:
+    """Where the code after the call of the step function has run. A file holds it, so that what a process has done counts that is killed later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def ran(self, run: Run, step: int) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{step} {run._world._slot}\n")
+
+    def by_step(self) -> dict[int, list[str]]:
+        """Step -> slots, once for each time."""
+        found: dict[int, list[str]] = {}
+        for line in self._path.read_text().splitlines():
+            step, slot = line.split()
+            found.setdefault(int(step), []).append(slot)
+        return {step: sorted(slots) for step, slots in sorted(found.items())}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, Swap, TinyCluster, say
-from scripts import Script, adam, ddp, fit, net
+from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -43,7 +43,11 @@ def sharded(run: Run) -> nn.Module:
 
 
 def script(
-    make: Make, hold: Position | None = None, patch: Callable[[Run], None] = lambda _: None, asks: bool = False
+    make: Make,
+    hold: Position | None = None,
+    patch: Callable[[Run], None] = lambda _: None,
+    asks: bool = False,
+    between: Callable[[Run, int], bool | None] = lambda *_: None,
 ) -> Script:
     """Trains, with a phase after every second step and one at the end. Before the unit after ``hold`` each rank waits until it
     has been told to pause. ``asks``: and asks then to end the run."""
@@ -68,7 +72,7 @@ def script(
         run.every(2, evaluate)
         run.at_end(evaluate)
         model = make(run)
-        fit(run, model, adam(model), steps=STEPS, before=lambda _: wait())
+        fit(run, model, adam(model), steps=STEPS, before=lambda _: wait(), between=lambda step: between(run, step))
 
     return main
 
@@ -102,6 +106,22 @@ def test_a_swap_between_two_steps_repeats_nothing(make: Make, train: Train) -> N
     assert sorted(ended.paused) == [0, 1, 2]
     assert ended.said[0]["phases"] == [[1, 3], [3, 3], [5, 3], [7, 3], [8, 3]]
     assert ended.said[1]["phases"] == [[5, 3], [7, 3], [8, 3]], "the newcomer's"
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(ddp, 3), pytest.param(sharded, 1, marks=pytest.mark.stories)])
+def test_the_code_after_the_call_of_the_step_function_has_run_before_anybody_pauses(
+    make: Make, ranks: int, train: Train, tmp_path: Path
+) -> None:
+    """On who is replaced, too: where a world has one rank, nobody else does it."""
+    bodies = Bodies(tmp_path / "bodies")
+    lost = ranks // 2
+    how = {"ranks": ranks, "snapshot_every": 100, "swap": Swap(HOLD, lost=lost)}
+    ended = train(script(make, HOLD, between=bodies.ran), **how)
+    assert ended.exit_code == 0, ended
+    assert all(attempt == 0 for _, _, attempt in ended.told), ended.told
+    before = [f"t/{slot}" for slot in range(ranks)]
+    after = sorted(f"t/{ranks if slot == lost else slot}" for slot in range(ranks))
+    assert bodies.by_step() == {step: before if step <= PAUSED_AT.step else after for step in range(STEPS)}
 
 
 def test_told_in_a_phase_all_pause_after_the_next_step_and_may_go_on_without_a_loss(train: Train) -> None:
@@ -201,6 +221,21 @@ def test_told_at_the_very_end_nobody_pauses(train: Train) -> None:
     ended = train(script(ddp, Position(8)), spares=0, swap=Swap(Position(8)))
     assert not ended.differences(undisturbed(ddp)), ended
     assert not ended.paused
+
+
+@pytest.mark.parametrize("make", [ddp, pytest.param(sharded, marks=pytest.mark.stories)])
+def test_nobody_pauses_after_the_step_with_which_the_loop_is_left(make: Make, train: Train) -> None:
+    def leaves(_: Run, step: int) -> bool:
+        return step == PAUSED_AT.step
+
+    ended = train(script(make, HOLD, between=leaves), swap=Swap(HOLD, lost=1))
+    assert ended.exit_code == 0, ended
+    assert not ended.paused
+    assert not ended.plans
+    assert max(ended.losses) == PAUSED_AT.step
+    assert {rank: said["phases"][-1] for rank, said in ended.said.items()} == {
+        rank: [STEPS - 1, 3] for rank in range(3)
+    }
 
 
 def test_a_run_that_ends_does_not_pause(folder: Path, train: Train) -> None:

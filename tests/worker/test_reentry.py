@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness import Ended, TinyCluster, _hash, say
 from reshaping import Change, Reshaped, differences, noted
-from scripts import Script, adam, ddp, fit, net
+from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +28,7 @@ from rackrun.checkpoint.durable import DurableStore
 from rackrun.core.commands import Plan, Restore
 from rackrun.core.ids import Position, Rank, Step, snapshot_id, step_in
 from rackrun.worker.run import Run
+from rackrun.worker.units import UnitRunner
 from rackrun.worker.world import World
 
 Make = Callable[[Run], nn.Module]
@@ -99,7 +100,7 @@ def script(
     at_steps: Callable[[Run], None] = lambda _: None,
     holds: Mapping[int, int] = {1: HOLD},
     before_a_step: Callable[[Run, int], None] = lambda *_: None,
-    after_a_step: Callable[[Run], None] = lambda _: None,
+    after_a_step: Callable[[Run], bool | None] = lambda _: None,
     dies_after: Mapping[str, int] | None = None,
     workers: int = 0,
     steps: int = STEPS,
@@ -120,11 +121,12 @@ def script(
                 time.sleep(0.001)  # the control thread hears of it, and tells nobody
             before_a_step(run, step)
 
-        def between(step: int) -> None:
+        def between(step: int) -> bool | None:
             done.append(step)
-            after_a_step(run)
+            leaves = after_a_step(run)
             if run.generation == 2 and (dies_after or {}).get(run._world._slot) == len(done):
                 os.kill(os.getpid(), signal.SIGKILL)
+            return leaves
 
         in_main(run)
         model = make(run)
@@ -420,6 +422,125 @@ def test_an_error_of_the_script_ends_the_job_as_ever(reshape: Reshape) -> None:
     assert ended.exit_code == 1
     assert ended.failure is not None
     assert ended.failure.type == "builtins.ValueError"
+
+
+# -- the code after the call of the step function ----------------------------------------------------------------------
+@pytest.fixture
+def bodies(tmp_path: Path) -> Bodies:
+    return Bodies(tmp_path / "bodies")
+
+
+def runs(bodies: Bodies) -> Callable[[Run], None]:
+    return lambda run: bodies.ran(run, run._units.passed.step)
+
+
+SLOTS = [f"t/{slot}" for slot in range(4)]
+
+
+def test_when_all_pause_the_code_after_the_call_has_run_on_all_of_them(reshape: Reshape, bodies: Bodies) -> None:
+    """Once on each: on who goes, too."""
+    ended, _ = reshape(
+        script(fsdp, after_a_step=runs(bodies)), Change((0, 1, 2), told_after=Position(HOLD)), snapshot_every=100
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    nothing_again(ended)
+    last = ended.plans[0].committed.step
+    assert bodies.by_step() == {step: SLOTS[: 4 if step <= last else 3] for step in range(STEPS)}
+
+
+def lost_after_the_gate_of(step: int, slot: str) -> Callable[[Run], None]:
+    """All have passed it, and none has returned from the call of the step function, when the world breaks."""
+    committed = UnitRunner._committed
+
+    def then_break(self: UnitRunner, at: Position, *more: Any) -> None:
+        committed(self, at, *more)
+        world = self._world
+        if (at, world.generation) == (Position(step), 1):
+            self._settle()
+            if world._slot == slot:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.wait_broken()
+
+    def patch(_: Run) -> None:
+        UnitRunner._committed = then_break  # type: ignore[method-assign]
+
+    return patch
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(STEPS - 1, marks=pytest.mark.stories)])
+def test_after_a_loss_it_has_run_on_all_that_are_left_before_they_leave_main(
+    step: int, reshape: Reshape, bodies: Bodies
+) -> None:
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(step, "t/1"), after_a_step=runs(bodies), holds=NEVER),
+        Change((0, 2, 3)),
+        snapshot_every=1,
+    )
+    assert not differences(ended, undisturbed(fsdp)), ended
+    assert ended.plans[0].committed.step == step
+    nothing_again(ended)
+    left = ["t/0", "t/2", "t/3"]
+    assert bodies.by_step() == {number: SLOTS if number < step else left for number in range(STEPS)}
+
+
+@pytest.mark.stories
+def test_it_has_run_where_no_process_stays(reshape: Reshape, bodies: Bodies) -> None:
+    """The only rank goes, and a spare takes its place."""
+    ended, _ = reshape(
+        script(fsdp, after_a_step=runs(bodies)),
+        Change((1,), told_after=Position(HOLD)),
+        ranks=1,
+        spares=1,
+        snapshot_every=100,
+    )
+    assert not differences(ended, undisturbed(fsdp, 1)), ended
+    last = ended.plans[0].committed.step
+    assert bodies.by_step() == {step: ["t/0" if step <= last else "t/1"] for step in range(STEPS)}
+
+
+def left_after(step: int) -> Callable[[Run], bool]:
+    return lambda run: run._units.passed.step == step
+
+
+@functools.cache
+def stopped(step: int) -> Ended:
+    return TinyCluster(
+        script(fsdp, after_a_step=left_after(step), holds=NEVER),
+        ranks=4,
+        spares=0,
+        batch=(24, 2),
+        reduction="exact",
+    ).run()
+
+
+@pytest.mark.parametrize("slots", [(0, 2, 3), pytest.param((4, 0), marks=pytest.mark.stories)])
+def test_a_loop_that_was_left_then_stays_left_when_main_is_entered_again(
+    slots: tuple[int, ...], reshape: Reshape
+) -> None:
+    """Also on a spare that joins, which has seen nothing of it."""
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(5, "t/1"), after_a_step=left_after(5), holds=NEVER),
+        Change(slots),
+        spares=1,
+        snapshot_every=1,
+    )
+    assert not differences(ended, stopped(5)), ended
+    assert ended.plans[0].committed.step == 5
+    assert max(ended.losses) == 5
+    assert {rank: said["phases"] for rank, said in ended.said.items()} == {
+        rank: [] if slot == 4 else [[1, 4]] for rank, slot in enumerate(slots)
+    }
+
+
+@pytest.mark.stories
+def test_a_loop_that_was_left_is_begun_again_where_all_go_back_behind_it(reshape: Reshape) -> None:
+    ended, _ = reshape(
+        script(fsdp, in_main=lost_after_the_gate_of(5, "t/1"), after_a_step=left_after(5), holds=NEVER),
+        Change((0, 2, 3), rollback=4),
+        snapshot_every=1,
+    )
+    assert not differences(ended, stopped(5)), ended
+    assert max(ended.losses) == 5
 
 
 # -- what stays, and what does not -------------------------------------------------------------------------------------
