@@ -243,7 +243,7 @@ class ControlPlane:
             case WorkerPaused():
                 self._job.swap.paused(record, event)
             case WorkerFinished():
-                self._job.finished(record, event.at_ms)
+                self._job.finished(record, event)
             case WorkerSevered():
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
@@ -305,9 +305,15 @@ class ControlPlane:
             if record.rank is not None:
                 self._job.recovery.standstill.stalled(record, event)
         elif record.state is WorkerState.RELEASED:
-            self._job.finale.stands_still(record, because, lambda why: self._rack.fence(record, why, fault=True))
+            self._job.finale.stands_still(record, event, because, lambda one, why: self._rack.fence(one, why, fault=True))
         elif record.rank is None:
-            self._out.append(self._rack.fence(record, because, fault=True))
+            if not event.early:
+                self._out.append(self._rack.fence(record, because, fault=True))
+        elif self._job.world.phase is Phase.SETUP and event.early:
+            self._job.recovery.standstill.stalled(record, event)
+            if record.rank in self._job.recovery.standstill.hung(event.at_ms):
+                self._out.append(self._rack.fence(record, because, fault=True))
+                self._job.lost([Loss(record=record, because=because)], event.at_ms)
         elif self._job.world.phase is Phase.SETUP:
             if event.silent or not event.waiting:
                 self._out.append(self._rack.fence(record, because, fault=True))

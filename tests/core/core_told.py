@@ -217,8 +217,8 @@ class Told:
             SnapshotDamaged(**self._who(slot), generation=generation, step=Step(step), where=where, because="chunk 0")
         )
 
-    def finishes(self, slot: str) -> Sequence[Command]:
-        return self.tell(WorkerFinished(**self._who(slot)))
+    def finishes(self, slot: str, *, took_ms: int = 0) -> Sequence[Command]:
+        return self.tell(WorkerFinished(**self._who(slot), took_ms=took_ms))  # type: ignore[arg-type]
 
     def timer(self, kind: str) -> Sequence[Command]:
         """The timer of this kind for the present generation fires."""
