@@ -1,7 +1,7 @@
 """Whether a worker without progress works, or hangs: a pure judgement, from what was read of its process.
 
 A process *works* while its processor time grows (its children's too), while it reads or writes, or while its main thread wakes again
-and again (data that comes in, a poll). Time for which it could have run, and got no processor, is not its own: it is taken off.
+and again (data that comes in, a poll). The time that a main thread takes which spins (`rackrun.worker.spins`) is no sign of work. Time for which it could have run, and got no processor, is not its own: it is taken off.
 """
 
 from __future__ import annotations
@@ -30,13 +30,27 @@ class Signs(NamedTuple):
     """Of the main thread: how often it had slept by itself."""
     uninterruptible: bool = False
     """The main thread waits for a device right now."""
+    main: int = 0
+    """The main thread, among those of `waits_ns`."""
+    others_ns: int = 0
+    """As `cpu_ns`, without the main thread."""
+    spins: tuple[int, int] = (0, 0)
+    """Since when the main thread spins, and when that was seen last; 0: it does not."""
+
+
+def _spun(before: Signs, now: Signs) -> bool:
+    """The main thread, all the time in between."""
+    since_ns, seen_ns = now.spins
+    return 0 < since_ns <= before.at_ns < seen_ns
 
 
 def starved_ns(before: Signs, now: Signs) -> int:
     """For so long some thread that computes waited for a processor. They may wait for each other: the longest wait counts. Threads that only
     wake and sleep again (for the interpreter's lock, for the time) do not."""
-    longest = 0
+    longest, spun = 0, _spun(before, now)
     for thread, (ran, waited) in now.waits_ns.items():
+        if spun and thread == now.main:
+            continue  # it has no use for one
         ran_before, waited_before = before.waits_ns.get(thread, (ran, waited))
         least = max((waited - waited_before) / _COMPUTES, _COMPUTES_SHARE * (now.at_ns - before.at_ns))
         if ran - ran_before >= least:
@@ -46,8 +60,9 @@ def starved_ns(before: Signs, now: Signs) -> int:
 
 def works(before: Signs, now: Signs) -> bool:
     took_ns = max(now.at_ns - before.at_ns, 1)
+    computed_ns = now.others_ns - before.others_ns if _spun(before, now) else now.cpu_ns - before.cpu_ns
     return (
-        now.cpu_ns - before.cpu_ns >= _BUSY_SHARE * took_ns
+        computed_ns >= _BUSY_SHARE * took_ns
         or starved_ns(before, now) >= _BUSY_SHARE * took_ns
         or now.io_bytes - before.io_bytes >= _BYTES_PER_S * took_ns / 1e9
         or now.wakes - before.wakes >= max(_WAKES_PER_S * took_ns / 1e9, 2)
@@ -62,9 +77,11 @@ class Patience:
     since_ns: int = -1
     """What its page said."""
     told: bool = False
-    """That it stands still; not that it goes on again."""
+    """That it stands still, or may; not that it goes on again."""
     prolonged: bool = False
     """It was told that it works for longer than it may be idle."""
+    compared_ns: int = 0
+    """When it was told that it is idle, or waits, though no limit is over; 0: it was not."""
     _from_ns: int = 0
     _held_ns: int = 0
     """For so long the agent itself had been held up by then: what it sees after that, it sees late."""
@@ -75,7 +92,7 @@ class Patience:
     def progressed(self, since_ns: int, held_ns: int) -> None:
         """There was progress: everything counts from there."""
         self.since_ns, self._from_ns, self._held_ns = since_ns, since_ns, held_ns
-        self.prolonged = False
+        self.prolonged, self.compared_ns = False, 0
         self._forget()
 
     def tell(self, now_ns: int, held_ns: int) -> None:

@@ -106,9 +106,11 @@ class Reports:
         if self._channel is not None and self._boot is not None:
             self._channel.send(LossNotRepeated(slot=self._boot.slot, incarnation=self._boot.incarnation, at=at))
 
-    def finished(self) -> None:
+    def finished(self, took_ms: int) -> None:
+        """``took_ms``: as `WorkerFinished`."""
         if self._channel is not None and self._boot is not None:
-            self._channel.send(WorkerFinished(slot=self._boot.slot, incarnation=self._boot.incarnation))
+            boot = self._boot
+            self._channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation, took_ms=took_ms))
 
     def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
         if self._channel is not None and self._boot is not None:

@@ -282,13 +282,14 @@ class UnitRunner:
     def finish(self) -> None:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
         channel, boot = self._runtime.channel, self._runtime.boot
+        took_ms = self._page.own_ms_now
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()
             if self._durable is not None:
                 self._durable.finish(lambda: self._world.broken)
             if not self._world.broken:
-                self._reports.finished()
+                self._reports.finished(took_ms)
                 if self._world.wait_released():
                     self._page.enter(Activity.EXITING, self.passed, *EXITS)
                     break
@@ -428,8 +429,8 @@ class UnitRunner:
             self._page.name_unit(name)
             self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
         else:
-            deadline_ms = self._pace.step_deadline_ms(copying=self._copies_beside, work=work)
-            self._page.enter(Activity.STEP, step.at, deadline_ms)
+            allowed = self._pace.step_allowance(copying=self._copies_beside, work=work)
+            self._page.enter(Activity.STEP, step.at, *allowed)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
     def _begin_undo(self, at: Position) -> None:

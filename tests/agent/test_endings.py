@@ -184,6 +184,16 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     assert await rig.end(1) == 0
 
 
+async def test_who_is_idle_where_little_was_observed_is_told_of_early(rig):
+    limits = "deadline_ms=600_000, busy_ms=1_800_000, least_ms=300"
+    await rig.start(HEARTBEATS.replace("deadline_ms=300", limits).replace("page.collective_entered()\n", ""))
+    await rig.start_worker()
+    told = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "idleness")).message
+    assert (told.early, told.silent, told.waiting, told.step) == (True, False, False, 7)
+    assert told.for_ms >= 300
+    assert await rig.end(1) == 0
+
+
 async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
     await rig.start(HEARTBEATS.replace("deadline_ms=300", "deadline_ms=0"), stall_floor_ms=200)
     await rig.start_worker()
