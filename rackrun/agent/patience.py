@@ -60,12 +60,13 @@ def starved_ns(before: Signs, now: Signs) -> int:
 
 def works(before: Signs, now: Signs) -> bool:
     took_ns = max(now.at_ns - before.at_ns, 1)
-    computed_ns = now.others_ns - before.others_ns if _spun(before, now) else now.cpu_ns - before.cpu_ns
+    spun = _spun(before, now)
+    computed_ns = now.others_ns - before.others_ns if spun else now.cpu_ns - before.cpu_ns
     return (
         computed_ns >= _BUSY_SHARE * took_ns
         or starved_ns(before, now) >= _BUSY_SHARE * took_ns
         or now.io_bytes - before.io_bytes >= _BYTES_PER_S * took_ns / 1e9
-        or now.wakes - before.wakes >= max(_WAKES_PER_S * took_ns / 1e9, 2)
+        or (not spun and now.wakes - before.wakes >= max(_WAKES_PER_S * took_ns / 1e9, 2))
         or (before.uninterruptible and now.uninterruptible)
     )
 

@@ -62,6 +62,7 @@ def test_a_main_thread_that_spins_does_not_work() -> None:
     before = signs(1.5, cpu=1.5, ran=1.5)._replace(main=1, spins=(1, int(1.4 * S)))
     spins = signs(2.5, cpu=2.5, ran=2.5)._replace(main=1, spins=(1, int(2.4 * S)))
     assert not works(before, spins)
+    assert not works(before, spins._replace(wakes=20)), "it hands the interpreter's lock to those that look at it"
     assert works(before, spins._replace(others_ns=int(0.2 * S))), "another thread works"
     assert works(before, spins._replace(spins=(int(1.6 * S), int(2.4 * S)))), "it did not spin all the time"
     assert works(before, spins._replace(spins=(1, int(1.4 * S)))), "nobody has looked since"
