@@ -155,6 +155,8 @@ class WorkerReady(OfWorker, frozen=True, kw_only=True):
     """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
     shards: int = 0
     """Micro-batches of the global batch; 0: it has not said."""
+    setup_ms: int = -1
+    """How long it took from the beginning of ``main`` to ``run.steps()``. -1: not known."""
 
 
 class WorkerParked(OfWorker, frozen=True, kw_only=True):

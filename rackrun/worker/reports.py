@@ -37,6 +37,8 @@ class Reports:
         self._mesh, self._exact, self._shards = mesh, exact, shards
         self.fixed, self.reenters = "", False
         """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
+        self.setup_ms = -1
+        """As `WorkerReady.setup_ms`."""
         self._snapshot = self._not_mirrored = -1
 
     @property
@@ -57,6 +59,7 @@ class Reports:
                     reenters=self.reenters,
                     exact=self._exact,
                     shards=self._shards,
+                    setup_ms=self.setup_ms,
                 )
             )
 

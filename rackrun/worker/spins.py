@@ -17,7 +17,14 @@ _HARMLESS = frozenset(
     {
         *("NOP", "CACHE", "EXTENDED_ARG", "NOT_TAKEN", "POP_TOP", "COPY", "SWAP", "DUP_TOP", "ROT_TWO", "ROT_THREE"),
         *("LOAD_CONST", "LOAD_CONST_IMMORTAL", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"),
-        *("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"),
+        *(
+            "LOAD_FAST_LOAD_FAST",
+            "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
+            "LOAD_GLOBAL",
+            "LOAD_NAME",
+            "LOAD_DEREF",
+            "LOAD_ATTR",
+        ),
         *("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT", "TO_BOOL", "BINARY_SUBSCR"),
     }
 )

@@ -184,6 +184,7 @@ class UnitRunner:
             )
         self._begun = True
         self._runtime.at_steps()
+        self._reports.setup_ms = self._runtime.setup_ms
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()

@@ -256,6 +256,17 @@ def test_who_is_idle_in_its_setup_while_all_others_wait_for_it_makes_the_world_b
     assert "b/1" in [one.slot for one in every(FenceWorker, answers)]
 
 
+def test_a_spare_is_idle_in_its_setup_for_three_times_as_long_as_any_rank_took() -> None:
+    told = starting()
+    for slot in told.members:
+        told.ready(slot, setup_ms=15_000)
+    setup = {"unit": "setup", "where": "train.py:3 in main"}
+    assert not every(FenceWorker, idle(told, "b/2", 40_000, 0, **setup))
+    assert only(FenceWorker, idle(told, "b/2", 46_000, 0, **setup)).slot == "b/2"
+    told.ready("a/2")
+    assert not every(FenceWorker, idle(told, "a/2", 90_000, 0, **setup)), "it has come to run.steps()"
+
+
 def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_observed(training: Told) -> None:
     training.exits("b/0", signal=9)
     training.park_all(passed=4)

@@ -90,7 +90,9 @@ def test_a_loop_that_calls_and_stores_nothing_is_idle(function: Callable[..., An
     assert any(places_in_loops(function))
 
 
-@pytest.mark.parametrize("function", [calls, counts, stores, iterates, goes_on_sometimes, catches, adds, places_in_loops])
+@pytest.mark.parametrize(
+    "function", [calls, counts, stores, iterates, goes_on_sometimes, catches, adds, places_in_loops]
+)
 def test_any_other_loop_may_be_work(function: Callable[..., Any]) -> None:
     assert not any(places_in_loops(function))
 
