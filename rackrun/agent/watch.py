@@ -132,13 +132,13 @@ class Watch:
         elif page.least_ms:
             least_ns = max(page.least_ms, self._floor_ms) * _MS
             self._see(worker, patience, now_ns, least_ns)
-            due = patience.idle_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
+            due = patience.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
         else:
             due = False
         if due:
             worker.patience.told, patience.compared_ns = True, now_ns
             where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if patience is worker.silence else ""
-            for_ms = patience.idle_ns(now_ns, held_ns) // _MS
+            for_ms = patience.lifeless_ns(now_ns, held_ns) // _MS
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
         return due
 

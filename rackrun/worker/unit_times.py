@@ -45,7 +45,7 @@ class Allowance(NamedTuple):
 
 UNKNOWN = Allowance(600_000, 1_800_000, PEERS_LEAST_MS)
 """Of what was never observed: it may compile, download, or save for the first time."""
-EXITS = Allowance(300_000, 1_800_000, 5_000)
+EXITS = Allowance(300_000, 1_800_000, 12_000)
 """Of a process that was released: all training is done, and the script may have something to do after it."""
 ENTERS_AGAIN = Allowance(10_000, 60_000)
 """The least for another way through ``main``: all ranks are at it at once."""

@@ -99,8 +99,8 @@ def test_first_steps_too() -> None:
     assert paced().step_allowance() == (1000, 0, 0)
 
 
-def test_after_main_a_few_seconds_are_enough() -> None:
-    assert EXITS.least_ms == 5_000
+def test_after_main_seconds_are_enough() -> None:
+    assert EXITS.least_ms == 12_000, "more than the ten seconds that some scripts sleep at their end"
 
 
 def test_what_was_slow_and_no_hang_has_more_time_the_next_time() -> None:
