@@ -209,7 +209,7 @@ def _stall(
         over=over,
         unit="" if over else unit_of(page),
         where=where or ("" if over else page.place),
-        allowed_ms=page.deadline_ms,
+        allowed_ms=page.least_ms if early else page.deadline_ms,
         early=early,
         took_ms=page.own_ms if _waits(page) else -1,
     )

@@ -37,6 +37,7 @@ from rackrun.core.wire import StateCopied, UnitCommitted
 
 __all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
 
+_STALLED = "stalled for"
 _GONE = "gone"
 
 
@@ -186,8 +187,15 @@ class RecoveryWatch:
                 self._trays[event.snapshots] = event.tray
             case WorkerExited() if event.slot not in self._fenced:
                 self._fault(event.slot, describe_exit(event), now_ms)
-            case WorkerStalled():
-                self._fault(event.slot, f"stalled for {event.for_ms} ms", now_ms)
+            case WorkerStalled() if event.over:
+                if self._how.get(event.slot, "").startswith(_STALLED):
+                    del self._how[event.slot]
+                    self._fault_ms = self._fault_ms if self._how else None
+            case WorkerStalled() if not event.waiting:
+                if event.early:  # again and again, and it is a fault only if others say so
+                    self._how[event.slot] = f"{_STALLED} {event.for_ms} ms"
+                else:
+                    self._fault(event.slot, f"{_STALLED} {event.for_ms} ms", now_ms)
             case TrayLost():
                 for member in self._plan.members if self._plan else ():
                     if tray_of(member.slot) == event.tray:
