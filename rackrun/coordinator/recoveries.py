@@ -187,15 +187,8 @@ class RecoveryWatch:
                 self._trays[event.snapshots] = event.tray
             case WorkerExited() if event.slot not in self._fenced:
                 self._fault(event.slot, describe_exit(event), now_ms)
-            case WorkerStalled() if event.over:
-                if self._how.get(event.slot, "").startswith(_STALLED):
-                    del self._how[event.slot]
-                    self._fault_ms = self._fault_ms if self._how else None
-            case WorkerStalled() if not event.waiting:
-                if event.early:  # again and again, and it is a fault only if others say so
-                    self._how[event.slot] = f"{_STALLED} {event.for_ms} ms"
-                else:
-                    self._fault(event.slot, f"{_STALLED} {event.for_ms} ms", now_ms)
+            case WorkerStalled():
+                self._stalled(event, now_ms)
             case TrayLost():
                 for member in self._plan.members if self._plan else ():
                     if tray_of(member.slot) == event.tray:
@@ -267,6 +260,16 @@ class RecoveryWatch:
     def finish(self) -> None:
         """The job has ended: whatever is open will not be completed."""
         self._end()
+
+    def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
+        how = f"{_STALLED} {event.for_ms} ms"
+        if event.over and self._how.get(event.slot, "").startswith(_STALLED):
+            del self._how[event.slot]
+            self._fault_ms = self._fault_ms if self._how else None
+        elif event.early and not event.waiting:
+            self._how[event.slot] = how  # again and again; it is a fault only if the others' times say so
+        elif not (event.over or event.waiting):
+            self._fault(event.slot, how, now_ms)
 
     def _fault(self, slot: SlotId, how: str, now_ms: float) -> None:
         self._how.setdefault(slot, how)
