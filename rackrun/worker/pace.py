@@ -90,6 +90,10 @@ class Pace:
         found = times.allowance(self.median_s, self._patience, mixed=between)
         return found.plus(math.ceil(1e3 * copies)).at_least(math.ceil(1e3 * expected))
 
+    def unobserved(self, usual: Allowance) -> Allowance:
+        """Of code of the script's that runs once, unless more was expected."""
+        return usual.at_least(math.ceil(1e3 * self._expected_s))
+
     def step_allowance(self, *, copying: bool = False, work: float = 1.0) -> Allowance:
         """Of the step that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
         so many times the micro-batches that a rank usually has."""

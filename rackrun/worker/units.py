@@ -292,7 +292,7 @@ class UnitRunner:
             if not self._world.broken:
                 self._reports.finished(took_ms)
                 if self._world.wait_released():
-                    self._page.enter(Activity.EXITING, self.passed, *EXITS)
+                    self._page.enter(Activity.EXITING, self.passed, *self._pace.unobserved(EXITS))
                     break
             self._recover()
             self._catch_up()
@@ -312,7 +312,7 @@ class UnitRunner:
     def loop_over(self) -> None:
         """What follows is the script's, and there is no history of it."""
         self._between = None
-        self._page.enter(Activity.BETWEEN, self.passed, *UNKNOWN)
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
         if self.step_in_hand is not None and not self._world.unit_passed:

@@ -103,6 +103,13 @@ def test_after_main_seconds_are_enough() -> None:
     assert EXITS.least_ms == 12_000, "more than the ten seconds that some scripts sleep at their end"
 
 
+def test_run_expect_holds_for_the_code_after_the_loop_and_after_main_too() -> None:
+    pace = paced()
+    assert pace.unobserved(EXITS) == EXITS
+    pace.expect(100.0)
+    assert pace.unobserved(UNKNOWN).least_ms == pace.unobserved(EXITS).least_ms == 100_000
+
+
 def test_what_was_slow_and_no_hang_has_more_time_the_next_time() -> None:
     pace = paced()
     for _ in range(5):
