@@ -155,12 +155,20 @@ class Watch:
         return patience.overdue(now_ns, self._held_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: Worker, now_ns: int) -> None:
-        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen."""
+        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen, and whether its interpreter runs."""
+        tick_ns, silence = worker.page.plain_tick_ns, worker.silence
+        if tick_ns != silence.since_ns:
+            silence.progressed(tick_ns, self._held_ns)
         if now_ns < worker.plain_ns:
             return
         worker.plain_ns = now_ns + _PLAIN_LOOK_NS
         if not _held_still(worker):
             worker.stopped_ns = 0
+            if tick_ns and self._overdue(worker, silence, now_ns, _SILENCE_NS, _BUSY_SILENCE_NS):
+                for_ms, where = silence.quiet_ns(now_ns, self._held_ns) // _MS, where_in_kernel(worker.pid)
+                silence.tell(now_ns, self._held_ns)
+                where = f"its interpreter does not run, {where}"
+                self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=where))
         elif not worker.stopped_ns:
             worker.stopped_ns = now_ns - 1
         elif now_ns - worker.stopped_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
@@ -207,7 +215,7 @@ def _stall(
         for_ms=for_ms,
         waiting=_waits(page),
         over=over,
-        unit="" if over else unit_of(page),
+        unit="" if over or not page.tick_ns else unit_of(page),
         where=where or ("" if over else page.place),
         allowed_ms=page.least_ms if early else page.deadline_ms,
         early=early,

@@ -31,7 +31,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _TO_END = 19
-_LEAST_MS, _OWN_SINCE, _OWN_MS, _SPINS_SINCE, _SPINS_SEEN = range(20, 25)
+_LEAST_MS, _OWN_SINCE, _OWN_MS, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 26)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -71,6 +71,16 @@ class HeartbeatPage:
     @property
     def to_end(self) -> bool:
         return bool(self._words[_TO_END])
+
+    # -- written in a worker that has no control thread (yet)
+    def tick_plain(self) -> bool:
+        """Whether this is still needed: not once the control thread ticks."""
+        self._words[_PLAIN_TICK] = time.monotonic_ns()
+        return not self._words[_TICK]
+
+    @property
+    def plain_tick_ns(self) -> int:
+        return int(self._words[_PLAIN_TICK])
 
     # -- written by the worker's control thread
     def tick(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import rackrun
-from rackrun.agent import proc
+from rackrun.agent import proc, watch
 from rackrun.agent.config import ScriptConfig
 from rackrun.core.commands import DismissTray
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
@@ -202,6 +202,30 @@ async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
     silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")
     assert silent.message.silent, "without any deadline it is known by that alone"
     assert await rig.end(1) == 0
+
+
+async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)  # a minute
+    await rig.start(
+        """
+        import ctypes
+        ctypes.PyDLL(None).sleep(600)
+        """
+    )
+    await rig.start_worker()
+    stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")).message
+    assert (stalled.silent, stalled.unit) == (True, "")
+    assert "its interpreter does not run" in stalled.where
+    assert await rig.end(1) == 0
+
+
+async def test_a_plain_script_that_sleeps_is_not(rig, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)
+    await rig.start("import time; time.sleep(4); print('awake')")
+    await rig.start_worker()
+    await rig.line("awake")
+    assert not [one for one in rig.coordinator.received if isinstance(one.message, WorkerStalled)]
+    assert await rig.end(0) == 0
 
 
 async def test_a_refused_agent_says_why_and_exits_with_2(rig):
