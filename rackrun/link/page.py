@@ -31,7 +31,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _TO_END = 19
-_LEAST_MS, _OWN_SINCE, _OWN_MS, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 26)
+_LEAST_MS, _OWN_SINCE, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 25)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -117,10 +117,8 @@ class HeartbeatPage:
         self._words[_SINCE] = time.monotonic_ns()
 
     def collective_entered(self) -> None:
-        words, now = self._words, time.monotonic_ns()
-        words[_ENTERED] += 1
-        words[_OWN_MS] = (now - int(words[_OWN_SINCE])) // 1_000_000
-        words[_SINCE] = now
+        self._words[_ENTERED] += 1
+        self._words[_SINCE] = time.monotonic_ns()
 
     def collective_completed(self) -> None:
         """What follows is this rank's own code again, which begins now."""
@@ -283,8 +281,8 @@ class HeartbeatPage:
 
     @property
     def own_ms(self) -> int:
-        """How long the rank's own code took before the collective that it entered last."""
-        return int(self._words[_OWN_MS])
+        """While it waits in a collective: how long the rank's own code took before it entered that."""
+        return max(int(self._words[_SINCE]) - int(self._words[_OWN_SINCE]), 0) // 1_000_000
 
     def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""
