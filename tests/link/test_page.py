@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -12,22 +13,25 @@ from rackrun.link.page import Activity, HeartbeatPage
 
 @pytest.fixture
 def page() -> Iterator[HeartbeatPage]:
-    page = HeartbeatPage(HeartbeatPage.create("test"))
+    fd = HeartbeatPage.create("test")
+    page = HeartbeatPage(fd)
+    os.close(fd)
     yield page
     page.close()
 
 
-def test_who_waits_says_how_long_its_own_code_took_and_not_how_long_it_waits(page: HeartbeatPage) -> None:
+def test_who_waits_says_how_long_its_own_code_took_and_not_how_long_it_waits(
+    page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms = iter((1_000, 1_020, 1_500, 1_503, 1_600))
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 1_000_000 * next(now_ms))
     page.new_generation(1)
-    began = time.monotonic_ns()
-    time.sleep(0.02)
     page.collective_entered()
-    took = (time.monotonic_ns() - began) // 1_000_000
-    time.sleep(0.02)
-    assert 20 <= page.own_ms <= took + 1
+    assert page.own_ms == 20
     page.collective_completed()
     page.collective_entered()
-    assert page.own_ms <= page.own_ms_now, "from the end of the last collective"
+    assert page.own_ms == 3, "from the end of the last collective"
+    assert page.own_ms_now == 100
 
 
 def test_what_is_expected_raises_all_limits_that_there_are(page: HeartbeatPage) -> None:
