@@ -1,6 +1,6 @@
 """A small training in which one rank hangs once, in one way, in one place; or has phases of any length.
 
-hanging.py FOLDER PLACE KIND: PLACE is ``setup``, ``step``, ``phase``, ``between``, ``reentry``, ``after`` or ``none``. Before it hangs the rank writes when, and
+hanging.py FOLDER PLACE KIND: PLACE is ``setup``, ``first``, ``step``, ``phase``, ``between``, ``reentry``, ``after`` or ``none``. Before it hangs the rank writes when, and
 its process, to ``FOLDER/hung``.
 """
 
@@ -50,6 +50,12 @@ def loop() -> None:
         pass
 
 
+def loop_that_computes() -> None:
+    rows = torch.randn(64, 64)
+    while True:
+        torch.mm(rows, rows)
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -76,6 +82,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "sleep": sleep,
     "sleep with the lock": sleep_with_the_lock,
     "loop": loop,
+    "loop that computes": loop_that_computes,
     "stop": stop,
     "deadlock": deadlock,
     "system call": system_call,
@@ -129,6 +136,8 @@ def main(run: rackrun.Run) -> None:
     for step in run.steps(STEPS):
         now = int(step)
         train(step)
+        if now == 0:
+            hang_if("first", run.rank)
         if now == HANGS_AT:
             hang_if("between", run.rank)
         if PLACE == "reentry" and now == 12 and run.rank == 3 and once("lost"):

@@ -18,6 +18,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ FRESH_BOOT = "RACKRUN_BOOT_FD"
 _TORCH_SEED = 67280421310721
 """What torch's generators begin with (``c10::default_rng_seed_val``)."""
 
+_TICK_S = 0.25
 _NAME_CHARS_MAX = 2_000
 _MESSAGE_CHARS_MAX = 16_000
 _TRACEBACK_CHARS_MAX = 200_000
@@ -67,8 +69,15 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
         hold(_page)
     _fresh_state(boot)
     install(boot)
+    threading.Thread(target=_tick, args=[_page], name="rackrun-tick", daemon=True).start()
     code = _run_script(boot, script, report_fd)
     _exit(code)
+
+
+def _tick(page: HeartbeatPage) -> None:
+    """Shows that the interpreter runs. A script that is elastic has a thread of its own for that, later."""
+    while page.tick_plain():
+        time.sleep(_TICK_S)
 
 
 def exec_fresh(boot: Boot, script: ScriptConfig) -> NoReturn:

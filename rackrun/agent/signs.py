@@ -17,13 +17,21 @@ _FREEZERS = ("do_freezer_trap", "__refrigerator", "freezer_trap")
 
 def read_signs(pid: int) -> Signs:
     """Of a process and all below it. What cannot be read counts as nothing."""
-    cpu_ns = io_bytes = wakes = 0
-    for one in (pid, *proc.descendants_now(pid)):
-        cpu_ns += _cpu_ns(one)
-        io_bytes += _io_bytes(one)
-        wakes += _wakes(one) if one == pid else 0
-    state = _stat_fields(pid)[:1]
-    return Signs(time.monotonic_ns(), cpu_ns, _waits_ns(pid), io_bytes, wakes, state == [b"D"])
+    below = proc.descendants_now(pid)
+    below_ns = sum(_cpu_ns(one) for one in below)
+    io_bytes = sum(_io_bytes(one) for one in (pid, *below))
+    fields, waits_ns = _stat_fields(pid), _waits_ns(pid)
+    reaped_ns = _TICK_NS * sum(int(field) for field in fields[13:15])
+    return Signs(
+        time.monotonic_ns(),
+        below_ns + _cpu_ns(pid),
+        waits_ns,
+        io_bytes,
+        _wakes(pid),
+        fields[:1] == [b"D"],
+        main=pid,
+        others_ns=below_ns + reaped_ns + sum(ran for thread, (ran, _) in waits_ns.items() if thread != pid),
+    )
 
 
 def frozen(pid: int) -> bool:

@@ -5,7 +5,8 @@ where a GPU pins it). Its lifeline is released before that, and the exiting flag
 (a program that is no Python script, a worker that is just starting) the flag is polled.
 
 A worker without progress waits for others in a collective, or stands in its own code. Both are told when their time is over, with how far
-each has come and where it stands; and when it goes on after all. In its own code it may work: then it has longer, outside of steps
+each has come and where it stands; and when it goes on after all. Where its history says too little, an idle worker is told of early, and so are those
+that wait, so that they can be compared (`rackrun.core.peer_times`). In its own code it may work: then it has longer, outside of steps
 (`rackrun.agent.patience`).
 """
 
@@ -38,6 +39,10 @@ _PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
 """A process that tells of nothing is given up when it is stopped for so long."""
 _COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
 """After the others were called to another generation."""
+_WAITS_NS = 10_000_000_000
+"""Who waits for so long in a collective tells how long its own code took before it, whatever its limit."""
+_IDLE_AGAIN_NS = 5_000_000_000
+"""Who is idle says so again."""
 _MS = 1_000_000
 
 
@@ -99,6 +104,8 @@ class Watch:
         silent_ns = silence.quiet_ns(now_ns, held_ns)
         if silent_ns > floor_ns and (because := _held_still(worker)):
             self._tell(worker, now_ns, silent=True, where=because)
+        elif self._compared(worker, silence if silent_ns > _LATE_NS else patience, now_ns):
+            pass
         elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or there is no processor
             limit_ns = min(idle_ns, _SILENCE_NS)
             if self._overdue(worker, silence, now_ns, limit_ns, busy_ns):
@@ -115,22 +122,53 @@ class Watch:
             patience.prolonged = True
             self._uplink.event(_busy(worker, awaited=False))
 
-    def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
-        """Its process is looked at only when half of the time is over."""
-        if 2 * patience.quiet_ns(now_ns, self._held_ns) <= idle_ns:
+    def _compared(self, worker: Worker, patience: Patience, now_ns: int) -> bool:
+        """Whether it is told now that it waits, or is idle where its history says too little, though its limit is not over."""
+        page, held_ns = worker.page, self._held_ns
+        if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
             return False
-        if patience.look_again(now_ns, min(max(idle_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
-            patience.saw(read_signs(worker.pid))
+        if _waits(page):
+            due = not patience.compared_ns and patience.quiet_ns(now_ns, held_ns) > _WAITS_NS
+        elif page.least_ms:
+            least_ns = max(page.least_ms, self._floor_ms) * _MS
+            self._see(worker, patience, now_ns, least_ns)
+            due = patience.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
+        else:
+            due = False
+        if due:
+            worker.patience.told, patience.compared_ns = True, now_ns
+            where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if patience is worker.silence else ""
+            for_ms = patience.lifeless_ns(now_ns, held_ns) // _MS
+            self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
+        return due
+
+    def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int) -> None:
+        """Its process is looked at only when half of the time is over."""
+        if 2 * patience.quiet_ns(now_ns, self._held_ns) <= limit_ns:
+            return
+        if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
+            patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
             worker.page.ask_place()
+
+    def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+        self._see(worker, patience, now_ns, idle_ns)
         return patience.overdue(now_ns, self._held_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: Worker, now_ns: int) -> None:
-        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen."""
+        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen, and whether its interpreter runs."""
+        tick_ns, silence = worker.page.plain_tick_ns, worker.silence
+        if tick_ns != silence.since_ns:
+            silence.progressed(tick_ns, self._held_ns)
         if now_ns < worker.plain_ns:
             return
         worker.plain_ns = now_ns + _PLAIN_LOOK_NS
         if not _held_still(worker):
             worker.stopped_ns = 0
+            if tick_ns and self._overdue(worker, silence, now_ns, _SILENCE_NS, _BUSY_SILENCE_NS):
+                for_ms, where = silence.quiet_ns(now_ns, self._held_ns) // _MS, where_in_kernel(worker.pid)
+                silence.tell(now_ns, self._held_ns)
+                where = f"its interpreter does not run, {where}"
+                self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=where))
         elif not worker.stopped_ns:
             worker.stopped_ns = now_ns - 1
         elif now_ns - worker.stopped_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
@@ -158,7 +196,13 @@ class Watch:
 
 
 def _stall(
-    worker: Worker, *, silent: bool = False, over: bool = False, for_ms: int = 0, where: str = ""
+    worker: Worker,
+    *,
+    silent: bool = False,
+    over: bool = False,
+    early: bool = False,
+    for_ms: int = 0,
+    where: str = "",
 ) -> WorkerStalled:
     page = worker.page
     return WorkerStalled(
@@ -171,9 +215,11 @@ def _stall(
         for_ms=for_ms,
         waiting=_waits(page),
         over=over,
-        unit="" if over else unit_of(page),
+        unit="" if over or not page.tick_ns else unit_of(page),
         where=where or ("" if over else page.place),
-        allowed_ms=page.deadline_ms,
+        allowed_ms=page.least_ms if early else page.deadline_ms,
+        early=early,
+        took_ms=page.own_ms if _waits(page) else -1,
     )
 
 

@@ -37,6 +37,7 @@ from rackrun.core.wire import StateCopied, UnitCommitted
 
 __all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
 
+_STALLED = "stalled for"
 _GONE = "gone"
 
 
@@ -189,7 +190,7 @@ class RecoveryWatch:
             case WorkerExited() if event.slot not in self._fenced:
                 self._fault(event.slot, describe_exit(event), now_ms)
             case WorkerStalled():
-                self._fault(event.slot, f"stalled for {event.for_ms} ms", now_ms)
+                self._stalled(event, now_ms)
             case TrayLost():
                 for member in self._plan.members if self._plan else ():
                     if tray_of(member.slot) == event.tray:
@@ -263,6 +264,16 @@ class RecoveryWatch:
     def finish(self) -> None:
         """The job has ended: whatever is open will not be completed."""
         self._end()
+
+    def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
+        how = f"{_STALLED} {event.for_ms} ms"
+        if event.over and self._how.get(event.slot, "").startswith(_STALLED):
+            del self._how[event.slot]
+            self._fault_ms = self._fault_ms if self._how else None
+        elif event.early and not event.waiting:
+            self._how[event.slot] = how  # again and again; it is a fault only if the others' times say so
+        elif not (event.over or event.waiting):
+            self._fault(event.slot, how, now_ms)
 
     def _fault(self, slot: SlotId, how: str, now_ms: float) -> None:
         self._how.setdefault(slot, how)

@@ -40,6 +40,8 @@ class Beginning:
     trained: Callable[[int], None]
     """Everybody computes."""
     stop: Stop
+    setup_ms: int = -1
+    """So long the slowest worker took to its first step; -1: none has come there."""
 
     def launch(self, because: str) -> None:
         """Start every rank from the beginning. The plan goes first: the journal precedes anyone who runs."""
@@ -98,6 +100,7 @@ class Beginning:
         if event is not None:
             record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
             record.shards = event.shards
+            self.setup_ms = max(self.setup_ms, event.setup_ms)
             self.world.learned += record.rank is not None
             self.recovery.learn_class(
                 record, event.replica_class

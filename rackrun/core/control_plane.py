@@ -60,6 +60,7 @@ from rackrun.core.events import (
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.job import JobMachine
 from rackrun.core.layout import natural
+from rackrun.core.peer_times import hangs
 from rackrun.core.protection import keepers_of
 from rackrun.core.rack import RackMachine
 from rackrun.core.stalls import stands
@@ -243,7 +244,7 @@ class ControlPlane:
             case WorkerPaused():
                 self._job.swap.paused(record, event)
             case WorkerFinished():
-                self._job.finished(record, event.at_ms)
+                self._job.finished(record, event)
             case WorkerSevered():
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
@@ -305,15 +306,28 @@ class ControlPlane:
             if record.rank is not None:
                 self._job.recovery.standstill.stalled(record, event)
         elif record.state is WorkerState.RELEASED:
-            self._job.finale.stands_still(record, because, lambda why: self._rack.fence(record, why, fault=True))
+            self._job.finale.stands_still(
+                record, event, because, lambda one, why: self._rack.fence(one, why, fault=True)
+            )
         elif record.rank is None:
-            self._out.append(self._rack.fence(record, because, fault=True))
+            if not event.early or self._hangs_in_setup(event, record):
+                self._out.append(self._rack.fence(record, because, fault=True))
+        elif self._job.world.phase is Phase.SETUP and event.early:
+            self._job.recovery.standstill.stalled(record, event)
+            if record.rank in self._job.recovery.standstill.hung(event.at_ms):
+                self._out.append(self._rack.fence(record, because, fault=True))
+                self._job.lost([Loss(record=record, because=because)], event.at_ms)
         elif self._job.world.phase is Phase.SETUP:
             if event.silent or not event.waiting:
                 self._out.append(self._rack.fence(record, because, fault=True))
                 self._job.lost([Loss(record=record, because=because)], event.at_ms)
         else:
             self._job.recovery.standstill.stalled(record, event)
+
+    def _hangs_in_setup(self, event: WorkerStalled, record: WorkerRecord) -> bool:
+        """Of a spare that is idle there."""
+        known_ms = self._job.beginning.setup_ms
+        return record.state is WorkerState.STARTING and known_ms >= 0 and hangs(event.for_ms, [known_ms])
 
     # -- looking on ------------------------------------------------------------------------------------------------
     def view(self) -> View:

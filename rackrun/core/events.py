@@ -155,6 +155,8 @@ class WorkerReady(OfWorker, frozen=True, kw_only=True):
     """What it computes does not depend on the number of ranks (``reduction="exact"``)."""
     shards: int = 0
     """Micro-batches of the global batch; 0: it has not said."""
+    setup_ms: int = -1
+    """How long it took from the beginning of ``main`` to ``run.steps()``. -1: not known."""
 
 
 class WorkerParked(OfWorker, frozen=True, kw_only=True):
@@ -228,6 +230,11 @@ class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     """Its line: ``train.py:31 in evaluate``."""
     allowed_ms: int = 0
     """For so long it may be without progress there."""
+    early: bool = False
+    """Its limit is not over. It waits (``waiting``) while another rank may hang, or it is idle where its own history says too little: the
+    other ranks' times may show that it hangs. An idle rank says so again every few seconds, as long as it is idle."""
+    took_ms: int = -1
+    """Of a rank that waits: how long its own code took, from the end of the last collective to this one. -1: not known."""
 
 
 class WorkerBusy(OfWorker, frozen=True, kw_only=True):
@@ -258,6 +265,9 @@ class WorkerExited(OfWorker, frozen=True, kw_only=True):
 
 class WorkerFinished(OfWorker, frozen=True, kw_only=True):
     """``main`` has returned on this rank; it waits, its state intact, until all have."""
+
+    took_ms: int = -1
+    """How long its own code took, from the end of the last collective to its return. -1: not known."""
 
 
 class BatchChanged(OfWorker, frozen=True, kw_only=True):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from rackrun.core.commands import Command, DrainWorkers, Notice, ReleaseWorkers, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.culprit import is_scripts
-from rackrun.core.events import StopRequested
+from rackrun.core.events import StopRequested, WorkerStalled
 from rackrun.core.ids import Rank, SlotId
+from rackrun.core.peer_times import PeerTimes, hangs
 from rackrun.core.rack import RackMachine
 from rackrun.core.restart import Stop
 from rackrun.core.workers import Loss, Trigger, WorkerRecord
@@ -36,6 +37,11 @@ class Finale:
     """Because all trays are told to leave: who asks then is still the first."""
     gone: dict[Rank, None] = field(default_factory=dict)
     """Ranks that have ended well: of a plain script, or after the release."""
+    _released_ms: int = 0
+    _ended_in_ms: int = 0
+    """So long the slowest rank that has ended took, from the release."""
+    _idle: PeerTimes = field(default_factory=PeerTimes)
+    """Ranks that were released, and show no sign of life."""
 
     def look(self, at_ms: int) -> None:
         """Once every rank has finished, all are released."""
@@ -43,6 +49,7 @@ class Finale:
         if world.phase is not Phase.TRAINING or world.awaited:
             return
         world.phase = Phase.ENDING
+        self._released_ms = at_ms
         world.reason = f"all {world.size} ranks have finished"
         going = [*world.members.values(), *self.rack.spares()]
         for record in going:
@@ -60,6 +67,8 @@ class Finale:
         """Ranks that were released have exited."""
         for loss in losses:
             self._go([loss])
+            if loss.exit is not None:
+                self._ended_in_ms = max(self._ended_in_ms, loss.exit.at_ms - self._released_ms)
             if not ended_well(loss):
                 if loss.exit is None or not is_scripts(loss.exit):
                     self._tell_gone([loss])  # all that it had to do is done
@@ -74,14 +83,30 @@ class Finale:
                 return
         self._look_for_the_end()
 
-    def stands_still(self, record: WorkerRecord, because: str, fence: Callable[[str], Command]) -> None:
-        """A worker that was released, and does not end: nobody waits for it."""
-        self.emit(fence(because))
+    def stands_still(
+        self,
+        record: WorkerRecord,
+        event: WorkerStalled,
+        because: str,
+        fence: Callable[[WorkerRecord, str], Command],
+    ) -> None:
+        """A worker that was released does not end: nobody waits for it, when its time is over or the times of the others say so."""
+        if event.early and (record.rank is None or not self._hangs(record.rank, event)):
+            return
+        self.emit(fence(record, because))
         if record.rank is not None:
             loss = Loss(record=record, because=because)
             self._go([loss])
             self._tell_gone([loss])
             self._look_for_the_end()
+
+    def _hangs(self, rank: Rank, event: WorkerStalled) -> bool:
+        """At least half of the ranks have ended, all others are idle, this one for three times as long as the slowest took."""
+        self._idle.add(rank, event)
+        idle, there = self._idle.idle(event.at_ms), self.world.members
+        if any(one not in idle for one in there) or 2 * len(there) > len(there) + len(self.gone):
+            return False
+        return hangs(event.for_ms, [self._ended_in_ms])
 
     def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
         """Ranks that had finished are gone, while others have not."""

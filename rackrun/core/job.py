@@ -37,6 +37,7 @@ from rackrun.core.events import (
     StopRequested,
     TrayDescribed,
     TrayJoined,
+    WorkerFinished,
 )
 from rackrun.core.finale import EXITS_MS, Finale, ended_well
 from rackrun.core.forming import Forming
@@ -460,10 +461,11 @@ class JobMachine:
         return self.background.start_spare(slot)
 
     # -- the end ---------------------------------------------------------------------------------------------------
-    def finished(self, record: WorkerRecord, at_ms: int) -> None:
+    def finished(self, record: WorkerRecord, event: WorkerFinished) -> None:
+        at_ms = event.at_ms
         if record.rank is None or record.state is WorkerState.RELEASED:
             return
-        record.finished = True
+        record.finished, record.returned_in_ms = True, event.took_ms
         if record.state is WorkerState.STARTING:  # it never came to a step: it returned before
             self.beginning.ready(record, None, at_ms)
         elif self.world.phase is Phase.TRAINING:

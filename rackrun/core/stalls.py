@@ -8,6 +8,8 @@ rather than the ranks, or they wait in one collective that nobody left.
 Reports are gathered for a window, because all stop moving at about the same time. Whoever has not reported still works, in its own code: those that wait for
 it wait rightly, for as long as it takes.
 
+A limit comes from a rank's own history. Where that says too little, the times of the other ranks do (`rackrun.core.peer_times`).
+
 Where all are called to another generation, those are heard that stand in their own code for too long: if they are not the most, the others wait
 for them. Who works there is waited for.
 """
@@ -22,6 +24,7 @@ from rackrun.core.commands import Command, Notice, SetTimer
 from rackrun.core.config import JobConfig
 from rackrun.core.events import WorkerBusy, WorkerStalled
 from rackrun.core.ids import Rank
+from rackrun.core.peer_times import PeerTimes
 from rackrun.core.sources import named
 from rackrun.core.workers import WorkerRecord, WorkerState
 from rackrun.core.world import IN_PLACE, Phase, World
@@ -72,8 +75,8 @@ class StallWindow:
     def _all_report(self, members: Collection[Rank]) -> bool:
         return all(rank in self.reports for rank in members)
 
-    def judge(self, members: Collection[Rank]) -> Blame | None:
-        """None: somebody who does not report works, and the others wait for that."""
+    def judge(self, members: Collection[Rank], returned: int = 0) -> Blame | None:
+        """None: somebody who does not report works, and the others wait for that. ``returned``: so many more have returned from ``main``."""
         everybody = self._all_report(members)
         own = {rank: report.collective for rank, report in sorted(self.reports.items()) if not report.waiting}
         if not own and not everybody:
@@ -84,7 +87,7 @@ class StallWindow:
         behind = tuple(rank for rank, count in counts.items() if count == low)
         if not own and low == high:
             behind = ()
-        elif 2 * len(behind) > len(members):
+        elif 2 * len(behind) > len(members) + returned:
             if not everybody:
                 return None
             behind = ()
@@ -162,6 +165,7 @@ class Standstill:
     condemn: Callable[[Sequence[WorkerRecord], str, int], None]
     absorb: Callable[[str, int], None]
     window: StallWindow = field(default_factory=StallWindow)
+    peers: PeerTimes = field(default_factory=PeerTimes)
     busy: dict[Rank, int] = field(default_factory=dict)
     """Members that have been called to this generation and work on in their own code, and when that was told last."""
     _last: tuple[object, ...] = ()
@@ -172,6 +176,7 @@ class Standstill:
     def forget(self) -> None:
         """The generation is broken, or there is a new world."""
         self.window = StallWindow()
+        self.peers.clear()
         self.busy.clear()
         self._told_of.clear()
 
@@ -203,6 +208,9 @@ class Standstill:
         assert record.rank is not None
         if event.over:
             self.window.forget(record.rank)
+            self.peers.forget(record.rank)
+        elif event.early and not self._is_late(record, event):
+            self._compare(record.rank, event)
         elif event.silent or (record.finished and self.world.phase is Phase.TRAINING):
             place = f": {event.where}" if event.where else ""
             self.condemn([record], f"silent for {event.for_ms} ms at step {event.step}{place}", event.at_ms)
@@ -211,6 +219,28 @@ class Standstill:
                 window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
                 self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
             self.judge(event.at_ms)
+
+    def _is_late(self, record: WorkerRecord, event: WorkerStalled) -> bool:
+        """All are called to another generation, and it idles in its own code: that is late, whatever may be usual there."""
+        called = self.world.phase in (Phase.PARKING, Phase.RESUMING) and record.state in _CALLED
+        return called and not event.waiting and not event.silent
+
+    def _compare(self, rank: Rank, event: WorkerStalled) -> None:
+        """With the times of the other ranks."""
+        self.peers.add(rank, event)
+        hung = self.hung(event.at_ms) if self.world.phase is Phase.TRAINING else {}
+        if hung:
+            known = {rank: report for rank, report in self.peers.reports.items() if report.waiting}
+            self.window.reports.update(known | hung)
+            self.window.closed = 2
+            self.judge(event.at_ms)
+
+    def hung(self, at_ms: int) -> dict[Rank, WorkerStalled]:
+        """Who hangs, by the times of the others."""
+        members = self.world.members
+        returned = {rank: record.returned_in_ms for rank, record in members.items() if record.finished}
+        others = [rank for rank in members if rank not in returned]
+        return self.peers.judge(self.window.reports, returned, others, at_ms)
 
     def window_closed(self, kind: str, at_ms: int) -> None:
         if not self.window.reports:
@@ -237,7 +267,7 @@ class Standstill:
                 remedy="let all ranks leave the loop after the same step.",
             )
             return
-        blame = self.window.judge(waiting)
+        blame = self.window.judge(waiting, len(finished))
         if blame is None:
             return
         if blame.again and blame.again == self._last:

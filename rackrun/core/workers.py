@@ -97,6 +97,8 @@ class WorkerRecord:
     """Its training state is that of its rank: it began with it, or has restored it."""
     resumed_in: Generation = Generation(0)
     finished: bool = False
+    returned_in_ms: int = -1
+    """`WorkerFinished.took_ms`."""
     lied: bool = False
     """Its state was not that of its replicas: nothing that it leaves is used."""
     fixed: str = "it has not come to its first step"

@@ -31,6 +31,7 @@ _TICK, _ACTIVITY, _SINCE, _STEP, _PHASE, _ENTERED, _COMPLETED, _GENERATION, _DEA
 _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _TO_END = 19
+_LEAST_MS, _OWN_SINCE, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 25)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -71,26 +72,39 @@ class HeartbeatPage:
     def to_end(self) -> bool:
         return bool(self._words[_TO_END])
 
+    # -- written in a worker that has no control thread (yet)
+    def tick_plain(self) -> bool:
+        """Whether this is still needed: not once the control thread ticks."""
+        self._words[_PLAIN_TICK] = time.monotonic_ns()
+        return not self._words[_TICK]
+
+    @property
+    def plain_tick_ns(self) -> int:
+        return int(self._words[_PLAIN_TICK])
+
     # -- written by the worker's control thread
     def tick(self) -> None:
         self._words[_TICK] = time.monotonic_ns()
 
     # -- written by the worker's main thread
-    def enter(self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0, busy_ms: int = 0) -> None:
+    def enter(
+        self, activity: Activity, at: Position = BEGIN, deadline_ms: int = 0, busy_ms: int = 0, least_ms: int = 0
+    ) -> None:
         """Begin an activity. ``deadline_ms`` > 0 arms hang detection: no progress for longer is a stall. ``busy_ms`` > 0: as long as
-        the process is seen to work, that much is allowed instead."""
+        the process is seen to work, that much is allowed instead. ``least_ms`` > 0: idle for so long, it is compared with other ranks."""
         words = self._words
         words[_DEADLINE_MS] = 0  # disarm while the rest changes
         words[_STEP], words[_PHASE] = at.step, at.phase
         words[_ACTIVITY] = activity
         words[_SINCE] = time.monotonic_ns()
-        words[_BUSY_MS] = busy_ms
+        words[_BUSY_MS], words[_LEAST_MS] = busy_ms, least_ms
         words[_DEADLINE_MS] = deadline_ms
 
     def allow(self, at_least_ms: int) -> None:
         """From now on, for the activity that has begun."""
         words = self._words
-        words[_BUSY_MS] = max(int(words[_BUSY_MS]), at_least_ms) if words[_BUSY_MS] else 0
+        for word in (_BUSY_MS, _LEAST_MS):
+            words[word] = max(int(words[word]), at_least_ms) if words[word] else 0
         words[_DEADLINE_MS] = max(int(words[_DEADLINE_MS]), at_least_ms)
         words[_SINCE] = time.monotonic_ns()
 
@@ -109,16 +123,22 @@ class HeartbeatPage:
     def collective_completed(self) -> None:
         """What follows is this rank's own code again, which begins now."""
         self._words[_COMPLETED] += 1
-        self._words[_SINCE] = time.monotonic_ns()
+        self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
 
     def collectives_over(self) -> None:
         """All that were entered have completed on the device too."""
         self._words[_COMPLETED] = self._words[_ENTERED]
-        self._words[_SINCE] = time.monotonic_ns()
+        self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
 
     def new_generation(self, generation: int) -> None:
         self._words[_ENTERED] = self._words[_COMPLETED] = 0
         self._words[_GENERATION] = generation
+        self._words[_OWN_SINCE] = time.monotonic_ns()
+
+    @property
+    def own_ms_now(self) -> int:
+        """Since the last collective was completed, or the generation joined."""
+        return (time.monotonic_ns() - int(self._words[_OWN_SINCE])) // 1_000_000
 
     def seal_ledger(self, at: Position, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Record what the loader delivered for ``at``, before its gate is entered. Two units are kept."""
@@ -180,6 +200,15 @@ class HeartbeatPage:
         asked = int(self._words[_PLACE_ASKED])
         self._write_text(_PLACE_TEXT, place, _LIFELINE)
         self._words[_PLACE_TOLD] = asked
+
+    def tell_spins(self, since_ns: int, seen_ns: int) -> None:
+        """Since when the main thread spins (`rackrun.worker.spins`), as seen at ``seen_ns``; 0: it does not."""
+        self._words[_SPINS_SINCE], self._words[_SPINS_SEEN] = since_ns, seen_ns
+
+    @property
+    def spins(self) -> tuple[int, int]:
+        """As told by `tell_spins`."""
+        return int(self._words[_SPINS_SINCE]), int(self._words[_SPINS_SEEN])
 
     @property
     def place(self) -> str:
@@ -244,6 +273,16 @@ class HeartbeatPage:
     @property
     def busy_ms(self) -> int:
         return int(self._words[_BUSY_MS])
+
+    @property
+    def least_ms(self) -> int:
+        """As `enter` says."""
+        return int(self._words[_LEAST_MS])
+
+    @property
+    def own_ms(self) -> int:
+        """While it waits in a collective: how long the rank's own code took before it entered that."""
+        return max(int(self._words[_SINCE]) - int(self._words[_OWN_SINCE]), 0) // 1_000_000
 
     def ledger(self, at: Position) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """The ids delivered for ``at``, or None when they are not (or no longer) here, whole."""

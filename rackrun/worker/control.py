@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from typing import assert_never
 
@@ -29,11 +30,14 @@ from rackrun.link.boot import Boot
 from rackrun.link.channel import WorkerChannel
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.place import place_of_main_thread
+from rackrun.worker.spins import Spins
 from rackrun.worker.world import World
 
 __all__ = ["ControlThread"]
 
 TICK_MS = 100
+_WATCHED_NS = 2_500_000_000
+"""For so long after the agent has asked where the main thread is, it is looked at with each tick."""
 
 
 class ControlThread(threading.Thread):
@@ -51,10 +55,16 @@ class ControlThread(threading.Thread):
     def run(self) -> None:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
+        spins, watched_until_ns = Spins(threading.main_thread().ident or 0), 0
         while True:
             self._page.tick()
             if self._page.place_asked:
                 self._page.tell_place(place_of_main_thread())
+                watched_until_ns = time.monotonic_ns() + _WATCHED_NS
+            if watched_until_ns:
+                now_ns = time.monotonic_ns()
+                watched_until_ns = watched_until_ns if now_ns < watched_until_ns else 0
+                self._page.tell_spins(spins.look(now_ns) if watched_until_ns else 0, now_ns)
             if not poll.poll(TICK_MS):
                 self._world.flights.leave_overdue()
                 if (severed := self._world.severed()) is not None:

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from rackrun.worker.unit_times import Allowance, UnitTimes
+from rackrun.worker.unit_times import Allowance, UnitTimes, compared_after_ms
 
 __all__ = ["Pace"]
 
@@ -88,14 +88,18 @@ class Pace:
         times = self._units.get(name) or UnitTimes()
         copies = _COPY_FACTOR * self._copy_s
         found = times.allowance(self.median_s, self._patience, mixed=between)
-        return Allowance(*(limit + math.ceil(1e3 * copies) for limit in found)).at_least(math.ceil(1e3 * expected))
+        return found.plus(math.ceil(1e3 * copies)).at_least(math.ceil(1e3 * expected))
 
-    def step_deadline_ms(self, *, copying: bool = False, work: float = 1.0) -> int:
+    def unobserved(self, usual: Allowance) -> Allowance:
+        """Of code of the script's that runs once, unless more was expected."""
+        return usual.at_least(math.ceil(1e3 * self._expected_s))
+
+    def step_allowance(self, *, copying: bool = False, work: float = 1.0) -> Allowance:
         """Of the step that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
         so many times the micro-batches that a rank usually has."""
         expected, self._expected_s = self._expected_s, 0.0
-        if len(self._seconds) < _WARM_UNITS:
-            slowest = max(self._seconds, default=0.0)
+        slowest, warm = max(self._seconds, default=0.0), len(self._seconds) >= _WARM_UNITS
+        if not warm:
             floor = expected or (max(10 * slowest, _COLD_FLOOR_S) if slowest else _FIRST_UNITS_S)
         else:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
@@ -103,7 +107,11 @@ class Pace:
             floor = max(floor, _FIRST_UNITS_S)
         slow = work * _quantile(sorted(self._seconds), 0.99) if self._seconds else 0.0
         copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
-        return math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
+        idle_ms = math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
+        if warm and not self._cold:
+            return Allowance(idle_ms, 0)
+        least_ms = compared_after_ms(work * slowest, self._patience)
+        return Allowance(idle_ms, 0, min(max(least_ms + math.ceil(1e3 * copies), math.ceil(1e3 * expected)), idle_ms))
 
     def recovery_deadline_ms(self) -> int:
         return math.ceil(1000 * max(5 * self.median_s, 5.0))

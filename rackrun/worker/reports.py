@@ -37,6 +37,8 @@ class Reports:
         self._mesh, self._exact, self._shards = mesh, exact, shards
         self.fixed, self.reenters = "", False
         """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
+        self.setup_ms = -1
+        """As `WorkerReady.setup_ms`."""
         self._snapshot = self._not_mirrored = -1
 
     @property
@@ -57,6 +59,7 @@ class Reports:
                     reenters=self.reenters,
                     exact=self._exact,
                     shards=self._shards,
+                    setup_ms=self.setup_ms,
                 )
             )
 
@@ -106,9 +109,11 @@ class Reports:
         if self._channel is not None and self._boot is not None:
             self._channel.send(LossNotRepeated(slot=self._boot.slot, incarnation=self._boot.incarnation, at=at))
 
-    def finished(self) -> None:
+    def finished(self, took_ms: int) -> None:
+        """``took_ms``: as `WorkerFinished`."""
         if self._channel is not None and self._boot is not None:
-            self._channel.send(WorkerFinished(slot=self._boot.slot, incarnation=self._boot.incarnation))
+            boot = self._boot
+            self._channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation, took_ms=took_ms))
 
     def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
         if self._channel is not None and self._boot is not None:

@@ -99,6 +99,11 @@ class Runtime:
         """``main`` has come to run.steps()."""
         self._entries.took(time.monotonic() - self._entered_s)
 
+    @property
+    def setup_ms(self) -> int:
+        """How long the slowest way to run.steps() took."""
+        return int(1e3 * self._entries.longest_s)
+
     def entry_allowance(self) -> Allowance:
         """So long without any progress, and ``main`` hangs when it is entered again."""
         return self._entries.entry()

@@ -2,7 +2,8 @@
 
 Steps are alike, and have a deadline of their own (`rackrun.worker.pace`). Everything else varies: an evaluation may take a tenth of
 a step or a hundred steps, on one rank or on all. So two limits are drawn from what was observed. The *idle* one holds for a rank
-that shows no sign of life: it computes nothing, reads and writes nothing. The *busy* one holds while it does.
+that shows no sign of life: it computes nothing, reads and writes nothing. The *busy* one holds while it does. Where too little was observed
+the idle limit is long, and a third number says from when on an idle rank is compared with the other ranks (`rackrun.core.peer_times`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["ENTERS_AGAIN", "EXITS", "UNKNOWN", "Allowance", "UnitTimes"]
+__all__ = ["ENTERS_AGAIN", "EXITS", "PEERS_LEAST_MS", "UNKNOWN", "Allowance", "UnitTimes", "compared_after_ms"]
 
 _FACTOR, _BUSY_FACTOR = 3.0, 9.0
 _IDLE_FLOOR_S, _BUSY_FLOOR_S, _VARIED_BUSY_FLOOR_S = 2.0, 30.0, 60.0
 _ALIKE, _ALIKE_MIN, _RESOLUTION_S = 3.0, 5, 0.1
 """Times are regular if there are five, and none is above three times their median; what is shorter than 0.1 s is alike."""
+PEERS_LEAST_MS = 30_000
+"""An idle rank without a history is compared with others after this: one rank alone may wait for something that the others need not, such as a
+server's answer."""
 _STEPS_IDLE, _STEPS_BUSY = 150.0, 300.0
 """Of what is not regular: in steps."""
 
@@ -29,13 +33,19 @@ class Allowance(NamedTuple):
     busy_ms: int
     """While the process is seen to work; 0: that is no excuse."""
 
+    least_ms: int = 0
+    """Idle for longer than this it is compared with the other ranks; 0: never, its own history is enough."""
+
     def at_least(self, milliseconds: int) -> Allowance:
-        return Allowance(max(self.idle_ms, milliseconds), max(self.busy_ms, milliseconds) if self.busy_ms else 0)
+        return Allowance(*(max(limit, milliseconds) if limit else 0 for limit in self))
+
+    def plus(self, milliseconds: int) -> Allowance:
+        return Allowance(*(limit + milliseconds if limit else 0 for limit in self))
 
 
-UNKNOWN = Allowance(600_000, 1_800_000)
+UNKNOWN = Allowance(600_000, 1_800_000, PEERS_LEAST_MS)
 """Of what was never observed: it may compile, download, or save for the first time."""
-EXITS = Allowance(300_000, 1_800_000)
+EXITS = Allowance(300_000, 1_800_000, 12_000)
 """Of a process that was released: all training is done, and the script may have something to do after it."""
 ENTERS_AGAIN = Allowance(10_000, 60_000)
 """The least for another way through ``main``: all ranks are at it at once."""
@@ -81,4 +91,10 @@ class UnitTimes:
             busy = max(busy, _VARIED_BUSY_FLOOR_S)
         idle = patience * max(idle, _FACTOR * self.longest_s)
         busy = max(patience * max(busy, _BUSY_FACTOR * self.longest_s), idle)
-        return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy))
+        least_ms = 0 if self.regular else compared_after_ms(self.longest_s, patience)
+        return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy), least_ms if least_ms < 1e3 * idle else 0)
+
+
+def compared_after_ms(longest_s: float, patience: float) -> int:
+    """`Allowance.least_ms` where too little was observed: ``longest_s`` at most."""
+    return math.ceil(patience * max(PEERS_LEAST_MS, 1e3 * _FACTOR * longest_s))

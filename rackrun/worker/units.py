@@ -192,6 +192,7 @@ class UnitRunner:
             )
         self._begun = True
         self._runtime.at_steps()
+        self._reports.setup_ms = self._runtime.setup_ms
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
@@ -312,15 +313,16 @@ class UnitRunner:
         """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
         self._owed = None
         channel, boot = self._runtime.channel, self._runtime.boot
+        took_ms = self._page.own_ms_now
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()
             if self._durable is not None:
                 self._durable.finish(lambda: self._world.broken)
             if not self._world.broken:
-                self._reports.finished()
+                self._reports.finished(took_ms)
                 if self._world.wait_released():
-                    self._page.enter(Activity.EXITING, self.passed, *EXITS)
+                    self._page.enter(Activity.EXITING, self.passed, *self._pace.unobserved(EXITS))
                     break
             self._recover()
             self._catch_up()
@@ -344,7 +346,7 @@ class UnitRunner:
     def loop_over(self) -> None:
         """What follows is the script's, and there is no history of it."""
         self._between = None
-        self._page.enter(Activity.BETWEEN, self.passed, *UNKNOWN)
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
         if self.step_in_hand is not None and not self._world.unit_passed:
@@ -466,8 +468,8 @@ class UnitRunner:
             self._page.name_unit(name)
             self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
         else:
-            deadline_ms = self._pace.step_deadline_ms(copying=self._copies_beside, work=work)
-            self._page.enter(Activity.STEP, step.at, deadline_ms)
+            allowed = self._pace.step_allowance(copying=self._copies_beside, work=work)
+            self._page.enter(Activity.STEP, step.at, *allowed)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
     def _begin_undo(self, at: Position) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import rackrun
-from rackrun.agent import proc
+from rackrun.agent import proc, watch
 from rackrun.agent.config import ScriptConfig
 from rackrun.core.commands import DismissTray
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
@@ -184,6 +184,16 @@ async def test_a_worker_without_progress_is_stalled_and_a_stopped_one_silent(rig
     assert await rig.end(1) == 0
 
 
+async def test_who_is_idle_where_little_was_observed_is_told_of_early(rig):
+    limits = "deadline_ms=600_000, busy_ms=1_800_000, least_ms=300"
+    await rig.start(HEARTBEATS.replace("deadline_ms=300", limits).replace("page.collective_entered()\n", ""))
+    await rig.start_worker()
+    told = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "idleness")).message
+    assert (told.early, told.silent, told.waiting, told.step) == (True, False, False, 7)
+    assert told.for_ms >= 300
+    assert await rig.end(1) == 0
+
+
 async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
     await rig.start(HEARTBEATS.replace("deadline_ms=300", "deadline_ms=0"), stall_floor_ms=200)
     await rig.start_worker()
@@ -192,6 +202,30 @@ async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
     silent = await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")
     assert silent.message.silent, "without any deadline it is known by that alone"
     assert await rig.end(1) == 0
+
+
+async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)  # a minute
+    await rig.start(
+        """
+        import ctypes
+        ctypes.PyDLL(None).sleep(600)
+        """
+    )
+    await rig.start_worker()
+    stalled = (await rig.coordinator.wait(lambda m: isinstance(m, WorkerStalled), "silence")).message
+    assert (stalled.silent, stalled.unit) == (True, "")
+    assert "its interpreter does not run" in stalled.where
+    assert await rig.end(1) == 0
+
+
+async def test_a_plain_script_that_sleeps_is_not(rig, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)
+    await rig.start("import time; time.sleep(4); print('awake')")
+    await rig.start_worker()
+    await rig.line("awake")
+    assert not [one for one in rig.coordinator.received if isinstance(one.message, WorkerStalled)]
+    assert await rig.end(0) == 0
 
 
 async def test_a_refused_agent_says_why_and_exits_with_2(rig):

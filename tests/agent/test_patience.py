@@ -58,6 +58,47 @@ def test_who_works_has_longer_outside_of_steps_but_not_for_ever(later: Signs) ->
     assert overdue(patience, 39.0)
 
 
+def test_a_main_thread_that_spins_does_not_work() -> None:
+    before = signs(1.5, cpu=1.5, ran=1.5)._replace(main=1, spins=(1, int(1.4 * S)))
+    spins = signs(2.5, cpu=2.5, ran=2.5)._replace(main=1, spins=(1, int(2.4 * S)))
+    assert not works(before, spins)
+    assert not works(before, spins._replace(wakes=20)), "it hands the interpreter's lock to those that look at it"
+    assert works(before, spins._replace(others_ns=int(0.2 * S))), "another thread works"
+    assert works(before, spins._replace(spins=(int(1.6 * S), int(2.4 * S)))), "it did not spin all the time"
+    assert works(before, spins._replace(spins=(1, int(1.4 * S)))), "nobody has looked since"
+
+
+def test_a_main_thread_that_spins_needs_no_processor() -> None:
+    before = signs(1.5)._replace(main=1, spins=(1, int(1.4 * S)))
+    now = signs(2.5, ran=0.1, waited=0.9)._replace(main=1, spins=(1, int(2.4 * S)))
+    assert starved_ns(before, now) == 0
+    assert starved_ns(before, now._replace(spins=(0, int(2.4 * S)))) == int(0.9 * S)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        signs(2.5, wakes=1),
+        signs(2.5, io=8 << 10),
+        signs(2.5)._replace(waits_ns={1: (0, 0), 2: (int(0.03 * S), 0)}),
+    ],
+    ids=["polls once a second", "a slow upload", "another thread runs a little"],
+)
+def test_who_is_compared_with_others_shows_no_sign_of_life_at_all(later: Signs) -> None:
+    before = signs(1.5)._replace(main=1, waits_ns={1: (0, 0), 2: (0, 0)})
+    patience = watched(before, later._replace(main=1))
+    assert not works(before, later)
+    assert patience.idle_ns(4 * S, 0) == 4 * S
+    assert patience.lifeless_ns(4 * S, 0) == int(1.5 * S)
+    assert watched(before, before._replace(at_ns=int(2.5 * S))).lifeless_ns(4 * S, 0) == 4 * S
+
+
+def test_who_spins_shows_none_either() -> None:
+    before = signs(1.5, cpu=1.5, ran=1.5)._replace(main=1, spins=(1, int(1.4 * S)))
+    spins = signs(2.5, cpu=2.5, ran=2.5, wakes=12)._replace(main=1, spins=(1, int(2.4 * S)))
+    assert watched(before, spins).lifeless_ns(4 * S, 0) == 4 * S
+
+
 def test_in_a_step_work_is_no_excuse_but_a_lack_of_processors_is() -> None:
     assert overdue(watched(signs(1.5), signs(3.1, cpu=1.6)), 3.1, busy=0)
     starved = watched(signs(1.5), signs(3.1, ran=0.2, waited=1.4))

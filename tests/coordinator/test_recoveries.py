@@ -15,7 +15,7 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerStalled,
 )
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
 from rackrun.core.situation import Decision, Failure, Rung
 from rackrun.core.wire import StateCopied
 from tests.coordinator.fakes import member, plan, unit, worker
@@ -157,6 +157,29 @@ def test_a_stall_is_named_as_what_it_was_not_as_the_kill_that_ended_it(story: St
     story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True)), because=""))
     story.finish()
     assert story.told_of[0].lost[0].how == "stalled for 1200 ms"
+
+
+def stall(slot: str, incarnation: int, for_ms: int = 1200, **how: bool) -> WorkerStalled:
+    who = {"slot": SlotId(slot), "incarnation": Incarnation(incarnation)}
+    return WorkerStalled(**who, step=Step(4), collective=9, silent=False, for_ms=for_ms, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_who_waited_for_the_one_that_stalled_was_not_lost(early: bool) -> None:
+    story = Story()
+    story.does(ResumeGeneration(plan=FIRST, because="all are here"))
+    story.hears(WorkerElastic(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
+    story.hears(stall("tray-00/0", 1, waiting=True, early=early))
+    story.hears(stall("tray-00/2", 3, early=True))
+    story.hears(stall("tray-00/2", 3, over=True))
+    story.hears(stall("tray-00/1", 2, 30_000, early=early))
+    story.does(breaking(2))
+    story.hears(exited("tray-00/1", 2))
+    again = plan(2, member(0, "tray-00/0", 4), member(1, "tray-00/1", 5), member(2, "tray-00/2", 6))
+    story.does(ResumeGeneration(plan=again, because="restart"))
+    story.finish()
+    assert [one.how for one in story.told_of[0].lost if one.rank != 1] == ["gone", "gone"]
+    assert next(one.how for one in story.told_of[0].lost if one.rank == 1) == "stalled for 30000 ms"
 
 
 def test_a_restart_blames_who_fell_first_not_who_was_ended_for_it() -> None:

@@ -117,7 +117,9 @@ class Told:
     def elastic(self, slot: str) -> Sequence[Command]:
         return self.tell(WorkerElastic(**self._who(slot)))
 
-    def ready(self, slot: str, replica_class: str = "", mesh: Mapping[str, int] | None = None) -> Sequence[Command]:
+    def ready(
+        self, slot: str, replica_class: str = "", mesh: Mapping[str, int] | None = None, *, setup_ms: int = 400
+    ) -> Sequence[Command]:
         self.elastic(slot)
         axes = tuple((mesh or {}).items())
         fixed = "" if self.resizes else "it is fixed"
@@ -130,6 +132,7 @@ class Told:
                 fixed=fixed,
                 reenters=reenters,
                 shards=self.shards,
+                setup_ms=setup_ms,
             )
         )
 
@@ -217,8 +220,8 @@ class Told:
             SnapshotDamaged(**self._who(slot), generation=generation, step=Step(step), where=where, because="chunk 0")
         )
 
-    def finishes(self, slot: str) -> Sequence[Command]:
-        return self.tell(WorkerFinished(**self._who(slot)))
+    def finishes(self, slot: str, *, took_ms: int = 0) -> Sequence[Command]:
+        return self.tell(WorkerFinished(**self._who(slot), took_ms=took_ms))  # type: ignore[arg-type]
 
     def timer(self, kind: str) -> Sequence[Command]:
         """The timer of this kind for the present generation fires."""

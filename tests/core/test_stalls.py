@@ -169,6 +169,143 @@ def test_while_one_rank_works_nobody_is_said_to_wait_for_those_that_have_returne
     assert "rank 0 returned from main" in stop_in(answers).because
 
 
+# -- nothing was observed there, but on the others ---------------------------------------------------------------------
+BETWEEN = {"unit": "the script's code between two units, after step 0", "where": "train.py:50 in main"}
+
+
+def idle(told: Told, slot: str, for_ms: int, collective: int = 10, **further: object) -> Sequence[Command]:
+    """It has been idle for so long in its own code, where it has no history."""
+    return told.stalls(slot, collective, early=True, for_ms=for_ms, **{**BETWEEN, **further})
+
+
+def wait(
+    told: Told, slots: Sequence[str], *, took_ms: int = 20, collective: int = 11, early: bool = True
+) -> list[Command]:
+    """They wait in a collective, and came to it within ``took_ms``."""
+    further = {"early": early, "waiting": True, "took_ms": took_ms, "for_ms": 10_000}
+    return [command for slot in slots for command in told.stalls(slot, collective, **further)]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["limits of minutes", "limits that are over"])
+def test_who_is_idle_where_all_others_have_passed_is_to_blame(early: bool, training: Told) -> None:
+    wait(training, ("a/0", "a/1", "b/1"), early=early)
+    answers = idle(training, "b/0", 30_000)
+    assert only(FenceWorker, answers).slot == "b/0"
+    assert "train.py:50 in main" in only(FenceWorker, answers).because
+
+
+def test_the_idle_one_is_found_whoever_is_heard_last(training: Told) -> None:
+    assert not every(FenceWorker, idle(training, "b/0", 30_000))
+    assert only(FenceWorker, wait(training, ("a/0", "a/1", "b/1"))).slot == "b/0"
+
+
+def test_three_times_what_the_others_took_is_not_over_yet(training: Told) -> None:
+    wait(training, ("a/0", "a/1", "b/1"), took_ms=12_000)
+    assert not every(FenceWorker, idle(training, "b/0", 35_000))
+    assert only(FenceWorker, idle(training, "b/0", 37_000)).slot == "b/0"
+
+
+def test_while_one_rank_works_nobody_is_compared(training: Told) -> None:
+    wait(training, ("a/0", "a/1"))
+    assert not every(FenceWorker, idle(training, "b/0", 300_000))
+
+
+def test_who_goes_on_after_it_waited_has_not_passed(training: Told) -> None:
+    wait(training, ("a/0", "a/1", "b/1"))
+    training.stalls("a/1", 11, over=True)
+    assert not every(FenceWorker, idle(training, "b/0", 30_000))
+
+
+def test_who_waits_before_that_place_has_not_passed(training: Told) -> None:
+    wait(training, ("a/0", "a/1"))
+    wait(training, ("b/1",), collective=10)
+    assert not every(FenceWorker, idle(training, "b/0", 30_000))
+
+
+def test_when_most_are_idle_nobody_is_to_blame(training: Told) -> None:
+    wait(training, ("a/0",))
+    for slot in ("a/1", "b/0", "b/1"):
+        assert not every(FenceWorker, idle(training, slot, 60_000))
+
+
+def test_two_idle_ranks_of_four_are_found_one_after_the_other_heard(training: Told) -> None:
+    wait(training, ("a/0", "b/1"))
+    assert not every(FenceWorker, idle(training, "a/1", 30_000))
+    assert {one.slot for one in every(FenceWorker, idle(training, "b/0", 30_000))} == {"a/1", "b/0"}
+
+
+def test_what_was_said_long_ago_may_be_over(training: Told) -> None:
+    wait(training, ("a/0", "b/1"))
+    idle(training, "a/1", 30_000)
+    training.now += 20_000
+    assert not every(FenceWorker, idle(training, "b/0", 30_000)), "a/1 works again, or it would have said so"
+
+
+def test_who_is_idle_after_the_loop_while_all_others_have_returned_is_replaced(training: Told) -> None:
+    for slot in ("a/0", "a/1", "b/1"):
+        training.finishes(slot, took_ms=40)
+    assert only(FenceWorker, idle(training, "b/0", 30_000)).slot == "b/0"
+
+
+def test_who_is_idle_in_its_setup_while_all_others_wait_for_it_makes_the_world_begin_again() -> None:
+    told = starting()
+    told.elastic("a/0")
+    told.ready("a/0")
+    wait(told, ("a/0", "a/1", "b/0"), took_ms=4_000, collective=1)
+    answers = idle(told, "b/1", 30_000, 0, unit="setup")
+    assert "b/1" in [one.slot for one in every(FenceWorker, answers)]
+
+
+def test_a_spare_is_idle_in_its_setup_for_three_times_as_long_as_any_rank_took() -> None:
+    told = starting()
+    for slot in told.members:
+        told.ready(slot, setup_ms=15_000)
+    setup = {"unit": "setup", "where": "train.py:3 in main"}
+    assert not every(FenceWorker, idle(told, "b/2", 40_000, 0, **setup))
+    assert only(FenceWorker, idle(told, "b/2", 46_000, 0, **setup)).slot == "b/2"
+    told.ready("a/2")
+    assert not every(FenceWorker, idle(told, "a/2", 90_000, 0, **setup)), "it has come to run.steps()"
+
+
+def test_who_is_idle_while_all_are_called_elsewhere_is_late_though_nothing_was_observed(training: Told) -> None:
+    training.exits("b/0", signal=9)
+    training.park_all(passed=4)
+    idle(training, "a/1", 30_000)
+    assert only(FenceWorker, judged(training)).slot == "a/1"
+
+
+# -- everything is done, and one does not end -------------------------------------------------------------------------
+AFTER = {"unit": "the script's code after main", "where": "train.py:70 in upload"}
+
+
+def test_who_is_idle_after_main_while_the_others_have_ended_holds_nobody(training: Told) -> None:
+    finished(training)
+    training.now += 2_000
+    for slot in ("a/0", "a/1", "b/0"):
+        training.exits(slot, code=0)
+    training.now += 3_000
+    assert not every(FenceWorker, idle(training, "b/1", 5_000, **AFTER)), "they took 2 s"
+    training.now += 1_500
+    answers = idle(training, "b/1", 6_500, **AFTER)
+    assert only(FenceWorker, answers).slot == "b/1"
+    assert "train.py:70 in upload" in only(Notice, answers).text
+    assert stop_in(answers).exit_code == 0
+
+
+def test_who_is_idle_after_main_as_most_are_has_its_own_limit(training: Told) -> None:
+    finished(training)
+    training.exits("a/0", code=0)
+    for slot in ("a/1", "b/0", "b/1"):
+        assert not every(FenceWorker, idle(training, slot, 60_000, **AFTER))
+
+
+def test_while_another_works_after_main_nobody_is_compared(training: Told) -> None:
+    finished(training)
+    for slot in ("a/0", "a/1"):
+        training.exits(slot, code=0)
+    assert not every(FenceWorker, idle(training, "b/1", 60_000, **AFTER))
+
+
 # -- everything is done --------------------------------------------------------------------------------------------------
 def finished(told: Told) -> Sequence[Command]:
     return [command for slot in list(told.members) for command in told.finishes(slot)]

@@ -61,3 +61,30 @@ def test_who_is_killed_or_stopped_after_main_is_not_missed(what: str, play: Play
     assert ran.exit_code == 0, ran
     assert not lost(ran), ran
     assert "rank 1 had finished training, and is gone" in ran.stderr, ran
+
+
+@pytest.mark.parametrize("what", ["hangs first", "spins first", "hangs after the loop", "spins after the loop"])
+def test_who_hangs_where_it_has_no_history_is_found_by_that_of_the_others(what: str, play: Play) -> None:
+    ran = play(what, 0)
+    assert ran.exit_code == 0, ran
+    assert lost(ran) == [1], ran
+
+
+def test_who_hangs_in_its_setup_makes_the_world_begin_again(play: Play) -> None:
+    ran = play("hangs in setup", 0)
+    assert ran.exit_code == 0, ran
+    assert "start again" in ran.stderr, ran
+
+
+@pytest.mark.parametrize("what", ["hangs at exit", "spins at exit"])
+def test_who_hangs_after_main_while_all_others_have_ended_holds_nobody(what: str, play: Play) -> None:
+    ran = play(what, 0)
+    assert ran.exit_code == 0, ran
+    assert not lost(ran), ran
+    assert "rank 1 had finished training, and is gone" in ran.stderr, ran
+
+
+def test_who_waits_alone_for_something_and_looks_at_it_is_waited_for(play: Play) -> None:
+    ran = play("polls", 45)
+    assert ran.exit_code == 0, ran
+    assert not lost(ran), ran

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rackrun.worker.pace import Pace
-from rackrun.worker.unit_times import UNKNOWN, UnitTimes
+from rackrun.worker.unit_times import EXITS, PEERS_LEAST_MS, UNKNOWN, UnitTimes
 
 STEP_S = 0.05
 
@@ -23,7 +23,7 @@ def paced(steps: int = 20) -> Pace:
 
 def test_a_first_phase_has_minutes_whatever_steps_take() -> None:
     pace = paced()
-    assert pace.step_deadline_ms() == 1000
+    assert pace.step_allowance().idle_ms == 1000
     assert pace.allowance("evaluate") == UNKNOWN
     assert UNKNOWN.idle_ms >= 600_000
 
@@ -70,8 +70,44 @@ def test_run_expect_raises_both_limits_once() -> None:
     for _ in range(5):
         pace.unit_took("save", 1.0)
     pace.expect(500.0)
-    assert min(pace.allowance("save")) == 500_000
+    allowed = pace.allowance("save")
+    assert (allowed.idle_ms, allowed.busy_ms) == (500_000, 500_000)
     assert pace.allowance("save").idle_ms == 3000
+
+
+def test_where_a_rank_knows_too_little_the_times_of_others_count_after_half_a_minute() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.took(1.0)
+    assert pace.allowance("save").least_ms == PEERS_LEAST_MS == 30_000
+    pace.unit_took("save", 20.0)
+    assert pace.allowance("save") == (150_000, 300_000, 60_000), "three times what it took itself"
+    pace.expect(500.0)
+    assert pace.allowance("save").least_ms == 500_000
+    for _ in range(4):
+        pace.unit_took("save", 20.0)
+    assert pace.allowance("save") == (60_000, 180_000, 0), "it knows enough"
+
+
+def test_first_steps_too() -> None:
+    pace = Pace()
+    assert pace.step_allowance() == (600_000, 0, 30_000)
+    pace.took(15.0)
+    assert pace.step_allowance() == (150_000, 0, 45_000)
+    pace.expect(100.0)
+    assert pace.step_allowance() == (100_000, 0, 100_000)
+    assert paced().step_allowance() == (1000, 0, 0)
+
+
+def test_after_main_seconds_are_enough() -> None:
+    assert EXITS.least_ms == 12_000, "more than the ten seconds that some scripts sleep at their end"
+
+
+def test_run_expect_holds_for_the_code_after_the_loop_and_after_main_too() -> None:
+    pace = paced()
+    assert pace.unobserved(EXITS) == EXITS
+    pace.expect(100.0)
+    assert pace.unobserved(UNKNOWN).least_ms == pace.unobserved(EXITS).least_ms == 100_000
 
 
 def test_what_was_slow_and_no_hang_has_more_time_the_next_time() -> None:

@@ -3,7 +3,10 @@
 Each process writes ``FOLDER/pid-RANK`` before its first step. ``WHAT``:
 ``busy``: rank 1 works between two steps for ``SECONDS``, as long as rank 0 is killed and replaced; ``hangs``: it sleeps there, once;
 ``save``: rank 0 works in its first phase, for many times as long as a step; ``evaluate``: all sleep in a phase;
-``after``: rank 1 is killed, ``stopped``: it is stopped, when ``main`` has returned on it and not on rank 0.
+``after``: rank 1 is killed, ``stopped``: it is stopped, when ``main`` has returned on it and not on rank 0;
+``hangs first``, ``hangs in setup``, ``hangs after the loop``, ``hangs at exit``: rank 1 sleeps for ever, once, where it has no history: after the first
+step, before ``run.steps()``, before ``main`` returns, after it has; ``spins ...``: it goes round in an empty loop there;
+``polls``: rank 0 looks once a second, in its first phase, whether ``SECONDS`` are over, and all others wait for it.
 """
 
 from __future__ import annotations
@@ -57,6 +60,14 @@ def kill(rank: int, how: signal.Signals = signal.SIGKILL) -> None:
     os.kill(int((FOLDER / f"pid-{rank}").read_text()), how)
 
 
+def hang_if(place: str, rank: int) -> None:
+    how, _, where = WHAT.partition(" ")
+    if where == place and rank == 1 and once("hung"):
+        while how == "spins":
+            pass
+        time.sleep(3600)
+
+
 def tell(line: str) -> None:
     with (FOLDER / "told").open("a") as file:
         file.write(f"{line}\n")
@@ -64,6 +75,7 @@ def tell(line: str) -> None:
 
 @rackrun.elastic(global_batch_size=12, micro_batch_size=2)
 def main(run: rackrun.Run) -> None:
+    hang_if("in setup", run.rank)
     model = DDP(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     run.track(model=model, optimizer=optimizer)
@@ -80,19 +92,25 @@ def main(run: rackrun.Run) -> None:
         tell(f"{WHAT} on {run.rank}")
         if WHAT == "evaluate" or (WHAT == "save" and run.rank == 0):
             work(seconds_of_work()) if WHAT == "save" else time.sleep(SECONDS)
+        if WHAT == "polls" and run.rank == 0:
+            for _ in range(int(SECONDS)):
+                time.sleep(1.0)
 
-    if WHAT in ("save", "evaluate"):
+    if WHAT in ("save", "evaluate", "polls"):
         run.every(12, phase)
     for step in run.steps(STEPS):
         if int(step) == 0:
             (FOLDER / f"pid-{run.rank}").write_text(str(os.getpid()))
         train(step)
+        if int(step) == 0:
+            hang_if("first", run.rank)
         if int(step) == AT and run.rank == 1 and WHAT in ("busy", "hangs") and once("long"):
             kill(0)
             if WHAT == "busy":
                 work(seconds_of_work())
             else:
                 time.sleep(3600)
+    hang_if("after the loop", run.rank)
     if WHAT in ("after", "stopped") and run.rank == 0:
         while not (FOLDER / "returns").exists():
             time.sleep(0.01)
@@ -105,3 +123,4 @@ def main(run: rackrun.Run) -> None:
 
 
 main()
+hang_if("at exit", int(os.environ["RANK"]))
