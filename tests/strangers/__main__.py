@@ -187,6 +187,11 @@ def again(campaign: Campaign, rows: list[dict[str, Any]]) -> int:
     return 1 if bad or not rows else 0
 
 
+def wanted(name: str, parts: list[str]) -> bool:
+    """A part that is the whole name of some script means that script alone."""
+    return any(name == part or (part in name and not (SCRIPTS / f"{part}.py").exists()) for part in parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.strangers", description=__doc__)
     parser.add_argument("--seeds", default="0:50", help="FROM:TO")
@@ -202,7 +207,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in hand is ended, too
     first, _, end = args.seeds.partition(":")
-    chosen = [path for path in scripts() if not args.only or any(part in path.stem for part in args.only.split(","))]
+    chosen = [path for path in scripts() if not args.only or wanted(path.stem, args.only.split(","))]
     args.tally = args.tally.resolve()
     args.tally.parent.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(args.tally, args.seconds)
