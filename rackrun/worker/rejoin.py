@@ -63,7 +63,9 @@ class Rejoin:
         this process entered its loop; it can go back no further."""
         world = self._world
         while True:
-            if world.generation:  # the time of the unit that broke is over; how long a plan takes is not this rank's to answer for
+            if (
+                world.generation
+            ):  # the time of the unit that broke is over; how long a plan takes is not this rank's to answer for
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())

@@ -246,9 +246,7 @@ class TrackedState:
     def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What load_state_dict and lists of optimizers are given in place of local parts."""
         return {
-            info.path: self.as_part(info, tensors[info.path])
-            for info in manifest.tensors
-            if info.sharding is not None
+            info.path: self.as_part(info, tensors[info.path]) for info in manifest.tensors if info.sharding is not None
         }
 
     def layout(self) -> str:

@@ -81,8 +81,16 @@ def test_who_does_not_end_is_hung_and_what_did_not_strike_proves_nothing() -> No
 def test_a_shrunk_world_is_compared_by_what_ranks_share() -> None:
     smaller = [line | {"own": {"seen": ["other", 5.0]}} for line in said(ranks=1)]
     assert not difference(said(), smaller, exact=True, same_world=False)
-    far = [line | {"shared": {name: [digest, 3.0] for name, (digest, _) in line["shared"].items()}} for line in smaller]
-    assert difference(said(), far, exact=False, same_world=False)
+
+    def scaled(factor: float) -> list[dict[str, Any]]:
+        return [
+            line | {"shared": {name: ["other bits", size * factor] for name, (_, size) in line["shared"].items()}}
+            for line in smaller
+        ]
+
+    assert not difference(said(), scaled(1.0001), exact=False, same_world=False)
+    assert difference(said(), scaled(1.0001), exact=True, same_world=False)
+    assert difference(said(), scaled(2.0), exact=False, same_world=False)
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,8 @@ def test_exact_on_a_mesh(main: Script, how: dict[str, Any], train: Train) -> Non
     deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 3)}
     ended = train(main, ranks=4, batch=(16, 2), kill=deaths, **how)
     assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
-    if main not in {tensor_parallel, tensor_parallel_averaged}:  # sharded over dp as well, there: every rank holds a part of its own
+    split_over_both = {tensor_parallel, tensor_parallel_averaged}  # every rank holds a part of its own there
+    if main not in split_over_both:
         assert not ended.rolled_back, ended
 
 

@@ -65,7 +65,7 @@ def main(run):
     @run.step
     def train_step(step):
         batches = [play(len(ids)) for (ids,) in data]
-        for epoch in range(3):
+        for _ in range(3):
             for seen, action, old, reward in batches:
                 out = model(seen)
                 now = out[:, :3].log_softmax(-1).gather(1, action)
