@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.checkpoint.entries import entries_of, locals_of
@@ -107,11 +108,11 @@ class Contents:
         parts = self._parts()
         for name in self.objects:
             prefix = f"{name}/"
-            for path in [path for path in parts if path.startswith(prefix)]:
-                del parts[path]  # a state_dict may be a copy: what is read goes into tensors of its own
+            held = {path: parts.pop(path) for path in [path for path in parts if path.startswith(prefix)]}
             for path, entry in saved.items():
                 if path.startswith(prefix):
-                    parts[path] = torch.empty(entry.global_shape, dtype=_dtype(entry))
+                    # a state_dict may be a copy: what is read goes into tensors of its own
+                    parts[path] = _like_held(held.get(path), entry)
         return parts
 
     def put(self, plain: Plain, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -259,6 +260,13 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _dtype(entry: TensorEntry) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return dtype
+
+
+def _like_held(held: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
+    """To be filled: whole, or a DTensor where the object holds one of this shape."""
+    if isinstance(held, DTensor) and tuple(held.shape) == entry.global_shape:
+        return torch.empty_like(held, dtype=_dtype(entry))
+    return torch.empty(entry.global_shape, dtype=_dtype(entry))
 
 
 def _of(saved: Mapping[str, Any], name: str) -> Any:

@@ -290,6 +290,7 @@ class ControlPlane:
         loss = self._rack.exited(record, event)
         self._job.recovery.sources.remember(record, event)
         if condemned:  # it was counted as lost when it was fenced
+            self._job.recovery.seen_to_end(loss)
             self._job.slot_empty(event.at_ms)
         else:
             self._job.lost([loss], event.at_ms)

@@ -148,6 +148,12 @@ class Recovery:
         else:
             self._break(self._told(), at_ms)
 
+    def seen_to_end(self, loss: Loss) -> None:
+        """A member that was counted as lost when it was fenced has ended. How far it had come is known now."""
+        for rank, known in self._losses.items():
+            if known.record is loss.record and known.exit is None:
+                self._losses[rank] = Loss(record=known.record, because=known.because, exit=loss.exit)
+
     def _retire(self, losses: Sequence[Loss], at_ms: int) -> None:
         for loss in losses:
             rank = loss.record.rank

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from rackrun.core.ids import BEGIN, Position
+from rackrun.worker.shardings import Sharding
 
 __all__ = ["Changes", "Lineage", "Manifest", "TensorInfo"]
 
@@ -21,9 +22,11 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     on_host: bool
     """On the CPU although the model is not (an optimizer's step counter)."""
     like_param: bool
-    """An optimizer's tensor that is sharded as its parameter is."""
+    """An optimizer's tensor that has the shape of its parameter, and is sharded as that is."""
     strides: tuple[int, ...] = ()
     """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
+    sharding: Sharding | None = None
+    """Of a DTensor that is no parameter, nor sharded as its parameter is."""
 
     @property
     def nbytes(self) -> int:

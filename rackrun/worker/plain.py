@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 
-__all__ = ["flatten", "like", "with_tensors", "without_tensors"]
+__all__ = ["flatten", "leaves", "like", "with_tensors", "without_tensors"]
 
 
 def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
+    """Path -> tensor, of all that ``value`` holds: detached, in the same memory."""
+    return {path: tensor.detach() for path, tensor in leaves(prefix, value)}
+
+
+def leaves(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, each tensor as the object that its owner has."""
     if isinstance(value, torch.Tensor):
-        return {prefix: value.detach()}
-    found: dict[str, torch.Tensor] = {}
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for key, item in items:
-        found.update(flatten(f"{prefix}/{key}", item))
-    return found
+        yield prefix, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(f"{prefix}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            yield from leaves(f"{prefix}/{key}", item)
 
 
 _TENSOR = "__rackrun_tensor__"

@@ -32,11 +32,12 @@ class Refill:
     ) -> None:
         self._state, self._manifest = state, state.fitted(manifest)
         self._tensors = state.allocate(self._manifest)
-        parts = state.parts()
+        parts = {info.path: state.as_part(info, self._tensors[info.path]) for info in self._manifest.tensors}
+        parts |= state.parts()
         wanted: dict[int | None, list[TensorEntry]] = {}
         self._places: dict[str, torch.Tensor] = {}
         for path, tensor in self._tensors.items():
-            target = entry_of(path, parts.get(path, tensor), rank)
+            target = entry_of(path, parts[path], rank)
             self._places[target.name] = tensor
             wanted.setdefault(source(path, target), []).append(target)
         self.fetches: dict[int, list[Fetch]] = {}

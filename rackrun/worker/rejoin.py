@@ -69,6 +69,10 @@ class Rejoin:
         world = self._world
         world.stages.reached("parked")
         while True:
+            if (
+                world.generation
+            ):  # the time of the unit that broke is over; how long a plan takes is not this rank's to answer for
+                self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             mine = self._runtime.member_of(plan)
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed

@@ -23,7 +23,8 @@ from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
-from rackrun.worker.plain import flatten, like, with_tensors, without_tensors
+from rackrun.worker.plain import flatten, leaves, like, with_tensors, without_tensors
+from rackrun.worker.shardings import Sharding, part_like, take_part
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
 
 __all__ = ["TrackedState"]
@@ -95,23 +96,25 @@ class TrackedState:
         """The same, as tensors that know which part they are (DTensors)."""
         for module in self.modules.values():
             fsdp.reshard(module)
-        found: dict[str, torch.Tensor] = {}
+        return dict(self._leaves())
+
+    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Path -> tensor, as the object that its owner has."""
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
-                found[f"{name}/param/{path}"] = parameter
+                yield f"{name}/param/{path}", parameter
             for path, buffer in module.named_buffers():
-                found[f"{name}/buffer/{path}"] = buffer
+                yield f"{name}/buffer/{path}", buffer
         for name, optimizer in self.optimizers.items():
             for path, _, key, value in _optimizer_state(optimizer):
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}/{path}/{key}"] = value
+                    yield f"{name}/{path}/{key}", value
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
-                        found[f"{name}/group/{index}/{key}"] = value
+                        yield f"{name}/group/{index}/{key}", value
         for name, other in self.others.items():
-            found.update(flatten(f"{name}/state", other.state_dict()))
-        return found
+            yield from leaves(f"{name}/state", other.state_dict())
 
     def is_settled(self, path: str) -> bool:
         """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
@@ -139,23 +142,30 @@ class TrackedState:
         return dict(self._buffers())
 
     def manifest(self, replica_class: str) -> Manifest:
+        parts, parameters = self.parts(), self._parameters_by_path()
         like = {
             f"{name}/{path}/{key}"
             for name, optimizer in self.optimizers.items()
             for path, parameter, key, value in _optimizer_state(optimizer)
-            if isinstance(value, DTensor) and isinstance(parameter, DTensor)
+            if "/" not in key  # what is in a list is made anew with the list
+            and isinstance(value, DTensor)
+            and isinstance(parameter, DTensor)
+            and _lie_alike(value, parameter)
         }
-        tensors = [
-            TensorInfo(
-                path,
-                str(t.dtype).removeprefix("torch."),
-                tuple(t.shape),
-                t.device.type == "cpu",
-                path in like,
-                () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
+        tensors = []
+        for path, part in parts.items():
+            t = local_part(part)
+            tensors.append(
+                TensorInfo(
+                    path,
+                    str(t.dtype).removeprefix("torch."),
+                    tuple(t.shape),
+                    t.device.type == "cpu",
+                    path in like,
+                    () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
+                    None if path in like or path in parameters else Sharding.of(part, parameters),
+                )
             )
-            for path, t in self.tensors().items()
-        ]
         return Manifest(tensors, self.encode_plain(), replica_class, self.lineage)
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -164,13 +174,16 @@ class TrackedState:
         Existing tensors are kept, so references to them stay good. Raises `StepError` when the script has built another
         model here than there.
         """
-        present = self.tensors()
+        parts = self.parts()
+        present = {path: local_part(part) for path, part in parts.items()}
         wanted: dict[str, torch.Tensor] = {}
         owned = {f"{name}/group/" for name in self.optimizers} | {f"{name}/" for name in self.modules}
         for info in manifest.tensors:
             tensor = present.get(info.path)
             if tensor is not None and tuple(tensor.shape) == info.shape and str(tensor.dtype) == f"torch.{info.dtype}":
                 wanted[info.path] = tensor
+            elif (part := self._other_part(info, parts.get(info.path))) is not None:
+                wanted[info.path] = part
             elif any(info.path.startswith(prefix) for prefix in owned):
                 here = f"{tuple(tensor.shape)} {tensor.dtype}" if tensor is not None else "nothing"
                 raise StepError(
@@ -182,6 +195,13 @@ class TrackedState:
         self._forget_others(wanted)
         return wanted
 
+    def _other_part(self, info: TensorInfo, held: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory for this rank's part of a DTensor that a spare has made as another rank; None where it is none."""
+        if not isinstance(held, DTensor) or str(held.dtype) != f"torch.{info.dtype}":
+            return None
+        local = info.empty(held.device)
+        return local if take_part(held, local) else None
+
     def fitted(self, manifest: Manifest) -> Manifest:
         """``manifest`` of a rank with other shards, as this rank has to allocate it."""
         shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
@@ -192,6 +212,9 @@ class TrackedState:
         infos = []
         for info in manifest.tensors:
             shape = shapes.get(info.path)
+            near = self._near(info)
+            if shape is None and info.sharding is not None and near is not None:
+                shape = info.sharding.local_shape(near)
             if shape is None and info.like_param:
                 shape = shapes.get(info.path.rpartition("/")[0] + "/")
             infos.append(info if shape is None else msgspec.structs.replace(info, shape=shape, strides=()))
@@ -199,8 +222,32 @@ class TrackedState:
 
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
-        self.put_plain(manifest.plain, tensors)
+        self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
         self.filled += 1
+
+    def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
+        """``local`` as the DTensor of which it is this rank's part, where the manifest says that it is one."""
+        near = self._near(info)
+        return local if near is None or info.sharding is None else info.sharding.whole(local, near)
+
+    def _near(self, info: TensorInfo) -> DTensor | None:
+        if info.sharding is None:
+            return None
+        parameter = self._parameters_by_path().get(info.sharding.near)
+        return parameter if isinstance(parameter, DTensor) else None
+
+    def _parameters_by_path(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}/param/{path}": parameter
+            for name, module in self.modules.items()
+            for path, parameter in module.named_parameters()
+        }
+
+    def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What load_state_dict and lists of optimizers are given in place of local parts."""
+        return {
+            info.path: self.as_part(info, tensors[info.path]) for info in manifest.tensors if info.sharding is not None
+        }
 
     def layout(self) -> str:
         """A hash that is equal on ranks whose parameters are the same shards of the same model."""
@@ -269,15 +316,8 @@ class TrackedState:
         optimizer = self.optimizers[name]
         parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
         held = optimizer.state[parameter].get(key)
-        if isinstance(parameter, DTensor) and (held is None or isinstance(held, DTensor)) and value.dim():
-            value = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+        if value.dim():
+            value = part_like(value, parameter if held is None else held)
         optimizer.state[parameter][key] = value
 
     def optimizer_keys(self) -> dict[str, dict[int, set[str]]]:
@@ -325,7 +365,7 @@ class TrackedState:
         local = info.empty(device)
         if "/" in key:
             return local  # of a list: put_plain makes it
-        value: torch.Tensor = local
+        value = self.as_part(info, local)
         if info.like_param:
             value = DTensor.from_local(
                 local,
@@ -387,10 +427,10 @@ class TrackedState:
                 _, group_index, index, key = path.split("/", 3)
                 held = optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]]
                 inside = flatten(f"{name}/{path}", held.get(key))
-                held[key] = like(held.get(key), with_tensors(value, {**inside, **tensors}))
+                held[key] = like(held.get(key), with_tensors(value, _over(inside, tensors)))
         for name, other in self.others.items():
             current = other.state_dict()
-            filled = with_tensors(plain[name], {**flatten(f"{name}/state", current), **tensors})
+            filled = with_tensors(plain[name], _over(flatten(f"{name}/state", current), tensors))
             other.load_state_dict(like(current, filled))
         for name, module in self.modules.items():
             for path, value in plain.get(name, {}).items():
@@ -416,6 +456,15 @@ def _refuse(name: str, thing: Any) -> None:
             f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
             remedy="use fully_shard (FSDP2).",
         )
+
+
+def _over(present: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` in place of those that are there, as DTensors where these are."""
+    return {**present, **{path: part_like(tensor, present.get(path)) for path, tensor in tensors.items()}}
+
+
+def _lie_alike(one: DTensor, other: DTensor) -> bool:
+    return (one.device_mesh, one.placements, one.shape) == (other.device_mesh, other.placements, other.shape)
 
 
 def _shard_of(parameter: torch.Tensor) -> str:

@@ -286,6 +286,19 @@ def test_when_all_are_lost_what_they_had_done_is_told_by_their_ends() -> None:
         assert told.view.phase == phase
 
 
+def test_what_a_rank_had_done_that_was_given_up_is_told_by_its_end() -> None:
+    """It was silent, so it was fenced, and counted as lost before it was seen to end."""
+    for step, phase in ((1, "setup"), (50, "stopped")):
+        told = Told(JobConfig(trays_min=1, trays_max=1, spares=0))
+        told.join("a", 2)
+        told.train()
+        told.exits("a/0", step=step)
+        told.timer("gather")
+        told.stalls("a/1", silent=True)
+        told.exits("a/1", step=step)
+        assert told.view.phase == phase
+
+
 def test_a_rollback_that_is_broken_off_is_followed_by_another(rack: Told) -> None:
     """Some members have gone back, others have not: only one more rollback makes them one again."""
     rack.train("pair")

@@ -71,6 +71,8 @@ HARD = (
     Hard("hsdp", "step.backward", 8, "a shard that has a replica"),
     Hard("fsdp_mixed", "scheduler.step()", 8, "a shard that has none"),
     Hard("fsdp_exact", "ema.update(model)", 8, "shards without replica, and without a spare", spares=0),
+    Hard("fsdp_exact", "ema.update(model)", 8, "shards without replica, and an average of them made by hand"),
+    Hard("tp_dp", "step.backward", 0, "one half of a tensor-parallel pair, in the first step", rank=3),
     Hard("lora", "step.backward", 8, "a world that shrinks", spares=0),
     Hard("pipeline", "h.backward(grad)", 8, "a stage", rank=0),
     Hard("compiled", "step.backward", 8, "a compiled model", rank=0),

@@ -63,10 +63,93 @@ def fsdp_clipped(run: Run) -> None:
         step(number)
 
 
+def row_sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor of another shape than its tensor, where that has rows."""
+    return tensor.detach().abs() if tensor.dim() == 1 else tensor.detach().abs().mean(-1, keepdim=True)
+
+
+class Average:
+    """Of DTensors, by hand. ``fills``: load_state_dict copies into what there is; else it keeps what it is given. ``late``: there is
+    nothing before the first update, so a newcomer has no such tensor."""
+
+    def __init__(self, model: nn.Module, *, fills: bool, late: bool = False) -> None:
+        self.fills = fills
+        self.values = {} if late else {path: p.detach().clone() for path, p in model.named_parameters()}
+        self.sums: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for path, parameter in model.named_parameters():
+            if path not in self.values:
+                self.values[path] = parameter.detach().clone()
+            self.values[path].mul_(0.9).add_(parameter, alpha=0.1)
+        self.sums = [row_sizes(value) for value in self.values.values()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self.values), "sums": list(self.sums)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for path, value in state["values"].items():
+            if self.fills and path in self.values:
+                self.values[path].copy_(value)
+            else:
+                self.values[path] = value.clone()
+        self.sums = list(state["sums"])
+
+
+def averaging(run: Run, model: nn.Module, average: Average) -> None:
+    def after(_: int) -> None:
+        average.update(model)
+        assert all(isinstance(one, DTensor) for one in [*average.values.values(), *average.sums])
+
+    fit(run, model, adam(model, foreach=False), after=after, average_by_hand=average)
+
+
+def fsdp_averaged(run: Run) -> None:
+    model = sharded()
+    averaging(run, model, Average(model, fills=True))
+
+
+def fsdp_averaged_late(run: Run) -> None:
+    model = sharded()
+    averaging(run, model, Average(model, fills=False, late=True))
+
+
+class Lion(torch.optim.Optimizer):
+    """As people write it: state that is made in the first step, in a list and in tensors of another shape than the parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["recent"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+                    state["rows"] = row_sizes(parameter)
+                state["recent"][0].lerp_(parameter.grad, 0.1)
+                state["recent"][1].lerp_(parameter.grad, 0.01)
+                state["rows"].mul_(0.9).add_(row_sizes(parameter), alpha=0.1)
+                assert isinstance(state["rows"], DTensor)
+                update = (state["recent"][0] + state["recent"][1]).sign()
+                parameter.add_(update * state["rows"].clamp(0.1, 1), alpha=-group["lr"])
+
+
+def fsdp_lion(run: Run) -> None:
+    model = sharded()
+    fit(run, model, Lion(model))
+
+
 @pytest.mark.parametrize(
     "main",
     [
         fsdp,
+        fsdp_averaged,
+        fsdp_averaged_late,
+        fsdp_lion,
         *(pytest.param(main, marks=pytest.mark.stories) for main in (fsdp_kept_gathered, fsdp_mixed_precision)),
         fsdp_clipped,
     ],
@@ -87,6 +170,12 @@ def hsdp(run: Run) -> None:
     fit(run, model, adam(model))
 
 
+def hsdp_averaged(run: Run) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh)
+    averaging(run, model, Average(model, fills=False, late=True))
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +192,13 @@ def tensor_parallel(run: Run) -> None:
     parallelize_module(model, run.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=run.mesh["dp"])
     fit(run, model, adam(model, foreach=False))
+
+
+def tensor_parallel_averaged(run: Run) -> None:
+    model = Mlp()
+    parallelize_module(model, run.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=run.mesh["dp"])
+    averaging(run, model, Average(model, fills=True))
 
 
 def redistribute(run: Run) -> None:
@@ -134,9 +230,11 @@ def redistribute(run: Run) -> None:
     [
         (hsdp, {"mesh": {"replicate": 2, "shard": 2}}),
         pytest.param(tensor_parallel, {"mesh": {"dp": -1, "tp": 2}}, marks=pytest.mark.stories),
+        (hsdp_averaged, {"mesh": {"replicate": 2, "shard": 2}}),
+        (tensor_parallel_averaged, {"mesh": {"dp": -1, "tp": 2}}),
         (redistribute, {"mesh": {"dp": -1}}),
     ],
-    ids=["hsdp", "tensor_parallel", "redistribute"],
+    ids=["hsdp", "tensor_parallel", "hsdp_averaged", "tensor_parallel_averaged", "redistribute"],
 )
 def test_exact_on_a_mesh(main: Script, how: dict[str, Any], train: Train) -> None:
     reference = train(main, ranks=4, batch=(16, 2), **how)
@@ -144,7 +242,8 @@ def test_exact_on_a_mesh(main: Script, how: dict[str, Any], train: Train) -> Non
     deaths = {rank: moments(reference, rank, main.__name__)[0] for rank in (0, 3)}
     ended = train(main, ranks=4, batch=(16, 2), kill=deaths, **how)
     assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
-    if main is not tensor_parallel:  # sharded over dp as well, there: every rank holds a part of its own
+    split_over_both = {tensor_parallel, tensor_parallel_averaged}  # every rank holds a part of its own there
+    if main not in split_over_both:
         assert not ended.rolled_back, ended
 
 

@@ -54,6 +54,27 @@ def test_a_newcomer_is_not_asked_for_steps_from_before_its_time(train: Train) ->
     assert ended.rolled_back
 
 
+def test_who_waits_for_a_plan_is_not_on_its_units_time(train: Train) -> None:
+    """Somebody else may hold the plan up for longer than a step may take: nobody is to be given up for that who waits."""
+
+    def main(run: Run) -> None:
+        world, page, seen = run._runtime.world, run._runtime.page, []
+        wait_plan = world.wait_plan
+
+        def looked_at() -> Any:
+            if world.generation:
+                seen.append((page.activity.name, page.deadline_ms))
+            return wait_plan()
+
+        world.wait_plan = looked_at  # type: ignore[method-assign]
+        train_with(run, net())
+        say(seen=seen)
+
+    ended = train(main, kill={1: "enters a collective after Position(step=3"})
+    assert ended.exit_code == 0, ended
+    assert [seen for said in ended.said.values() for seen in said["seen"]] == [["RECOVERING", 0]] * 2, ended.said
+
+
 def test_a_stop_that_is_rolled_back_with_its_step_stops_everybody_after_the_same_one(train: Train) -> None:
     """The gate that told of the stop is to be passed again: no newcomer may act on it before."""
 

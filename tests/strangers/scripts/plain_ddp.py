@@ -20,7 +20,8 @@ def main():
     record = Record(sys.argv[1])
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    # Else DDP lays its buckets out anew after the first backward of every start, and adds in another order in that one than in a run that goes on.
+    model = DDP(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     g = torch.Generator().manual_seed(1)
     dataset = TensorDataset(torch.randn(96, 16, generator=g), torch.randint(4, (96,), generator=g))
