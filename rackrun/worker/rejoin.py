@@ -69,9 +69,8 @@ class Rejoin:
         world = self._world
         world.stages.reached("parked")
         while True:
-            if (
-                world.generation
-            ):  # the time of the unit that broke is over; how long a plan takes is not this rank's to answer for
+            if world.generation:
+                # The time of the unit that broke is over, and this rank does not answer for how long a plan takes.
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             mine = self._runtime.member_of(plan)
