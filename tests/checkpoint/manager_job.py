@@ -107,7 +107,10 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
             if report is not None:
                 tiers = sorted(set(report.tiers.values()))
                 say(
-                    restored=report.step, tiers=tiers, state=digest_of(model, optimizer, average), passed=len(report.passed_over)
+                    restored=report.step,
+                    tiers=tiers,
+                    state=digest_of(model, optimizer, average),
+                    passed=len(report.passed_over),
                 )
             if "die" in options:
                 die_at(rank, options["die"], folder / "died")
