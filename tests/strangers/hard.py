@@ -61,7 +61,9 @@ HARD = (
     Hard("syncbn_by_hand", "return (x - mean)", 8, "buffers moved after a reduction in the forward"),
     Hard("batchnorm", "dist.all_reduce(correct)", 9, "a phase in eval mode"),
     Hard("ema_by_hand", "dist.all_reduce(loss)", 11, "a phase with other weights in the model"),
-    Hard("ema_by_hand", "ema.restore(model", 23, "a later phase with other weights in the model, which no version shows"),
+    Hard(
+        "ema_by_hand", "ema.restore(model", 23, "a later phase with other weights in the model, which no version shows"
+    ),
     Hard("swa", "accuracy = ", 23, "the last phase, which changes buffers"),
     Hard("slow_save", "time.sleep(1.5)", 9, "a slow save of rank 0, and rank 1 is lost meanwhile", rank=0),
     Hard("early_stopping", "stopping.update", 11, "a phase that decides when to stop"),
