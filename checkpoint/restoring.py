@@ -235,14 +235,14 @@ class _Filling:
         return _Filled()
 
     def finish(self) -> dict[str, Any]:
-        return self._contents.put(self._plain, self._tensors)
+        return self._contents.put(self._plain, self._parts)
 
     def _fill(self) -> None:
         own = self._layout(self._own)
         self._plain = decode_plain(bytes(self._read(self._own, *own.extents[PLAIN])))
         saved = self._saved(own, self._plain)
-        parts = self._contents.targets(self._plain, {name: entry for name, (_, entry) in saved.items()})
-        targets, self._tensors = entries_of(parts), locals_of(parts)
+        self._parts = self._contents.targets(self._plain, {name: entry for name, (_, entry) in saved.items()})
+        targets, self._tensors = entries_of(self._parts), locals_of(self._parts)
         mine: dict[int, list[TensorEntry]] = {}
         others: list[TensorEntry] = []
         for target in targets:

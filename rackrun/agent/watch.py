@@ -41,6 +41,8 @@ _COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
 """After the others were called to another generation."""
 _WAITS_NS = 10_000_000_000
 """Who waits for so long in a collective tells how long its own code took before it, whatever its limit."""
+_SEEN_FROM_NS = 2_000_000_000
+"""Who may be compared is looked at from then on: its time counts from the first look that finds it lifeless."""
 _IDLE_AGAIN_NS = 5_000_000_000
 """Who is idle says so again."""
 _MS = 1_000_000
@@ -131,7 +133,7 @@ class Watch:
             due = not patience.compared_ns and patience.quiet_ns(now_ns, held_ns) > _WAITS_NS
         elif page.least_ms:
             least_ns = max(page.least_ms, self._floor_ms) * _MS
-            self._see(worker, patience, now_ns, least_ns)
+            self._see(worker, patience, now_ns, least_ns, min(least_ns // 2, _SEEN_FROM_NS))
             due = patience.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
         else:
             due = False
@@ -142,16 +144,16 @@ class Watch:
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
         return due
 
-    def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int) -> None:
-        """Its process is looked at only when half of the time is over."""
-        if 2 * patience.quiet_ns(now_ns, self._held_ns) <= limit_ns:
+    def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
+        """Its process is looked at only after ``from_ns`` without progress."""
+        if patience.quiet_ns(now_ns, self._held_ns) <= from_ns:
             return
         if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
             patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
             worker.page.ask_place()
 
     def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
-        self._see(worker, patience, now_ns, idle_ns)
+        self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
         return patience.overdue(now_ns, self._held_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: Worker, now_ns: int) -> None:

@@ -419,10 +419,9 @@ class Undo:
         self._suspect_everywhere = False
 
     def may_be_left(self) -> bool:
-        """Whether the phase in hand may be left at this point: what it has changed so far can be put back."""
-        if self._whole:
-            return True
-        return not self._found_moved() and all(self._copies.is_fresh(path) for path in self._moved())
+        """Whether the phase in hand may be left at this point: what it has changed so far can be put back. Told by content: a phase that
+        exchanges weights through ``.data`` for a while, and puts them back itself, was never seen to change any."""
+        return self._whole or not self._torn()
 
     @property
     def trained_bytes(self) -> int:
@@ -448,11 +447,6 @@ class Undo:
             for path, ref, version in self._trained
             if (parameter := ref()) is not None and _version(parameter) != version
         }
-
-    def _found_moved(self) -> bool:
-        """Something of which there is a digest alone was written to."""
-        free = dict(self._free_tensors()) if self._static else {}
-        return any(path in free and self._marks[path] != _mark(free[path]) for path in self._static)
 
     def _differing(self, known: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """From what was digested."""

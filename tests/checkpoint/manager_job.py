@@ -34,8 +34,29 @@ def digest(state: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+class Average:
+    """Of the weights, made by hand: of DTensors where they are sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for value, parameter in zip(self.values.values(), model.parameters(), strict=True):
+            value.mul_(0.9).add_(parameter, alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in self.values.items():
+            value.copy_(state[name])
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: Average) -> str:
     tensors: dict[str, Any] = {name.removeprefix("module."): value for name, value in model.named_parameters()}
+    tensors |= {f"average.{name}": value for name, value in average.values.items()}
     for index, state in enumerate(optimizer.state.values()):
         tensors |= {f"{index}.{key}": value for key, value in state.items()}
     return digest(tensors)
@@ -71,11 +92,11 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    progress = {"step": 0}
+    progress, average = {"step": 0}, Average(model)
     with CheckpointManager(
         folder / "checkpoints", memory=MemoryTier(shm), durable_every=options.get("durable_every")
     ) as checkpoints:
-        checkpoints.prepare({"model": model, "optim": optimizer, "progress": progress})
+        checkpoints.prepare({"model": model, "optim": optimizer, "average": average, "progress": progress})
         report = checkpoints.restore()
         with (folder / f"rank-{rank}.jsonl").open("a") as log:
 
@@ -86,7 +107,10 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
             if report is not None:
                 tiers = sorted(set(report.tiers.values()))
                 say(
-                    restored=report.step, tiers=tiers, state=digest_of(model, optimizer), passed=len(report.passed_over)
+                    restored=report.step,
+                    tiers=tiers,
+                    state=digest_of(model, optimizer, average),
+                    passed=len(report.passed_over),
                 )
             if "die" in options:
                 die_at(rank, options["die"], folder / "died")
@@ -96,13 +120,14 @@ def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any
                 optimizer.zero_grad()
                 model(data[rank::world]).square().mean().backward()
                 optimizer.step()
+                average.update(model)
                 if rank == options.get("drift"):
                     with torch.no_grad():
                         next(model.parameters())[0] += 1.0
                 progress["step"] = at + 1
                 checkpoints.save(at + 1 + 10 * rank * options.get("skew", 0))
                 known = checkpoints.latest()
-                say(step=at + 1, state=digest_of(model, optimizer), committed=known.step if known else 0)
+                say(step=at + 1, state=digest_of(model, optimizer, average), committed=known.step if known else 0)
             checkpoints.wait_until_finished()
             say(finished=progress["step"], latest=checkpoints.latest(), failed=checkpoints.counters.failed)
         if options.get("keep"):

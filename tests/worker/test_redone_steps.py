@@ -235,6 +235,30 @@ def test_weights_that_are_exchanged_for_a_while_are_found_where_the_step_was_lef
     assert bits(state) == before
 
 
+def test_a_phase_is_not_left_while_it_has_other_weights_in_the_model() -> None:
+    """It has put them back at its end as often as it has run, so nothing shows that it exchanges them, and no version does."""
+    model, optimizer = trained()
+    frozen, norm = nn.Linear(LARGE, 1), nn.BatchNorm1d(3)
+    state = tracked(model=model, optimizer=optimizer, frozen=frozen, norm=norm)
+    undo = Undo(state)
+    for exchanged in (model.weight, frozen.weight, optimizer.state[model.weight]["exp_avg"]):
+        for _ in range(9):
+            undo.begin(phase="every 1")
+            assert undo.may_be_left()
+            backup = exchanged.data.clone()
+            exchanged.data.mul_(0.9)
+            left, torn = undo.may_be_left(), exchanged.data.clone()
+            exchanged.data.copy_(backup)
+            assert undo.may_be_left()
+            undo.ended()
+        assert not left
+        undo.begin(phase="every 1")
+        exchanged.data.copy_(torn)
+        exchanged.data.copy_(backup)
+        assert not undo.discard(backward_open=False)
+        assert torch.equal(exchanged, backup)
+
+
 def test_parameters_that_were_frozen_for_a_while_are_trained_again() -> None:
     model, optimizer = trained()
     undo = Undo(tracked(model=model, optimizer=optimizer))
