@@ -42,6 +42,7 @@ from rackrun.core.events import (
     DeviceChecked,
     Event,
     PolicyAnswered,
+    ReplicasDiffer,
     SlowRank,
     SlowRanksChanged,
     SnapshotMirrored,
@@ -107,6 +108,8 @@ class Coordinator:
         self.departing: set[TrayId] = set()
         self.unfit: dict[SlotId, tuple[str, ...]] = {}
         """What it was told of, and not taken back."""
+        self._left_out: dict[SlotId, None] = {}
+        """At any time, for what was lost there."""
         self._slow: tuple[SlowRank, ...] = ()
         self.launches = 0
         self._inbox: deque[Event] = deque()
@@ -210,6 +213,9 @@ class Coordinator:
             self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
         if isinstance(event, SnapshotMirrored):
             self.sim.memory.heard(event)
+        self.sim.rollbacks.heard(event)
+        if isinstance(event, ReplicasDiffer):
+            self._distrust(event)
         commands = self.core.handle(event)
         self._hash.update(self._encode(event))
         self._hash.update(self._encode(commands))
@@ -221,6 +227,13 @@ class Coordinator:
             self._carry_out(command, launch=launch)
             must(self.stopped is None or number == len(commands) - 1, "the end is not the last")
 
+    def _distrust(self, event: ReplicasDiffer) -> None:
+        """The first of a generation that trains is believed, and all tell the same."""
+        truth, found = self.sim.truth, self.sim.differences[int(event.generation)]
+        phase = self.core.view().phase
+        if event.generation == max(truth.plans) and phase in ("training", "resuming", "parking"):
+            truth.distrust(int(event.good.step), found.flaws)
+
     def _mark(self, event: Event) -> None:
         if isinstance(event, TrayLost) or (isinstance(event, WorkerExited) and event.exit_code != 0):
             phase = self.core.view().phase
@@ -231,9 +244,7 @@ class Coordinator:
         sim = self.sim
         match command:
             case SetTimer():
-                late_s = 0.2 * sim.draw["timers"].random() if sim.buggify("coordinator: a late timer") else 0.0
-                at_ns = command.at_ms * 1_000_000 + round(late_s * 1e9)
-                sim.engine.at(at_ns, self.submit, TimerFired(name=command.name, at_ms=command.at_ms))
+                self._set(command)
             case BreakGeneration():
                 must(command.because, "a break without a reason")
                 sim.truth.announces(command.generation)
@@ -244,7 +255,7 @@ class Coordinator:
                 members = command.plan.members
                 self._send(command, [Worker(m.slot, m.incarnation) for m in members])
             case StartWorker():
-                must(command.slot not in self.withdrawn_slots(), "a worker starts in a place that is drained")
+                self._may_start(command.slot)
                 self._send_to(command, [tray_of(command.slot)])
             case FenceWorker():
                 if not command.swept_along:
@@ -274,6 +285,20 @@ class Coordinator:
             case StopJob():
                 must(command.because, "a stop without a reason")
                 self.stopped = command
+
+    def _set(self, timer: SetTimer) -> None:
+        sim = self.sim
+        if timer.name.startswith("quarantine:"):
+            self._left_out[SlotId(timer.name.partition(":")[2])] = None
+            sim.marks.sometimes("a slot was left out for a while")
+        late_s = 0.2 * sim.draw["timers"].random() if sim.buggify("coordinator: a late timer") else 0.0
+        at_ns = timer.at_ms * 1_000_000 + round(late_s * 1e9)
+        sim.engine.at(at_ns, self.submit, TimerFired(name=timer.name, at_ms=timer.at_ms))
+
+    def _may_start(self, slot: SlotId) -> None:
+        if slot in self._left_out:
+            self.sim.marks.sometimes("a slot that was left out was tried again")
+        must(slot not in self.withdrawn_slots(), "a worker starts in a place that is drained")
 
     def _planned(self, command: ResumeGeneration, *, launch: bool) -> None:
         plan, before = command.plan, self.sim.truth.plans

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Disk", "Unusable"]
 
 
+KEPT = 3
 _CALLS = ("write", "fsync", "rename")
 
 
@@ -116,7 +117,26 @@ class Disk:
         step, _, world = key
         if len(files.parts) == world and step not in self._whole:
             self._whole[step] = files
+            self._remove_old()
             self._sim.coordinator.checkpointed(process.agent, step)
+
+    def _remove_old(self) -> None:
+        """So many of the newest are kept. One that was found damaged, or is not to be trusted, counts as none."""
+        there = sorted(self._whole.keys() - self._damaged.keys())
+        for step in there[:-KEPT]:
+            del self._whole[step]
+            self._sim.marks.sometimes("an old checkpoint was removed")
+
+    def distrust(self, good: int, newest: int) -> None:
+        """Checkpoints of later units are not what they should be, up to ``newest``, which may still be written."""
+        for step in [step for step, _, _ in self._begun if step > good] + [newest] * (newest > good):
+            if step not in self._damaged:
+                self._damaged[step] = None
+                self._sim.marks.sometimes("a checkpoint was not to be trusted")
+
+    def began_with(self, generation: int) -> History:
+        """The state of the world that ``generation`` began."""
+        return self._began.get(generation) or self._sim.truth.began
 
     # -- reading
     def begins(self, generation: int) -> History:
@@ -145,6 +165,7 @@ class Disk:
         """All parts together: each may be of another generation, where the step was done again, but of the same training."""
         found = list(files.parts.values())
         must(all(one.unit == step for one in found), f"a checkpoint of step {step} with parts of other steps")
+        self._sim.truth.trusts(found[0], f"a world that begins from the checkpoint of step {step}")
         if not self._sim.job.exact:
             must(
                 len({tuple(one.worlds()) for one in found}) == 1,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rackrun.chaos.sim.truth import must
+from rackrun.chaos.sim.comparing import Difference, compare
+from rackrun.chaos.sim.truth import History, must
 from rackrun.core.commands import Plan
 from rackrun.core.ids import TrayId
 
@@ -29,6 +30,12 @@ class _Gate:
     """Ranks that will not see it."""
     pausing: bool = False
     draining: bool = False
+    unit: int = 0
+    states: dict[int, History] = field(default_factory=dict)
+    """What each has computed its gradients with."""
+    compared: bool = False
+    difference: Difference | None = None
+    """What all conclude who have compared their states; None: they are alike, or nobody has."""
 
 
 class Era:
@@ -42,6 +49,16 @@ class Era:
         self.met = False
         """All have come, and reach each other."""
         self._gates: dict[int, _Gate] = {}
+        self.entered = -1
+        """What was committed when all entered main again last, in this life of the job."""
+        self.compares_soon = -1
+        """The unit that states are compared in because this generation is new."""
+        self._first = -1
+
+    @property
+    def since(self) -> int:
+        """Where the world of these ranks began."""
+        return max(self.sim.began(self.generation), self.entered)
 
     # -- the exchange
     def takes_part(self, process: Process, rank: int) -> None:
@@ -84,8 +101,9 @@ class Era:
     def enter(self, process: Process, *, pausing: bool, draining: bool) -> None:
         unit, rank = process.passed + 1, process.its_rank
         self.takes_part(process, rank)
-        gate = self._gates.setdefault(unit, _Gate())
-        gate.entered[rank] = process
+        gate = self._gates.setdefault(unit, _Gate(unit=unit))
+        gate.entered[rank], gate.states[rank] = process, process.state_now
+        process.gate_states = gate.states
         gate.pausing |= pausing
         gate.draining |= draining
         if len(gate.entered) == self.world and not self.broken:
@@ -103,10 +121,25 @@ class Era:
             return
         if self.broken or any(member.paused for member in gate.entered.values()):
             return
+        if not gate.compared:
+            gate.compared = True
+            gate.difference = compare(self.sim, self, gate.unit, [gate.entered[rank] for rank in range(self.world)])
+            if gate.difference is not None:
+                self._differ(gate, gate.difference)
+        if gate.difference is not None:
+            return
         gate.open = True
+        if self._first < 0:
+            self._first, self.compares_soon = gate.unit, gate.unit + 1
         costs, draw = self.sim.costs, self.sim.draw["gates"]
         for process in gate.entered.values():
             process.later(costs.of(costs.gate_s, draw), process.see, self.generation)
+
+    def _differ(self, gate: _Gate, difference: Difference) -> None:
+        self.sim.differences[self.generation] = difference
+        costs, draw = self.sim.costs, self.sim.draw["gates"]
+        for process in gate.entered.values():
+            process.later(costs.of(costs.gate_s, draw), process.differs, difference)
 
     def sees(self, process: Process) -> _Gate | None:
         """The gate that it has entered, if it comes to see it pass."""

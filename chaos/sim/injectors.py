@@ -63,8 +63,6 @@ def _why_not(fault: Fault, kind: Subjects, *, disk: bool) -> str:
             return "its coordinator does not end before the job"
         case CrashAt(point=point) if point not in POINTS:
             return f"the model has no point {point!r}, but: {', '.join(POINTS)}"
-        case FlipBit(of=of) if of != "snapshot":
-            return f"it has no bits of {of}"
         case Link(replies_lost=True):
             return "its links have no bytes to lose"
         case PoisonBatch(how=how) if how != "raises":
@@ -101,6 +99,7 @@ class Injectors:
         self._crashes: list[tuple[CrashAt, Process | Agent, list[int]]] = []
         self.poison: dict[int, None] = {}
         """Units of which one sample raises."""
+        self._flips = 0
         self.delayed_s = 0.0
         """All that ranks are late by, one after the other at the worst."""
         for part in parts_of(plan.plan):
@@ -226,8 +225,10 @@ class Injectors:
                 self.delayed_s += for_s
             case Slow(share=share):
                 self._slow(process, share, undo)
-            case FlipBit():
+            case FlipBit(of="snapshot"):
                 return self._rot(process)
+            case FlipBit(of=of):
+                return self._flip(of, process, number)
             case PoisonBatch():
                 self.poison[process.passed + 2] = None
             case Xid(code=code):
@@ -250,6 +251,16 @@ class Injectors:
         if kept:
             self._sim.memory.rotten.add((process.agent.tray, process.owner, max(kept)))
         return bool(kept)
+
+    def _flip(self, of: str, process: Process, number: int) -> bool:
+        if process.state != "running" or not process.stateful or process.finished:
+            return False
+        if of == "gradients":  # in an exponent: what comes of it is not finite
+            process.repeats_its_unit()
+        else:
+            self._flips += 1
+            process.flip(f"flip {self._flips} of fault {number}")
+        return True
 
     def _judged(self, slot: SlotId, health: Health, what: str) -> None:
         agent = self._sim.agents.get(tray_of(slot))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rackrun.chaos.sim.simulation import Simulation
     from rackrun.chaos.sim.workers import Process
 
-__all__ = ["Damaged", "Memory", "named"]
+__all__ = ["Damaged", "Memory", "Unlike", "named"]
 
 Owner = tuple[SlotId, int]
 """Slot and incarnation of whose state it is."""
@@ -25,6 +25,10 @@ class Damaged(Exception):
     def __init__(self, step: int, where: str) -> None:
         super().__init__(step, where)
         self.step, self.where = step, where
+
+
+class Unlike(Exception):
+    """The sources hold different states."""
 
 
 def named(plan: Plan, step: int) -> int:
@@ -107,14 +111,17 @@ class Memory:
             return found
         if restore.rebuild:
             return self._rebuild(restore, named(plan, at))
+        peers = []
         for source in restore.sources:
             peer = self._sim.processes.get((plan.members[source].slot, plan.members[source].incarnation))
             if peer is None or not peer.alive or peer.state != "running" or peer.generation != plan.generation:
                 continue
             must(peer.passed == at, "a source that has gone on")
             self._sim.marks.sometimes("a replica was the source")
-            return peer.history
-        return None
+            peers.append(peer.state_now)
+        if any(one.digest != peers[0].digest for one in peers):
+            raise Unlike
+        return peers[0] if peers else None
 
     def _reachable(self, tray: TrayId) -> bool:
         agent = self._sim.agents.get(tray)
@@ -152,7 +159,7 @@ class Memory:
             if image is None:
                 return None
             found[id(image)] = image
-        must(len(found) == 1, "the old ranks have two histories")
+        must(len({id(one.plain) for one in found.values()}) == 1, "the old ranks have two histories")
         return next(iter(found.values()))
 
     def _rebuild(self, restore: Restore, name: int) -> History | None:

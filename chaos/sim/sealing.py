@@ -38,9 +38,20 @@ class Sealing:
         what = (self._seals, self._of.history, self._of.layout, self._of.generation)
         self._sim.engine.after(costs.of(costs.seal_s, draw) + late_s, self._of.do, self._sealed, *what)
 
-    def _sealed(self, seals: int, history: History, layout: int, generation: int) -> None:
+    def _sealed(self, seals: int, history: History, layout: int, generation: int, besides: int = -1) -> None:
         if seals == self._seals and not self._sim.crashes("worker: sealing", self._of):
-            self._keep(history, layout, generation)
+            self._keep(history, layout, generation, besides)
+
+    def to_compare(self, good: int) -> None:
+        """What was found good last stays besides; what was being sealed comes to nothing. Nobody else has a copy of it: replicas need none."""
+        self._seals += 1
+        arena = self._sim.memory.of(self._of.agent.tray, self._of.owner)
+        kept = int(snapshot_id(Generation(self._of.layout), Step(good))) if good >= 0 else -1
+        for name in [name for name in arena if name != kept]:
+            del arena[name]
+        costs, draw = self._sim.costs, self._sim.draw["snapshots"]
+        what = (self._seals, self._of.history, self._of.layout, self._of.generation, kept)
+        self._sim.engine.after(costs.of(costs.seal_s, draw), self._of.do, self._sealed, *what)
 
     def now(self, *, besides: int = -1) -> None:
         """Of what it is."""

@@ -32,6 +32,8 @@ from rackrun.chaos.faults import (
 )
 from rackrun.chaos.plan import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
 from rackrun.chaos.seeds import stream
+from rackrun.chaos.sim.draw_corruption import with_corruption
+from rackrun.chaos.sim.draw_long import LONG, a_long_job
 from rackrun.chaos.sim.simulation import Job
 from rackrun.chaos.sim.workers import POINTS
 from rackrun.chaos.targets import Last, One, Several, Target
@@ -142,6 +144,12 @@ def _few_faults(draw: random.Random) -> Part:
 
 def draw_job(seed: int) -> Job:
     """The job of this seed."""
+    if stream(seed, "swarm", "long").random() < LONG:
+        return a_long_job(seed, stream(seed, "swarm", "of weeks"))
+    return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
+
+
+def _with_or_without_disk(seed: int) -> Job:
     job, draw = _without_disk(seed), stream(seed, "swarm", "disk")
     if draw.random() < 0.6:
         return job

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rackrun.chaos.sim.comparing import Comparing, Difference, goes_back, is_due
 from rackrun.chaos.sim.disk import Unusable
-from rackrun.chaos.sim.memory import Damaged, named
+from rackrun.chaos.sim.memory import Damaged, Unlike, named
 from rackrun.chaos.sim.sealing import Sealing
 from rackrun.chaos.sim.truth import History, must
 from rackrun.chaos.sim.watch import Watch
@@ -25,6 +26,7 @@ from rackrun.core.commands import (
 from rackrun.core.events import (
     Event,
     Failure,
+    LossNotRepeated,
     SnapshotDamaged,
     WorkerElastic,
     WorkerExited,
@@ -40,6 +42,7 @@ from rackrun.core.ids import Generation, Position, Step, snapshot_id
 
 if TYPE_CHECKING:
     from rackrun.chaos.sim.agents import Agent
+    from rackrun.chaos.sim.eras import Era
     from rackrun.chaos.sim.memory import Owner
 
 __all__ = ["POINTS", "Process"]
@@ -96,6 +99,11 @@ class Process:
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._felt = -1
         self.sealing, self._watch = Sealing(self), Watch(self)
+        self.comparing = Comparing()
+        self.gate_states: dict[int, History] = {}
+        """Of the gate that it has entered last."""
+        self._once_more = False
+        """Its loss was not finite, and all compute the unit again."""
 
     def __repr__(self) -> str:
         return f"{self.slot}:{self.incarnation} (rank {self.rank}, {self.state}, {self.history})"
@@ -263,11 +271,14 @@ class Process:
         if gate is None or self.entered_in != generation or self.generation != generation:
             return
         self._apply()
+        if self._once_more:
+            self._once_more = False
+            self.sim.marks.sometimes("a loss was finite when it was computed once more")
+            self.say(LossNotRepeated, at=Position(self.passed))
         if self.sim.crashes("worker: applied", self):
             return
         self.sim.passed(self)
-        if self.passed % self.sim.job.snapshot_every == self.sim.job.snapshot_every - 1:
-            self.sealing.soon()
+        self._snapshot(era)
         every = self.sim.job.checkpoint_every
         if every and self.passed % every == every - 1 and self.passed > self.saved:  # else it is done again, and there
             self.saved = self.passed if self.sim.disk.save(self) else self.saved
@@ -278,10 +289,42 @@ class Process:
         else:
             self._compute()
 
+    def _snapshot(self, era: Era) -> None:
+        """Of what has no replica, now and then; or of what is about to be compared."""
+        sim = self.sim
+        if sim.job.check_replicas and not sim.some_are_alone(era.world):
+            if is_due(sim, era, self.passed + 1) and goes_back(sim, era):
+                good = self.comparing.good
+                self.sealing.to_compare(sim.began(self.generation) if good is None else good)
+        elif self.passed % sim.job.snapshot_every == sim.job.snapshot_every - 1:
+            self.sealing.soon()
+
+    def differs(self, of: Difference) -> None:
+        """All of its generation come to this conclusion. It passes no gate any more, and waits until its generation is broken."""
+        if self.state != "running" or self.entered_in != of.generation:
+            return
+        self.entered_in = None
+        if of.good < self.passed:
+            self.sim.disk.distrust(of.good, self.saved)
+        self.say(lambda **_: of.event(self))
+
+    def flip(self, flaw: str, bits: str = "") -> None:
+        """Its GPU, or the memory of that, changes its state by itself."""
+        self.history = self.state_now.changed(flaw, bits)
+        self.comparing.flipped.append(flaw)
+        if self.sim.is_compared_no_more(self):
+            self.sim.truth.late.add(flaw)
+
+    def repeats_its_unit(self) -> None:
+        """Its next loss is not finite: all compute it once more, and then it is."""
+        self.late_s += self.sim.costs.step_s
+        self._once_more = True
+
     def _apply(self) -> None:
         must(self.history is not None and self.entered_in is not None, "a unit applied that was not entered")
         self.history = self.state_after()
         self.entered_in = None
+        self._computes_wrong()
         self.sim.truth.state(self.generation, self.history)
 
     @property
@@ -291,7 +334,12 @@ class Process:
 
     def state_after(self) -> History:
         assert self.entered_in is not None
-        return self.state_now.then(self.entered_in, self.entered_world)
+        return self.state_now.then(self.entered_in, self.entered_world, self.gate_states.values())
+
+    def _computes_wrong(self) -> None:
+        """Its GPU may be one that does, always in the same way."""
+        if self.sim.job.wrong.get(self.slot, self.sim.truth.units) <= self.passed:
+            self.flip(f"what {self.slot} computes in generation {self.generation}", f"what {self.slot} computes")
 
     def _finish(self) -> None:
         if self.sim.crashes("worker: finishing", self):
@@ -359,6 +407,7 @@ class Process:
             snapshots=tuple(Step(step) for step in snapshots),
             layout=Generation(self.layout) if self.stateful else None,
             replica_class=self.sim.class_of(self.rank),
+            good=None if self.comparing.good is None else Position(self.comparing.good),
         )
 
     def _take(self, plan: Plan) -> None:
@@ -435,6 +484,11 @@ class Process:
         assert self.plan is not None
         try:
             return self.sim.memory.for_member(self, self.plan)
+        except Unlike:
+            self.sim.marks.sometimes("a newcomer found its sources unlike each other")
+            what = "sources differ. Remedy: one of these GPUs computes wrongly."
+            self.end(code=1, bug=what, kind="rackrun.errors.StateLost")
+            return False
         except Damaged as bad:
             generation = Generation(self.generation)
             if not bad.where:
@@ -463,7 +517,10 @@ class Process:
         if any((one := self.sim.processes.get(owner)) is None or one.read_in != plan.generation for owner in owners):
             self.later(POLL_S, self._go_on, plan, found)
             return
+        if not self.stateful or plan.rollback is not None:
+            self.comparing.filled += 1
         self.history, self.layout = found, int(plan.layout)
+        self.sim.truth.trusts(found, self)
         self.entered_in, self.torn, self.state = None, False, "running"
         if plan.reshard is not None:
             self.sealing.now(besides=int(snapshot_id(plan.reshard.layout, Step(plan.committed.step))))

@@ -225,8 +225,12 @@ class ControlPlane:
         self._forget_members()
         if isinstance(event, WorkerExited):
             self._exited(event, record)
-        elif record.alive:  # of who is condemned only the exit is of interest
+        elif record.alive:
             self._of_living(event, record)
+        elif isinstance(event, SnapshotMirrored | SnapshotStriped) and not record.lied:
+            self._job.recovery.sources.heard(
+                record, event
+            )  # copies outlive it; nothing else of who is condemned counts
         self._forget_members()
 
     def _of_living(self, event: WorkerEvent, record: WorkerRecord) -> None:

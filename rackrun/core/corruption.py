@@ -1,7 +1,8 @@
 """What is done when ranks that should hold the same state do not (``--check-replicas``).
 
 No state of later than what was last known to be good is trusted until all compute again: whoever is restored, or goes back, ends there
-(`rackrun.core.verdict`). Who is to blame is replaced in the same recovery, if a spare is ready; else it stays, with a state that is not
+(`rackrun.core.verdict`). Where nobody can say who is wrong, what anybody has in memory is not trusted at all while there is a good snapshot:
+a rank whose memory is wrong would compute the same once more. Who is to blame is replaced in the same recovery, if a spare is ready; else it stays, with a state that is not
 its own, and is replaced when one is. Its slot is on probation: the last choice from then on.
 
 Where replicas differ twice, and nobody is outvoted, a GPU is wrong again and again in the same way. All their slots are on probation then, and one
@@ -92,7 +93,7 @@ class Corruption:
         if world.phase not in (Phase.TRAINING, Phase.RESUMING, Phase.PARKING):
             return
         self._heard = event.generation
-        world.trusted = event.good
+        world.trusted, world.unsure = event.good, not event.culprits
         if event.again and not event.culprits:
             self._differ_again(event)
             return

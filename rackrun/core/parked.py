@@ -80,16 +80,21 @@ class ParkedMembers:
         world, snapshots = self.world, self.sources.snapshots
         if world.old is not None:
             return world.old.state(world.members, self.rack, trusted=world.trusted)
-        return verdict.state_plan(
-            reports=reports,
-            kept=snapshots.by_rank(),
-            classes=self.classes,
-            world_size=world.size,
-            upto=committed,
-            torn=world.torn(),
-            trusted=world.trusted,
-            rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
-        )
+
+        def planned(*, all_go_back: bool) -> StatePlan | None:
+            return verdict.state_plan(
+                reports=reports,
+                kept=snapshots.by_rank(),
+                classes=self.classes,
+                world_size=world.size,
+                upto=committed,
+                torn=all_go_back,
+                trusted=world.trusted,
+                rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
+            )
+
+        found = planned(all_go_back=True) if world.unsure else None
+        return found or planned(all_go_back=world.torn())
 
     def _has_just_begun(self, committed: Position) -> bool:
         """As far as anybody tells who lives, or has been seen to end."""

@@ -88,6 +88,8 @@ class World:
     """All were told to enter ``main`` again, and no gate has passed since."""
     trusted: Position | None = None
     """State of later than this is not what it should be (`ReplicasDiffer`); None: all state is good. Until all compute again."""
+    unsure: bool = False
+    """Replicas differ, and nobody can say which are right: what is in memory is not to be trusted either, however early the step is."""
     doubted: bool = False
     """A newcomer has found its sources unlike each other: what is to be trusted is what they know to be good, if they know."""
     learned: int = 0
@@ -119,7 +121,7 @@ class World:
 
     def trust(self) -> None:
         """All compute again, from what was to be trusted, or begin anew."""
-        self.trusted, self.doubted = None, False
+        self.trusted, self.unsure, self.doubted = None, False, False
 
     def ranks(self) -> list[Rank]:
         return [Rank(rank) for rank in range(self.size)]

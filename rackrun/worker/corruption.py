@@ -62,6 +62,8 @@ class CorruptionCheck:
         """What all ranks had seen when they differed and nobody could say who was wrong. It counts if it is being computed again."""
         self._until = -1
         self._went_back = False
+        self._filled = -1
+        """How often this rank's state had been filled from elsewhere when they differed."""
         self._soon = (0, -1)
         """Generation and step of the comparison that follows a recovery."""
         self._told_off = False
@@ -120,7 +122,8 @@ class CorruptionCheck:
         self._world.good = min(self._good, self._world.passed)  # all went back, or it has just begun
         if at.step <= self._last:
             self._last = -1
-        self._went_back |= at.step < self._until
+        filled = at.step == self._until and self._state.filled > self._filled  # from the end of the step before
+        self._went_back |= at.step < self._until or filled
         if not self._went_back or len(self._before) != self._world.size:
             self._before = {}  # nobody has heard of it, or the ranks have other numbers
         due = self.due(at.step, last=last)
@@ -173,6 +176,7 @@ class CorruptionCheck:
             differing = tuple(rank for kind in kinds if kind not in alike for rank in kind)
             self._tell(at, (), self._good, differing=differing)
         self._before, self._until, self._went_back = now, at.step, False
+        self._filled = self._state.filled
         self._gather([at.step])  # whoever tells now knows that all have kept this
         if not self._world.broken:
             self._tell(at, (), self._good)

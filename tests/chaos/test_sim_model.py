@@ -181,7 +181,6 @@ def test_a_slow_rank_makes_all_slow() -> None:
     ("fault", "target", "what"),
     [
         (DiskFull(), One(Subjects.STORAGE), "disk_full"),
-        (FlipBit(of="gradients"), One(RANK), "gradients"),
         (Kill(), One(Subjects.COORDINATOR), "kill"),
         (CrashAt(point="nowhere"), One(RANK), "nowhere"),
     ],

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
-from rackrun.chaos.plan import Par
+from rackrun.chaos.faults import Preempt, Subjects
+from rackrun.chaos.plan import AtStep, Inject, Par, Plan
 from rackrun.chaos.sim.fuzz import play, reduce
-from rackrun.core import verdict
+from rackrun.chaos.sim.simulation import Job, Simulation
+from rackrun.chaos.sim.swarm import draw_job
+from rackrun.chaos.targets import Exactly
+from rackrun.core import disagreement, verdict
 from rackrun.core.commands import Command, FenceWorker, StopJob
+from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import Event, WorkerExited
+from rackrun.core.corruption import Corruption
+from rackrun.core.events import Event, ReplicasDiffer, SnapshotMirrored, WorkerExited
 from rackrun.core.ids import Position, Rank, SlotId
+from rackrun.core.quarantine import Quarantine
 from rackrun.core.rack import RackMachine
 from rackrun.core.sources import Sources
 from rackrun.core.workers import WorkerRecord
-from rackrun.core.world import World
+from rackrun.core.world import Phase, World
 
 SEEDS = 400
 
@@ -48,9 +57,24 @@ class GivesUpEarly(ControlPlane):
         return out
 
 
-def found_by(core: type[ControlPlane] = ControlPlane) -> int:
+class ForgetsTheCondemned(ControlPlane):
+    """What a worker says that is to end is not heard."""
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        if isinstance(event, SnapshotMirrored):
+            record = self._rack.current(event)
+            if record is not None and not record.alive:
+                return []
+        return super().handle(event)
+
+
+def found_by(core: type[ControlPlane] = ControlPlane, among: Iterable[int] = range(SEEDS)) -> int:
     """The first seed that finds it."""
-    return next((seed for seed in range(SEEDS) if play(seed, core).violation), SEEDS)
+    return next((seed for seed in among if play(seed, core).violation), SEEDS)
+
+
+def violation_of(seed: int) -> str:
+    return play(seed).violation
 
 
 @pytest.mark.parametrize("core", [DoesNotFence, GivesUpEarly])
@@ -90,6 +114,97 @@ def test_a_core_that_uses_one_generation_twice_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(World, "next_generation", same)
     assert found_by() < SEEDS
+
+
+# -- how far a rollback goes
+def test_a_core_that_goes_back_further_than_it_must_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest_first = verdict._candidates
+    monkeypatch.setattr(verdict, "_candidates", lambda *given: newest_first(*given)[::-1])
+    seed = found_by()
+    assert "everybody could have had step" in violation_of(seed)
+
+
+def test_a_core_that_does_not_hear_of_copies_of_who_is_condemned_is_found() -> None:
+    """The tray of the only rank is told to leave, and is gone before another has read its last snapshot there."""
+    config = JobConfig(trays_min=4, trays_max=4, spares=3, repair_patience_ms=20_000, policy_function="policy:choose")
+    preempted = Inject(
+        fault=Preempt(notice_s=2.4),
+        target=Exactly(Subjects.TRAY, ("tray-0",)),
+        when=AtStep(step=8, plus_s=0.5),
+    )
+    found = {
+        core: [
+            Simulation(
+                Job(
+                    seed=seed,
+                    config=config,
+                    trays=4,
+                    slots=1,
+                    units=20,
+                    plan=Plan(plan=preempted, seed=seed),
+                    shards="unique",
+                    snapshot_every=3,
+                ),
+                core,
+            )
+            .run()
+            .violation
+            for seed in range(50)
+        ]
+        for core in (ControlPlane, ForgetsTheCondemned)
+    }
+    assert not any(found[ControlPlane])
+    assert any("everybody could have had step" in what for what in found[ForgetsTheCondemned])
+
+
+# -- state that is not to be trusted
+COMPARED = [seed for seed in range(SEEDS) if draw_job(seed).check_replicas]
+
+
+def test_a_core_that_trusts_what_was_found_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = verdict.state_plan
+
+    def trusting(**given: Any) -> verdict.StatePlan | None:
+        return plan(**{**given, "trusted": None})
+
+    monkeypatch.setattr(verdict, "state_plan", trusting)
+    assert "a state that was found wrong" in violation_of(found_by(among=COMPARED))
+
+
+def test_a_core_that_computes_on_from_memory_that_may_be_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the good step, where nobody can say who is wrong."""
+    monkeypatch.setattr(World, "unsure", property(lambda _: False, lambda _, __: None))
+    assert "a state that was found wrong" in violation_of(1875)
+
+
+def test_a_core_that_keeps_the_state_of_who_is_to_blame_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps(self: Corruption, event: ReplicasDiffer) -> None:
+        if event.generation == self._heard or self.world.phase is not Phase.TRAINING:
+            return
+        self._heard, self.world.trusted = event.generation, event.good
+        self.go_back("replicas differ", event.at_ms)
+
+    monkeypatch.setattr(Corruption, "_differ", keeps)
+    assert "a state that was found wrong" in violation_of(found_by(among=COMPARED))
+
+
+def test_who_blames_most_of_the_replicas_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fewest(votes: Sequence[tuple[Rank, int]]) -> int | None:
+        return Counter(digest for _, digest in votes).most_common()[-1][0]
+
+    monkeypatch.setattr(disagreement, "_right", fewest)
+    assert "its GPU has never been wrong" in violation_of(found_by(among=COMPARED))
+
+
+# -- long jobs
+LONG = [seed for seed in range(SEEDS) if draw_job(seed).units >= 1_000]
+
+
+@pytest.mark.parametrize("name", ["lift", "trains"])
+def test_a_core_that_leaves_slots_out_for_good_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ever; or for longer and longer, however long they have been in order."""
+    monkeypatch.setattr(Quarantine, name, lambda *_: False)
+    assert "had to survive" in violation_of(found_by(among=LONG))
 
 
 def test_what_is_found_is_reduced_to_few_faults() -> None:

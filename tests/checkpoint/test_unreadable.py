@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
+from rackrun.checkpoint.arena_folder import commits_in
 from rackrun.checkpoint.errors import NoUsableGeneration
 from rackrun.checkpoint.files import Files
 from rackrun.checkpoint.probation import Probation
@@ -158,6 +159,23 @@ def test_commit_records_in_memory_that_cannot_be_read_are_not_taken_for_none(man
     two.prepare(Training(seed=1).state)
     with pytest.raises(NoUsableGeneration, match="commit record"):
         two.restore()
+
+
+@pytest.mark.parametrize("damage", [flipped, cut_short, a_directory])
+def test_a_commit_record_that_cannot_be_read_is_named_beside_those_that_can(
+    damage: Callable[[Path], None], manager: Make, shm: Path
+) -> None:
+    one = manager()
+    trained(one, 1)
+    one.wait_until_finished()
+    crash(one)
+    (record,) = shm.glob("rackrun-*/*/commit-*.json")
+    (generation,) = [known.generation for known in commits_in(record.parent)[0]]
+    damage(record)
+    found, unreadable = commits_in(record.parent)
+    assert found == []
+    assert list(unreadable) == [generation]
+    assert str(record) in unreadable[generation]
 
 
 # -- what retention takes

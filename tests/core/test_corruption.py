@@ -138,6 +138,17 @@ def test_nobody_can_say_then_all_compute_again(job: Told) -> None:
     assert (plan.rollback, plan.restores) == (3, ())
 
 
+def test_nobody_can_say_then_what_is_in_memory_is_not_used_even_of_the_good_step(job: Told) -> None:
+    """All have just gone back there, and one of them is wrong again."""
+    differ(job, good=7)
+    plan = plan_in(job.park_all(passed=7, snapshots=(3, 7)))
+    assert (plan.rollback, plan.anew, plan.restores) == (7, True, ())
+    job.resume_all()
+    differ(job, good=7)
+    again = plan_in(job.park_all(passed=7, snapshots=()))
+    assert (again.rollback, again.restores) == (None, ()), "there is nothing else"
+
+
 def test_nobody_can_say_twice_then_one_of_them_is_replaced_and_both_are_watched(job: Told) -> None:
     answers = differ(job, again=(0, 2))
     (told,) = texts(answers)

@@ -71,6 +71,18 @@ def test_afterwards_a_world_that_has_shrunk_is_seen_with_the_mesh_that_it_had_th
     assert past.successors(2) == []
 
 
+@pytest.mark.parametrize("most", [1, 4])
+def test_who_takes_over_is_known_beforehand_one_spare_after_the_other(most: int) -> None:
+    told = resizing(IN_PLACE, spares=2)
+    told.train()
+    past = told.core.past
+    spares = past.ready()
+    assert len(spares) == 2
+    assert [staff.seats for staff in past.successors(Rank(0), most)] == [{0: spare} for spare in spares[:most]]
+    told.exits(told.view.ranks[0].slot)
+    assert plan_in(told.park_all()).members[0].slot == spares[0]
+
+
 def clique_of(slot: str) -> str:
     return "x" if slot[0] in "ab" else "y"
 

@@ -17,6 +17,7 @@ from rackrun.core.commands import (
 from rackrun.core.config import JobConfig
 from rackrun.core.events import CostsMeasured, Failure, WorkerExited, WorkerParked, WorkerResumed
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
+from rackrun.core.snapshots import Snapshots
 
 
 def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:
@@ -392,6 +393,38 @@ def test_the_shards_of_a_lost_tray_come_from_its_holder() -> None:
         3: "c:2/b/1",
     }
     assert plan.mirrors == {"a": "c:2/c", "c": "a:2/a"}
+
+
+def test_copies_that_are_told_of_when_their_worker_is_condemned_already_count() -> None:
+    """They outlive it. Its own tray may be lost with what it leaves there."""
+    told = three_trays()
+    told.mirrors("b/1", "c", 2, 4)
+    told.exits("b/1", snapshots=(2, 4))
+    told.timer("gather")
+    for slot in ("a/0", "a/1"):
+        told.parks(slot, passed=5, snapshots=(2, 4))
+    condemned = told.timer("park")
+    assert [fence.slot for fence in every(FenceWorker, condemned)] == ["b/0"]
+    assert not every(ResumeGeneration, condemned), "what it leaves is waited for"
+    told.mirrors("b/0", "c", 2, 4, generation=1)
+    plan = plan_in(told.tray_lost("b"))
+    assert plan.rollback == 4
+    assert [restore.snapshot.rpartition("/")[0] for restore in plan.restores] == ["c:2/b/0", "c:2/b/1"]
+
+
+def test_a_slots_last_two_workers_leave_snapshots_and_older_ones_are_forgotten_as_the_agent_forgets_them() -> None:
+    kept = Snapshots()
+    for incarnation in (1, 2, 3):
+        event = WorkerExited(
+            slot=SlotId("a/0"),
+            incarnation=Incarnation(incarnation),
+            exit_code=None,
+            signal=9,
+            snapshots=(Step(incarnation),),
+        )
+        kept.left(Rank(incarnation % 2), event, "a:2", event.snapshots)
+    left = {rank: [one.incarnation for one in holders] for rank, holders in kept.by_rank().items()}
+    assert left == {Rank(0): [2], Rank(1): [3]}
 
 
 def test_survivors_that_have_gone_on_go_back_to_their_own_copies_too() -> None:

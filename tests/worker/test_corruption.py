@@ -252,6 +252,39 @@ def test_of_two_the_one_is_blamed_whose_bits_do_not_come_again(what: str, train:
     assert [plan.rollback for plan in ended.plans] == [3, None]
 
 
+def wrong_once_more(run: Run) -> None:
+    """After step 5 on rank 1; and on rank 0, as soon as it has gone back for that."""
+    model = ddp(run)
+    optimizer = adam(model)
+    load, struck = Snapshots.load, bool(run.rank)
+
+    def loading(self: Snapshots, *args: Any, **kwargs: Any) -> Any:
+        nonlocal struck
+        found = load(self, *args, **kwargs)
+        if not struck:
+            struck = True
+            flip(model, optimizer, PARAMETER)
+        return found
+
+    def strike(step: int) -> None:
+        if (step, run.rank, run.generation) == (5, 1, 1):
+            flip(model, optimizer, PARAMETER)
+
+    Snapshots.load = loading  # type: ignore[method-assign]
+    say(rank=run.rank)
+    fit(run, model, optimizer, steps=STEPS, between=strike)
+
+
+def test_of_two_one_that_is_wrong_right_after_going_back_goes_back_once_more(every: Any, train: Train) -> None:
+    """What it has in memory is of the last good step, and is wrong all the same: to compute on from it once more would help nobody."""
+    every(1)
+    ended = train(wrong_once_more, ranks=2, spares=0, tainted=True)
+    same(ended, undisturbed(ddp, 2))
+    assert [plan.rollback for plan in ended.plans[:2]] == [4, 4]
+    assert len(ended.plans) == 3, "computed again they are equal, so it was rank 0"
+    assert ended.plans[2].rollback in (4, None), "back once more where not all had told yet that they had gone back"
+
+
 @pytest.mark.stories
 def test_two_that_differ_once_more_end_the_job(train: Train) -> None:
     ended = train(script(ddp, (5, 1, PARAMETER), always=True), ranks=2, spares=0, tainted=True)

@@ -314,12 +314,11 @@ def started(command: list[str], script: Path, wrap: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(DDP_WRAP, id="ddp", marks=pytest.mark.stories),
-        pytest.param(FSDP_WRAP, id="fsdp", marks=pytest.mark.soak),
+        pytest.param(DDP_WRAP, id="ddp"),
+        pytest.param(FSDP_WRAP, id="fsdp", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 def test_a_script_trains_alike_under_python_and_under_torchrun(wrap: str, tmp_path: Path) -> None:
