@@ -30,6 +30,7 @@ import msgspec
 from rackrun.agent.binding import bind
 from rackrun.agent.config import ScriptConfig
 from rackrun.agent.job_signals import leave_to_agent
+from rackrun.agent.kept_groups import keep_groups
 from rackrun.core.encodable import bounded
 from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
@@ -128,6 +129,7 @@ def _fresh_state(boot: Boot) -> None:
     if "torch" in sys.modules:
         import torch
 
+        keep_groups()
         torch.manual_seed(_TORCH_SEED)
         with contextlib.suppress(ValueError):
             torch.set_num_threads(int(boot.env.get("OMP_NUM_THREADS", "1")))

@@ -67,6 +67,24 @@ def test_a_plain_script_runs_and_the_run_is_tidy(run_rackrun: Callable[..., Any]
     assert not (ran.out_dir / "journal.sqlite-wal").exists()
 
 
+LETS_GO = """
+import weakref
+import torch.distributed as dist
+dist.init_process_group("gloo")
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("outlives its end:", group() is not None)
+"""
+
+
+def test_a_plain_scripts_process_group_outlives_its_end(run_rackrun: Callable[..., Any], tmp_path: Path) -> None:
+    """Else DDP may be the last that holds it, and its destructor waits for a thread that waits for the interpreter's lock."""
+    (tmp_path / "train.py").write_text(LETS_GO)
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "train.py"])
+    assert ran.exit_code == 0, ran
+    assert ran.stdout.splitlines() == ["outlives its end: True"] * 2
+
+
 def test_a_killed_rank_starts_all_again_and_is_named(run_rackrun: Callable[..., Any], script: str) -> None:
     ran = run_rackrun(["--standalone", "--nproc-per-node", "2", script, "die"])
     assert ran.exit_code == 0, ran
