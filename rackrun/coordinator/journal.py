@@ -6,8 +6,10 @@ Theory of operation. Two connections share the file (WAL). The *synchronous* one
 most `BATCH_ROWS` rows, every `BATCH_S`. Losing telemetry is reported once and does not end the job. A row that cannot be written costs
 itself; should the thread end all the same, `Journal.on_death` is told, and who waits for it is not held.
 
-On file systems that hosts share WAL does not work (`rackrun.coordinator.file_systems`): there a rollback journal is used, in which a
-reader may hold a writer up for an instant.
+On file systems that hosts share WAL does not work (`rackrun.coordinator.file_systems`): there a rollback journal is
+used, in which a reader may hold a writer up for an instant. Both connections then run with ``synchronous=FULL``: a
+rollback journal that is synced with NORMAL can be damaged by a loss of power
+(https://www.sqlite.org/pragma.html#pragma_synchronous).
 
 Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordinator's monotonic clock since it began;
 ``wall`` is Unix time in seconds, for people. Bodies are JSON; a number that JSON lacks (NaN) is null there.
@@ -98,7 +100,9 @@ class JournalError(RackrunError):
 class Journal:
     """One job's journal, open for writing.
 
-    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written. Raises JournalError when the file cannot be made.
+    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written. ``on_notice`` is
+    called once, before the constructor returns, when the file lies on a file system that hosts share. Raises
+    JournalError when the file cannot be made.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Journal:
         facts: Mapping[str, str] | None = None,
         ledger: LedgerMode = "ids",
         on_trouble: Callable[[str], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
     ) -> None:
         self.path = path
         self.rows_lost = 0
@@ -119,17 +124,23 @@ class Journal:
         self.dead = ""
         """Why the writer's thread has ended, though it should not have."""
         self._next_id = 1
-        mode = "TRUNCATE" if is_shared(path.parent) else "WAL"
+        shared = is_shared(path.parent)
+        mode, synchronous = ("TRUNCATE", "FULL") if shared else ("WAL", "NORMAL")
         try:
             _make_private(path)
             self._synchronous = _connect(path, "FULL", mode)
             self._synchronous.execute("PRAGMA wal_autocheckpoint=0")  # the writer's thread checkpoints, not the loop
             self._synchronous.executescript(_SCHEMA)
-            self._telemetry = _connect(path, "NORMAL", mode)
+            self._telemetry = _connect(path, synchronous, mode)
         except (sqlite3.Error, OSError) as error:
             raise JournalError(
                 f"the journal {path} cannot be made: {error}.", remedy="choose another --out-dir."
             ) from error
+        if shared and on_notice is not None:
+            on_notice(
+                f"the journal {path} is on {shared}: it is written without a write-ahead log, which such file systems do "
+                f"not support. Persisting a generation takes longer. Remedy: choose an --out-dir on a local disk."
+            )
         began = {"format": FORMAT, "run_id": run_id, "protocol": PROTOCOL, "began_wall": time.time()}
         self._synchronous.executemany(_META, [(k, clean(str(v))) for k, v in (began | dict(facts or {})).items()])
         self._one_writer = threading.Lock()  # instead of SQLite's busy handler, which sleeps in whole milliseconds

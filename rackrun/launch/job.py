@@ -49,6 +49,7 @@ def _journal(options: Options, place: RunPlace, endpoint: Endpoint, screen: Scre
         facts={"script": options.script.path, "arguments": " ".join(options.script.args)},
         ledger=options.ledger,
         on_trouble=screen.say,
+        on_notice=screen.say,
     )
     journal.fact("config", msgspec.json.encode(config).decode())
     return journal

@@ -259,6 +259,32 @@ def test_there_is_no_write_ahead_log_on_file_systems_that_hosts_share(
     assert query(journal.path, "SELECT count(*) FROM units") == [(20,)]
 
 
+def test_on_a_shared_file_system_every_connection_syncs_in_full_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback journal that is synced with NORMAL can be damaged by a loss of power; a write-ahead log cannot."""
+    monkeypatch.setattr(file_systems, "magic_of", lambda _path: 0x0BD00BD0)
+    said: list[str] = []
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1", on_notice=said.append)
+    for connection in (journal._synchronous, journal._telemetry):
+        assert connection.execute("PRAGMA journal_mode").fetchall() == [("truncate",)]
+        assert connection.execute("PRAGMA synchronous").fetchall() == [(2,)], "2 is FULL"
+    journal.unit(unit(0, 0), 1.0)
+    journal.close()
+    assert len(said) == 1
+    assert "is on Lustre" in said[0]
+    assert "local disk" in said[0]
+
+
+def test_on_a_local_file_system_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_systems, "magic_of", lambda _path: 0xEF53)
+    said: list[str] = []
+    journal = Journal(tmp_path / "journal.sqlite", run_id="job-1", on_notice=said.append)
+    assert journal._telemetry.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    journal.close()
+    assert said == []
+
+
 @pytest.mark.parametrize(("magic", "name"), [(0x6969, "NFS"), (0x0BD00BD0, "Lustre"), (0xEF53, ""), (0x01021994, "")])
 def test_which_file_systems_are_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, magic: int, name: str) -> None:
     monkeypatch.setattr(file_systems, "magic_of", lambda _path: magic)
