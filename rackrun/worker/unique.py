@@ -45,10 +45,9 @@ class UniqueBuffers:
         self._row: torch.Tensor | None = None
 
     def choose(self, paths: Sequence[str], row_bytes: int) -> None:
-        """These are this rank's own, from the next exchange on. ``row_bytes`` is the most that any rank has; 0 ends the exchange."""
+        """These are this rank's own, from the next exchange on. ``row_bytes`` is the most that any rank has; 0 ends the exchange. What is
+        kept of the last unit stays until the next one is committed: the unit in hand may be discarded."""
         self._chosen, self._row_bytes, self._coming = tuple(paths), row_bytes, None
-        if not row_bytes:
-            self._paths, self._kept = (), None
 
     @property
     def exchanges(self) -> bool:
@@ -69,6 +68,8 @@ class UniqueBuffers:
         """The unit is committed: what was exchanged counts. False when it is out of date already, because something
         has changed one of the buffers after the gate."""
         if self._coming is None or self._row is None:
+            if not self._row_bytes:
+                self._paths, self._kept = (), None
             return True
         self._paths, self._kept, self._coming = self._chosen, self._coming, None
         return torch.equal(self._row, pack(self._buffers(self._paths), self._world.device))

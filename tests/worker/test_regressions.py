@@ -17,8 +17,9 @@ from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.ids import BEGIN
+from rackrun.core.ids import BEGIN, Position
 from rackrun.worker.data import _Workers
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
@@ -297,6 +298,35 @@ def test_a_large_buffer_that_was_restored_is_not_put_back_to_what_it_was_before(
     module.queue.add_(1)
     undo.discard(backward_open=True)
     assert module.queue[0] == 5
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_rank_is_lost_in_the_step_in_which_buffers_turn_out_to_be_the_same_on_all(at: int, train: Train) -> None:
+    """In the second step ranks are compared, and no longer exchange buffers that are equal. That step may be done again."""
+
+    def main(run: Run) -> None:
+        inner = net()
+        inner.register_buffer("scale", torch.ones(3))
+        model = DDP(inner)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(5):
+            step(number)
+
+    reference = train(main)
+    last_batch = max(i for i, what in enumerate(reference.moments[1]) if what.endswith(f"of <step {at}, attempt 0>"))
+    ended = train(main, kill={1: last_batch})
+    assert ended.exit_code == 0, ended
+    assert not ended.differences(reference), ended
 
 
 def test_a_parameter_changed_before_the_update_is_put_back(train: Train) -> None:
