@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.ids import BEGIN, Position
+from rackrun.core.ids import BEGIN
 from rackrun.worker.data import _Workers
 from rackrun.worker.run import Run
 from rackrun.worker.state import TrackedState
