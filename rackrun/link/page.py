@@ -7,9 +7,11 @@ more than a word, are sealed by writing their position last. Times are ``time.mo
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -99,6 +101,18 @@ class HeartbeatPage:
         words[_SINCE] = time.monotonic_ns()
         words[_BUSY_MS], words[_LEAST_MS] = busy_ms, least_ms
         words[_DEADLINE_MS] = deadline_ms
+
+    @contextlib.contextmanager
+    def no_deadline(self) -> Iterator[None]:
+        """Within it nothing is a stall: this rank does not answer for how long it waits. After it the activity has all its time again."""
+        words = self._words
+        deadline_ms = int(words[_DEADLINE_MS])
+        words[_DEADLINE_MS] = 0
+        try:
+            yield
+        finally:
+            words[_SINCE] = time.monotonic_ns()
+            words[_DEADLINE_MS] = deadline_ms
 
     def allow(self, at_least_ms: int) -> None:
         """From now on, for the activity that has begun."""

@@ -340,7 +340,8 @@ class World:
                 return
         self.own_time.disturbed()
         began = time.monotonic()
-        self.wait_plan()  # which carries the verdict
+        with self.page.no_deadline():
+            self.wait_plan()  # which carries the verdict
         self.waited_s = time.monotonic() - began
         if self._passed < at:
             raise Abandoned

@@ -48,3 +48,10 @@ def test_a_plain_script_ticks_until_the_control_thread_does(page: HeartbeatPage)
     assert page.plain_tick_ns
     page.tick()
     assert not page.tick_plain()
+
+
+def test_while_a_rank_waits_for_what_it_does_not_answer_for_nothing_is_a_stall(page: HeartbeatPage) -> None:
+    page.enter(Activity.STEP, deadline_ms=2_000)
+    with page.no_deadline():
+        assert (page.activity, page.deadline_ms) == (Activity.STEP, 0)
+    assert page.deadline_ms == 2_000
