@@ -5,7 +5,7 @@ the trials of `rackrun.worker.compat`, the workers' tests, and whole jobs: ranks
 one rank and grows again with ``reduction="exact"``. What came of it is the table in ``docs/torch_versions.md``.
 
     --brief      of the workers' tests, those of what touches torch's private parts: what CI runs when these, or the pin, change
-    --only A B   these versions; the table keeps its rows of the others
+    --only A B   these versions; the table keeps its rows of the others, if they are of the same sources
     --stands     try nothing: exit code 0 if the table is of these sources and this pin, 1 if not
 """
 
@@ -196,7 +196,8 @@ def write(rows: list[dict[str, str]]) -> None:
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     kept: dict[str, str] = {}
-    for line in old.splitlines():
+    stands = old.lstrip().startswith(stamp())  # else what the other rows say was of other sources
+    for line in old.splitlines() if stands else ():
         first = re.match(r"\| (\d[\w.+]*) \|", line)
         if first:
             kept[first[1]] = line
