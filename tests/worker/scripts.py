@@ -79,7 +79,7 @@ def fit(
     for number in run.steps(steps):
         before(number)
         step(number)
-        if between(number):
+        if between(number) is True:
             break
 
 
