@@ -310,19 +310,7 @@ def test_a_rank_is_lost_in_the_step_in_which_buffers_turn_out_to_be_the_same_on_
         inner = net()
         inner.register_buffer("scale", torch.ones(3))
         model = DDP(inner)
-        optimizer = adam(model)
-        run.track(model=model, optimizer=optimizer)
-        data = run.loader(Samples())
-
-        @run.step
-        def step(step: Step) -> None:
-            for batch in data:
-                step.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for number in run.steps(5):
-            step(number)
+        fit(run, model, adam(model), steps=5)
 
     reference = train(main)
     last_batch = max(i for i, what in enumerate(reference.moments[1]) if what.endswith(f"of <step {at}, attempt 0>"))
