@@ -18,6 +18,7 @@ __all__ = [
     "Chapter",
     "Plot",
     "chapters",
+    "lost_when_it_had_finished",
     "random_story",
     "told",
 ]
@@ -54,12 +55,6 @@ def lost_waiting(place: str, peer_place: str) -> Plot:
         at.fault("lost", place),
         at.fault("held back", peer_place, other=1, then="wait", until=at.struck("lost")),
     )
-
-
-def lost_before_another_finishes(at: Chapter) -> tuple[Fault, ...]:
-    """The other finishes well after its loss is known: when all have finished it is too late to replace a rank."""
-    late = at.fault("held back", "after the loop", other=1, then="wait", until=at.struck("lost"), delay_ms=500)
-    return at.fault("lost", "before world.World.wait_released"), late
 
 
 def gate_unseen_by(place: str, others: Sequence[int]) -> Plot:
@@ -122,10 +117,18 @@ _AT_ANY_END: dict[str, Plot] = {
     "after the loop": lost("after the loop"),
     "after the last update": lambda at: (at.fault("lost", "after the update", step=13),),
     "at the end of the phase at the end": lost("exported"),
-    "waiting for another to finish": lost_before_another_finishes,
 }
 
 AT_THE_END = {"ddp": _AT_ANY_END, "fsdp": _AT_ANY_END}
+
+
+def lost_when_it_had_finished(at: Chapter, *, also: bool) -> tuple[Fault, ...]:
+    """It has returned from ``main``, and waits for another that has not. ``also``: that one is lost when the first loss is known."""
+    until = at.struck("lost")
+    there = "after the loop"
+    other = at.fault("held back", there, other=1, then="wait", until=until, delay_ms=500)
+    lost = at.fault("lost", "before world.World.wait_released")
+    return (lost, other, at.fault("lost too", there, other=1, after=at.struck("held back"))) if also else (lost, other)
 
 
 def then(name: str, place: str, *, other: int = 0, **more: object) -> Plot:

@@ -18,8 +18,10 @@ from tests.faults.stories import (
     AT_THE_START,
     IN_A_RECOVERY,
     IN_A_UNIT,
+    Chapter,
     Plot,
     chapters,
+    lost_when_it_had_finished,
     random_story,
     told,
 )
@@ -74,6 +76,29 @@ def test_a_rank_is_lost_at_the_end(mode: str, story: Story, train: Train, refere
     trained.assert_same_training(reference(mode), told(story))
     assert {recovery["kind"] for recovery in trained.recoveries} == {"swap"}, trained
     assert [lost["how"] for r in trained.recoveries for lost in r["lost"]] == ["SIGKILL"] * len(story), trained
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_had_finished_is_not_replaced(mode: str, train: Train, reference: Reference) -> None:
+    """Nobody needs it: it has told of its last commit, and had done all that ``main`` has to do."""
+    faults = lost_when_it_had_finished(Chapter(1, None, 2), also=False)
+    trained = train(mode, faults, spares=1)
+    trained.held.setdefault("2.json", reference(mode).held["2.json"])  # what it would have written once all had finished
+    trained.assert_same_training(reference(mode), faults)
+    assert not trained.recoveries, trained
+    assert "rank 2 had finished training, and is gone: SIGKILL" in trained.ran.stderr, trained
+
+
+@pytest.mark.stories
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_had_finished_is_replaced_when_others_recover(mode: str, train: Train, reference: Reference) -> None:
+    """What it held is needed again."""
+    faults = lost_when_it_had_finished(Chapter(1, None, 2), also=True)
+    trained = train(mode, faults, spares=2)
+    trained.assert_same_training(reference(mode), faults)
+    assert [recovery["kind"] for recovery in trained.recoveries] == ["swap"], trained
+    assert {lost["rank"] for lost in trained.recoveries[0]["lost"]} == {2, 3}, trained
 
 
 @pytest.mark.parametrize(("mode", "story"), stories(IN_A_RECOVERY, 3, 7, 10, ddp=0, sharded=0))

@@ -267,7 +267,7 @@ def test_a_thousand_snapshots_take_no_more_memory_threads_or_descriptors_than_te
         steps(run, model, 1_001, between)
         say(found=found)
 
-    ended = train(main, ranks=2, spares=0, snapshot_every=1)
+    ended = train(main, ranks=2, spares=0, snapshot_every=1, reduction="none")
     assert ended.exit_code == 0, ended
     for said in ended.said.values():
         (files, threads, memory), (files_then, threads_then, memory_then) = said["found"]
