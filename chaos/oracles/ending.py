@@ -32,6 +32,6 @@ def judge(evidence: Evidence) -> Verdict:
         return Verdict(holds=None if missed else False, because=said)
     if (code < 0 or code == CRASHED) and evidence.killed_coordinator:
         return Verdict(holds=True, because=f"{said}; the plan killed whoever could have said more")
-    if result is None or not result.because or not result.remedy:
+    if result is None or not result.because or not (result.remedy or " Remedy: " in result.because):
         return Verdict(holds=False, because=f"{said}; it does not say why, and what to do")
     return Verdict(holds=True, because=said)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Patience", "Signs"]
+__all__ = ["HeldUp", "Patience", "Signs"]
 
 _BUSY_SHARE = 0.05
 _LIVES_SHARE, _LIVES_BYTES_PER_S = 0.01, 4096
@@ -88,6 +88,27 @@ def lives(before: Signs, now: Signs) -> bool:
         or now.io_bytes - before.io_bytes >= _LIVES_BYTES_PER_S * took_ns / 1e9
         or (not spun and now.wakes > before.wakes)
     )
+
+
+@dataclass(slots=True)
+class HeldUp:
+    """For how long the agent itself did not run. Its workers may not have run either: that is not their time."""
+
+    total_ns: int = 0
+    _from_ns: int = 0
+    _until_ns: int = 0
+    """The last time without a look in between."""
+
+    def add(self, from_ns: int, until_ns: int) -> None:
+        if from_ns > self._until_ns:
+            self._from_ns = from_ns
+        self._until_ns = until_ns
+        self.total_ns += until_ns - from_ns
+
+    def by(self, at_ns: int) -> int:
+        """How much of it was over at ``at_ns``, which is no earlier than the last time but one: progress that is seen only afterwards may
+        have been made before."""
+        return self.total_ns - max(self._until_ns - max(at_ns, self._from_ns), 0)
 
 
 @dataclass(slots=True)

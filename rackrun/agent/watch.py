@@ -16,7 +16,7 @@ import asyncio
 import time
 
 from rackrun.agent.mirror import Mirror
-from rackrun.agent.patience import Patience
+from rackrun.agent.patience import HeldUp, Patience
 from rackrun.agent.signs import frozen, read_signs, where_in_kernel
 from rackrun.agent.tray import Tray
 from rackrun.agent.uplink import Uplink
@@ -56,7 +56,7 @@ class Watch:
         self._floor_ms = stall_floor_ms
         self._loop = asyncio.get_running_loop()
         self._looked_ns = time.monotonic_ns()
-        self._held_ns = 0
+        self._held = HeldUp()
         self._timer = self._loop.call_later(_PERIOD_S, self._look)
 
     def look_soon(self) -> None:
@@ -70,7 +70,7 @@ class Watch:
     def _look(self) -> None:
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns > _LATE_NS:
-            self._held_ns += now_ns - self._looked_ns  # we were held up, so workers may have been: it is not their time
+            self._held.add(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         poll = False
         self._mirror.forget_all_but(self._tray.living())
@@ -85,7 +85,7 @@ class Watch:
         self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
 
     def _check_progress(self, worker: Worker, now_ns: int) -> None:
-        page, held_ns = worker.page, self._held_ns
+        page, held_ns = worker.page, self._held.total_ns
         if not page.tick_ns:
             self._check_plain(worker, now_ns)
             return
@@ -94,9 +94,9 @@ class Watch:
             if patience.told:
                 patience.told = False
                 self._uplink.event(_stall(worker, over=True))
-            patience.progressed(page.since_ns, held_ns)
+            patience.progressed(page.since_ns, self._held.by(page.since_ns))
         if page.tick_ns != silence.since_ns:
-            silence.progressed(page.tick_ns, held_ns)
+            silence.progressed(page.tick_ns, self._held.by(page.tick_ns))
         if worker.called_ns:
             self._look_whether_it_comes(worker, now_ns)
         floor_ns = self._floor_ms * _MS
@@ -126,7 +126,7 @@ class Watch:
 
     def _compared(self, worker: Worker, patience: Patience, now_ns: int) -> bool:
         """Whether it is told now that it waits, or is idle where its history says too little, though its limit is not over."""
-        page, held_ns = worker.page, self._held_ns
+        page, held_ns = worker.page, self._held.total_ns
         if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
             return False
         if _waits(page):
@@ -146,7 +146,7 @@ class Watch:
 
     def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
         """Its process is looked at only after ``from_ns`` without progress."""
-        if patience.quiet_ns(now_ns, self._held_ns) <= from_ns:
+        if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
             return
         if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
             patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
@@ -154,26 +154,27 @@ class Watch:
 
     def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
         self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
-        return patience.overdue(now_ns, self._held_ns, idle_ns, busy_ns)
+        return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
 
     def _check_plain(self, worker: Worker, now_ns: int) -> None:
         """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen, and whether its interpreter runs."""
         tick_ns, silence = worker.page.plain_tick_ns, worker.silence
         if tick_ns != silence.since_ns:
-            silence.progressed(tick_ns, self._held_ns)
+            silence.progressed(tick_ns, self._held.by(tick_ns))
         if now_ns < worker.plain_ns:
             return
         worker.plain_ns = now_ns + _PLAIN_LOOK_NS
+        held_ns = self._held.total_ns - self._held.by(worker.stopped_ns)
         if not _held_still(worker):
             worker.stopped_ns = 0
             if tick_ns and self._overdue(worker, silence, now_ns, _SILENCE_NS, _BUSY_SILENCE_NS):
-                for_ms, where = silence.quiet_ns(now_ns, self._held_ns) // _MS, where_in_kernel(worker.pid)
-                silence.tell(now_ns, self._held_ns)
+                for_ms, where = silence.quiet_ns(now_ns, self._held.total_ns) // _MS, where_in_kernel(worker.pid)
+                silence.tell(now_ns, self._held.total_ns)
                 where = f"its interpreter does not run, {where}"
                 self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=where))
         elif not worker.stopped_ns:
             worker.stopped_ns = now_ns - 1
-        elif now_ns - worker.stopped_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
+        elif now_ns - worker.stopped_ns - held_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
             for_ms, worker.stopped_ns = (now_ns - worker.stopped_ns) // _MS, now_ns
             self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
 
@@ -193,7 +194,7 @@ class Watch:
         page = worker.page
         quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
         for patience in (worker.patience, worker.silence):
-            patience.tell(now_ns, self._held_ns)
+            patience.tell(now_ns, self._held.total_ns)
         self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
 
 

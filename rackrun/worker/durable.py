@@ -129,7 +129,7 @@ class DurableCheckpoints:
             why = error.what if isinstance(error, CheckpointError) else f"{error}."
             return (
                 f"the checkpoint directory {self._store.root} cannot be used: {why}",
-                "free space there, or give a --checkpoint-dir that can be written.",
+                "see that it has room and that its disk answers, or give a --checkpoint-dir that can be read and written.",
             )
         self._lease = lease
         return None

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from rackrun.agent.patience import Patience, Signs, starved_ns, works
+from rackrun.agent.patience import HeldUp, Patience, Signs, starved_ns, works
 from rackrun.agent.signs import frozen, read_signs, where_in_kernel
 
 S = 1_000_000_000
@@ -31,6 +31,28 @@ def watched(*seen: Signs) -> Patience:
 
 def overdue(patience: Patience, at: float, busy: int = BUSY, held: float = 0.0) -> bool:
     return patience.overdue(int(at * S), int(held * S), IDLE, busy)
+
+
+def test_time_for_which_the_agent_did_not_run_is_nobodys() -> None:
+    """Progress from just before it, which the agent sees only after it, is not old."""
+    held = HeldUp()
+    held.add(10, 30)
+    patience = Patience()
+    patience.progressed(9, held.by(9))
+    assert patience.quiet_ns(31, held.total_ns) == 2
+    patience.progressed(20, held.by(20))
+    assert patience.quiet_ns(31, held.total_ns) == 1, "it ran while the agent did not, and then it may not have"
+    patience.progressed(31, held.by(31))
+    assert patience.quiet_ns(40, held.total_ns) == 9
+
+
+def test_an_agent_that_is_held_up_again_and_again_was_held_up_all_the_time() -> None:
+    held = HeldUp()
+    for start in (10, 30, 50):
+        held.add(start, start + 20)
+    assert [held.by(at) for at in (9, 10, 35, 70, 80)] == [0, 0, 25, 60, 60]
+    held.add(100, 110)
+    assert [held.by(at) for at in (80, 105, 110)] == [60, 65, 70]
 
 
 def test_who_shows_no_sign_of_life_is_overdue_when_its_time_is() -> None:

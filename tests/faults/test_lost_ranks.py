@@ -84,7 +84,9 @@ def test_a_rank_that_had_finished_is_not_replaced(mode: str, train: Train, refer
     """Nobody needs it: it has told of its last commit, and had done all that ``main`` has to do."""
     faults = lost_when_it_had_finished(Chapter(1, None, 2), also=False)
     trained = train(mode, faults, spares=1)
-    trained.held.setdefault("2.json", reference(mode).held["2.json"])  # what it would have written once all had finished
+    trained.held.setdefault(
+        "2.json", reference(mode).held["2.json"]
+    )  # what it would have written once all had finished
     trained.assert_same_training(reference(mode), faults)
     assert not trained.recoveries, trained
     assert "rank 2 had finished training, and is gone: SIGKILL" in trained.ran.stderr, trained
@@ -92,7 +94,9 @@ def test_a_rank_that_had_finished_is_not_replaced(mode: str, train: Train, refer
 
 @pytest.mark.stories
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rank_that_had_finished_is_replaced_when_others_recover(mode: str, train: Train, reference: Reference) -> None:
+def test_a_rank_that_had_finished_is_replaced_when_others_recover(
+    mode: str, train: Train, reference: Reference
+) -> None:
     """What it held is needed again."""
     faults = lost_when_it_had_finished(Chapter(1, None, 2), also=True)
     trained = train(mode, faults, spares=2)

@@ -1,7 +1,8 @@
 """stored.py STEPS OUT MODE: a training of STEPS steps, MODE ``ddp`` or ``fsdp``, whose state is kept in places that fail.
 
 STORED_HOLDS is ``STEP:COUNT[:GENERATION],...``: in a run with faults everybody stands before that step until so many strikes have begun or been
-taken back, nothing is being written here, and, if it is given, until there is that checkpoint.
+taken back, nothing is being written here, and, if it is given, until there is that checkpoint. STORED_STRUCK is ``STEP``: before that step they stand until
+a strike is known to have struck.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ HOLDS = {
     int(step): [int(number) for number in rest]
     for step, *rest in (one.split(":") for one in os.environ.get("STORED_HOLDS", "").split(",") if one)
 }
+STRUCK = int(os.environ.get("STORED_STRUCK") or -1)
 WIDTH = 8
 
 
@@ -39,12 +41,14 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index] + 0.1 * torch.randn(WIDTH), self.x[index].sin()
 
 
+HISTORY = OUT.parent / "history.jsonl"
+
+
 def hold(count: int, generation: int | None = None) -> None:
-    history = OUT.parent / "history.jsonl"
     there = OUT / "checkpoints" / "run" / f"gen-{generation:012}" if generation is not None else OUT
 
     def may_go_on() -> bool:
-        told = history.read_text()
+        told = HISTORY.read_text()
         writing = any(thread.name.startswith("rackrun-checkpoint") for thread in threading.enumerate())
         return told.count('"begun"') + told.count('"taken back"') >= count and there.exists() and not writing
 
@@ -73,6 +77,8 @@ def main(run: rackrun.Run) -> None:
         return step.loss
 
     for step in run.steps(STEPS):
+        while step == STRUCK and OUT.name == "faulted" and '"confirmed"' not in HISTORY.read_text():
+            time.sleep(0.01)
         if step in HOLDS:
             hold(*HOLDS[step])
         run.log(loss=train_step(step))
