@@ -20,8 +20,9 @@ import torch.distributed as dist
 from rackrun.core.commands import Restore
 from rackrun.core.ids import Position
 from rackrun.worker.manifest import Manifest
+from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digest
+from rackrun.worker.tensor_bytes import digests
 from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
 
 if TYPE_CHECKING:
@@ -83,18 +84,20 @@ class ReplicaCheck:
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
         buffers = self._state.buffers()
-        digests = [digest(buffer) for buffer in buffers.values()]
+        mine = digests(list(buffers.values()))
         layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
         whole = sum(buffer.nbytes for buffer in buffers.values())
-        rows = self._gather([layout, content, len(digests), whole])
+        rows = self._gather([layout, content, len(mine), whole])
         classes, counts = [(row[0], row[1]) for row in rows], [row[2] for row in rows]
         if self._world.broken:
             return False  # the unit will be repeated, and this with it
         self.unique.whole_bytes = max(row[3] for row in rows)
+        if not self._name_what_parts_them(classes):
+            return False
         alone = self._world.size > 1 and min(Counter(classes).values()) == 1
         row_bytes = 0
         if max(counts) and max(Counter(classes).values()) > 1:
-            everyone = self._gather(digests + [0] * (max(counts) - len(digests)))
+            everyone = self._gather(mine + [0] * (max(counts) - len(mine)))
             kin = [row for row, other in zip(everyone, classes, strict=True) if other == (layout, content)]
             paths = [path for index, path in enumerate(buffers) if len({row[index] for row in kin}) > 1]
             row_bytes = max(row[0] for row in self._gather([sum(buffers[path].nbytes for path in paths)]))
@@ -111,6 +114,26 @@ class ReplicaCheck:
             self._stand_alone()
         if row_bytes > ROW_BYTES_MAX:
             self.nobody_is_a_replica()
+        return True
+
+    def _name_what_parts_them(self, classes: Sequence[tuple[int, int]]) -> bool:
+        """Collective over the world. Ranks that train the same parameters are no replicas when an object that the script tracks has other
+        content on each: somebody says which, and what that costs. False if the world broke."""
+        kin = [rank for rank, (layout, _) in enumerate(classes) if layout == classes[self._world.rank][0]]
+        if len(set(classes)) == len({layout for layout, _ in classes}):
+            return True  # some class is parted in itself, or this is nobody's to ask
+        named = self._state.content_by_name()
+        counts = [row[0] for row in self._gather([len(named)])]
+        everyone = self._gather([*named.values(), *[0] * (max(counts) - len(named))])
+        if self._world.broken:
+            return False
+        differing = [name for index, name in enumerate(named) if len({everyone[rank][index] for rank in kin}) > 1]
+        if differing and self._world.rank == kin[0] and self._state.others.keys() >= set(differing):
+            say(
+                f"what {_listed(differing)} holds differs between ranks {_listed(kin)}, though they train the same parameters: none of "
+                "them can be restored from another, and a lost rank takes all back to the last snapshot. Remedy: keep what each rank has "
+                "of its own (BatchNorm's statistics, or an average of them) in buffers of a tracked nn.Module, which ranks keep for each other."
+            )
         return True
 
     def committed(self, changed_late: float, *, late: bool) -> bool:
@@ -191,3 +214,8 @@ class ReplicaCheck:
         everyone = [torch.zeros_like(row) for _ in range(self._world.size)]
         dist.all_gather(everyone, row)
         return [other.tolist() for other in everyone]
+
+
+def _listed(names: Sequence[object]) -> str:
+    *rest, last = map(str, names)
+    return f"{', '.join(rest)} and {last}" if rest else last

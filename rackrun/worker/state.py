@@ -272,6 +272,15 @@ class TrackedState:
                 mixed.update(f"{path}:{digest(tensor)}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
+    def content_by_name(self) -> dict[str, int]:
+        """Of each tracked thing, as `content` has it: without buffers."""
+        plain = msgspec.msgpack.decode(self.encode_plain(), type=dict[str, msgspec.Raw])
+        mixed = {name: hashlib.blake2b(plain.get(name, b""), digest_size=8) for name in self._names()}
+        tensors = {path: one for path, one in sorted(self.tensors().items()) if "/buffer/" not in path}
+        for path, one in zip(tensors, digests(list(tensors.values())), strict=True):
+            mixed[path.partition("/")[0]].update(f"{path}:{one}\n".encode())
+        return {name: int.from_bytes(one.digest(), "little") >> 1 for name, one in mixed.items()}
+
     def settled(self) -> int:
         """A digest of what nothing but an optimizer changes, this rank's part: equal, bit for bit, on true replicas. 63 bits."""
         settled = {path: tensor for path, tensor in sorted(self.tensors().items()) if self.is_settled(path)}
@@ -281,6 +290,9 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
+    def _names(self) -> list[str]:
+        return [*self.modules, *self.optimizers, *self.others]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
             yield from module.parameters()

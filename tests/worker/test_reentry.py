@@ -88,7 +88,7 @@ def waits_for_a_break_in(generation: int) -> Callable[[Run], None]:
     return wait
 
 
-def waits_until_it_is_noted(run: Run, _step: int) -> None:
+def waits_until_it_is_noted(run: Run) -> None:
     """What is of the world before goes when the first gate of the new one has passed."""
     while run.generation > 1 and not noted(run.generation) and not run._world.broken:
         time.sleep(0.001)
@@ -100,7 +100,7 @@ def script(
     in_main: Callable[[Run], None] = lambda _: None,
     at_steps: Callable[[Run], None] = lambda _: None,
     holds: Mapping[int, int] = {1: HOLD},
-    before_a_step: Callable[[Run, int], None] = lambda *_: None,
+    before_a_unit: Callable[[Run], None] = lambda _: None,
     after_a_step: Callable[[Run], bool | None] = lambda _: None,
     dies_after: Mapping[str, int] | None = None,
     workers: int = 0,
@@ -120,7 +120,7 @@ def script(
             generation, world = run.generation, run._world
             while holds.get(generation) == world.passed.step and not world.pausing and world.generation == generation:
                 time.sleep(0.001)  # the control thread hears of it, and tells nobody
-            before_a_step(run, step)
+            before_a_unit(run)
 
         def between(step: int) -> bool | None:
             done.append(step)
@@ -145,7 +145,12 @@ def script(
             )
 
         run.at_end(at_end)
-        run.every(5, lambda: phases.append([run.generation, run._units.passed.step]))
+
+        def phase() -> None:
+            before_a_unit(run)
+            phases.append([run.generation, run._units.passed.step])
+
+        run.every(5, phase)
         at_steps(run)
         fit(
             run,
@@ -187,7 +192,7 @@ def reshape() -> Iterator[Reshape]:
 def test_four_sharded_ranks_become_three_and_four_again(distant: bool, reshape: Reshape) -> None:
     """The fourth of the second time was a spare."""
     ended, cluster = reshape(
-        script(fsdp, holds={1: HOLD, 2: HOLD_AGAIN}, before_a_step=waits_until_it_is_noted),
+        script(fsdp, holds={1: HOLD, 2: HOLD_AGAIN}, before_a_unit=waits_until_it_is_noted),
         Change((0, 1, 2), told_after=Position(HOLD)),
         Change((0, 1, 2, 4), told_after=Position(HOLD_AGAIN)),
         spares=1,
