@@ -26,6 +26,9 @@ Format (`FORMAT` in ``meta``). Times in ``*_ms`` are milliseconds of the coordin
                seconds; 0: not known)
 ``ledger``     step, phase, rank, generation, count, digest (BLAKE2b, 16 bytes), ids (int64, little endian; NULL with
                ``--ledger digest``)
+``folded``     step, phase, generation, samples, untold (more, by its gate), ids (a digest of all ranks', or NULL), seconds (of the slowest), vain (how often it was computed in
+               vain): units so old that their rows of ``units`` and ``ledger`` are gone (`rackrun.coordinator.folding`)
+``findings``   kind, what: what was found wrong with them before that
 ``fillers``    slot, incarnation, start, at_ms, body (the last `rackrun.core.wire.FillerTold` of that start)
 =============  =====================================================================================================
 
@@ -42,7 +45,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -51,7 +54,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rackrun.coordinator.file_systems import is_shared
+from rackrun.coordinator.folding import KEEP_ROWS, Folding
 from rackrun.coordinator.recoveries import Recovery
+from rackrun.coordinator.schema import FORMAT, SCHEMA
 from rackrun.core.commands import BreakGeneration, Command, ResumeGeneration
 from rackrun.core.encodable import INT_MAX, clean, encodable, json_of
 from rackrun.core.events import Event
@@ -60,28 +65,11 @@ from rackrun.errors import RackrunError
 
 __all__ = ["BATCH_ROWS", "FORMAT", "Journal", "JournalError", "LedgerMode", "digest_of"]
 
-FORMAT = 2
 BATCH_ROWS = 256
 BATCH_S = 0.1
 
 LedgerMode: TypeAlias = Literal["ids", "digest"]
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS events (
-    id INTEGER PRIMARY KEY, cause INTEGER, kind TEXT, name TEXT, at_ms INTEGER, wall REAL, body TEXT);
-CREATE TABLE IF NOT EXISTS generations (
-    id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, stage TEXT NOT NULL, at_ms INTEGER, wall REAL, body TEXT);
-CREATE TABLE IF NOT EXISTS recoveries (generation INTEGER PRIMARY KEY, fault_ms REAL, body TEXT);
-CREATE TABLE IF NOT EXISTS units (
-    step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, attempt INTEGER, committed_at_ms REAL, seconds REAL,
-    gate BLOB, own_s REAL, PRIMARY KEY (step, phase, rank, generation)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS ledger (
-    step INTEGER, phase INTEGER, rank INTEGER, generation INTEGER, count INTEGER, digest BLOB, ids BLOB,
-    PRIMARY KEY (step, phase, rank, generation));
-CREATE TABLE IF NOT EXISTS fillers (
-    slot TEXT, incarnation INTEGER, start INTEGER, at_ms REAL, body TEXT, PRIMARY KEY (slot, incarnation, start));
-"""
 _META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)"
 _GENERATION = "INSERT INTO generations (generation, stage, at_ms, wall, body) VALUES (?, ?, ?, ?, ?)"
@@ -112,6 +100,7 @@ class Journal:
         run_id: str,
         facts: Mapping[str, str] | None = None,
         ledger: LedgerMode = "ids",
+        keep_rows: int = KEEP_ROWS,
         on_trouble: Callable[[str], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
     ) -> None:
@@ -130,8 +119,9 @@ class Journal:
             _make_private(path)
             self._synchronous = _connect(path, "FULL", mode)
             self._synchronous.execute("PRAGMA wal_autocheckpoint=0")  # the writer's thread checkpoints, not the loop
-            self._synchronous.executescript(_SCHEMA)
+            self._synchronous.executescript(SCHEMA)
             self._telemetry = _connect(path, synchronous, mode)
+            self._folding = Folding(self._telemetry, keep_rows)
         except (sqlite3.Error, OSError) as error:
             raise JournalError(
                 f"the journal {path} cannot be made: {error}.", remedy="choose another --out-dir."
@@ -237,6 +227,8 @@ class Journal:
                 while self._queue:
                     rows = [self._queue.popleft() for _ in range(min(BATCH_ROWS, len(self._queue)))]
                     self._write(rows)
+                    if self._folding.due:
+                        self._fold()
                     with self._progress:
                         self._done_rows += len(rows)
                         self._progress.notify_all()
@@ -258,6 +250,7 @@ class Journal:
             plain = [(sql, _plain(values)) for sql, values in rows]
             plain.sort(key=itemgetter(0))  # stable: the order within a table stays
             self._write_plain(plain)
+            self._folding.wrote(sum(sql is _UNIT for sql, _ in rows))
         except Exception as error:  # noqa: BLE001 - this thread goes on, whatever a row holds
             if len(rows) > 1 and not (isinstance(error, sqlite3.OperationalError) and self.rows_lost):
                 for row in rows:
@@ -266,11 +259,31 @@ class Journal:
             self._lost(rows, error)
 
     def _write_plain(self, plain: list[_Row]) -> None:
+        with self._transaction():
+            for sql, group in groupby(plain, key=itemgetter(0)):
+                self._telemetry.executemany(sql, [values for _, values in group])
+
+    def _fold(self) -> None:
+        try:
+            with self._transaction():
+                self._folding.some()
+        except Exception as error:  # noqa: BLE001 - this thread goes on, whatever a row holds
+            if isinstance(error, sqlite3.OperationalError):
+                return  # a full disk, say: the next batch tries again
+            self._folding.give_up()
+            if self._on_trouble is not None:
+                with contextlib.suppress(Exception):
+                    self._on_trouble(
+                        f"rows of old units in the journal {self.path} cannot be put together ({type(error).__name__}: {error}), so it grows with "
+                        "every step. Training goes on. Remedy: please report this."
+                    )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
         with self._one_writer:
             try:
                 self._telemetry.execute("BEGIN IMMEDIATE")
-                for sql, group in groupby(plain, key=itemgetter(0)):
-                    self._telemetry.executemany(sql, [values for _, values in group])
+                yield
                 self._telemetry.execute("COMMIT")
             except BaseException:
                 if self._telemetry.in_transaction:

@@ -12,7 +12,7 @@ counted the samples of all ranks: how many are known by that, and no id.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ from rackrun.core.dealing import sharing
 from rackrun.core.ids import Position
 from rackrun.core.reshaping import Axes
 
-__all__ = ["LedgerCheck", "Row", "check_ledger"]
+__all__ = ["FINDINGS", "Folded", "LedgerCheck", "Row", "check_ledger", "fold", "samples_in"]
+
+FINDINGS = ("doubled", "differing", "missing", "by_gate")
+"""Of a `LedgerCheck`."""
 
 
 class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,8 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that the journal could not take."""
     by_gate: tuple[str, ...] = ()
     """A rank whose row went with its tray: how many samples it had is known by the unit's gate."""
+    folded: int = 0
+    """Units whose rows are gone: they were checked before."""
 
     @property
     def ok(self) -> bool:
@@ -63,6 +68,19 @@ class Row(NamedTuple):
     """None: only digests are kept."""
 
 
+class Folded(NamedTuple):
+    """What is left of a unit whose rows are gone."""
+
+    at: Position
+    generation: int
+    """Of the execution that counts: the first in which somebody told of it."""
+    samples: int
+    untold: int
+    """More samples, which its gate has counted: of ranks that were lost with their rows."""
+    ids: bytes | None
+    """A digest of the sample ids of all ranks, in whatever order; None: only digests were kept."""
+
+
 @dataclass
 class _Execution:
     generation: int
@@ -79,9 +97,10 @@ def check_ledger(
     plans: Mapping[int, Plan],
     axes: Axes = (),
     rows_lost: int = 0,
+    folded: Iterable[Folded] = (),
 ) -> LedgerCheck:
     """``units``: of each that a rank told as committed, the rank, the generation, and how many samples its gate has counted (None: not told)."""
-    proof = _Proof(plans, axes)
+    proof = _Proof(plans, axes, folded)
     for at, rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
     for row in rows:
@@ -89,9 +108,32 @@ def check_ledger(
     return proof.result(rows_lost)
 
 
+def fold(
+    at: Position,
+    units: Iterable[tuple[int, int, float | None]],
+    rows: Iterable[Row],
+    plans: Mapping[int, Plan],
+    axes: Axes = (),
+    *,
+    before: Folded | None = None,
+    goes_on: Callable[[int], Iterable[int]] = lambda _: (),
+) -> tuple[Folded | None, LedgerCheck]:
+    """One unit, of which nobody will tell any more: what is left of it when its rows are gone, and what is wrong with them. None: it does not count, or
+    not yet. ``units``: rank, generation, samples by the gate. ``before``: what was left of it, when it is computed again. ``goes_on(generation)``: the ranks that have told
+    of a later unit in that generation."""
+    proof = _Proof(plans, axes, [before] if before else [])
+    for rank, generation, samples in units:
+        proof.told(at, rank, generation, samples)
+    for row in rows:
+        proof.row(row)
+    proof.go_on(at, goes_on)
+    return proof.left(at), proof.result(0, all_told=True)
+
+
 class _Proof:
-    def __init__(self, plans: Mapping[int, Plan], axes: Axes) -> None:
+    def __init__(self, plans: Mapping[int, Plan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
         self._plans, self._axes, self._eras = plans, axes, Eras(plans)
+        self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
         self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
         self._last_of: dict[tuple[int, int], Position] = {}
         """(generation, rank) -> the last unit that it told."""
@@ -120,28 +162,65 @@ class _Proof:
         found.generation = min(found.generation, generation)
         return found
 
-    def result(self, rows_lost: int) -> LedgerCheck:
-        for at, executions in sorted(self._units.items()):
-            for era in executions:
+    def go_on(self, at: Position, goes_on: Callable[[int], Iterable[int]]) -> None:
+        later = Position(at.step + 1)
+        for execution in self._units.get(at, {}).values():
+            self._last_of |= {(execution.generation, rank): later for rank in goes_on(execution.generation)}
+
+    def left(self, at: Position) -> Folded | None:
+        executions = self._since(at)
+        if not executions:
+            return self._folded.get(at)
+        counts = executions[max(executions)]
+        rows = self._apart(at, counts, tell=False)
+        told = sum(row.samples for row in rows.values())
+        whole = self._is_whole(counts)
+        known = whole and all(row.ids is not None for row in rows.values())
+        untold = 0 if whole else max(int(counts.samples or 0) - told, 0)
+        return Folded(at, counts.generation, told, untold, _mixed(_ids_of(rows)) if known else None)
+
+    def _since(self, at: Position) -> dict[int, _Execution]:
+        """Executions by era, since its rows were folded."""
+        executions, folded = self._units.get(at, {}), self._folded.get(at)
+        if folded is None:
+            return executions
+        over = self._eras.of(folded.generation)
+        return {era: execution for era, execution in executions.items() if era > over}
+
+    def result(self, rows_lost: int, *, all_told: bool = False) -> LedgerCheck:
+        known = sorted(self._units.keys() | self._folded.keys())
+        for at in known:
+            eras = list(self._since(at))
+            eras += [self._eras.of(self._folded[at].generation)] if at in self._folded else []
+            for era in eras:
                 self._reach[era] = (self._reach.get(era, (at, at))[0], at)
         total, seen = 0, Counter[int]()
-        newest = max(self._units, default=None)
-        for at, executions in sorted(self._units.items()):
+        newest = None if all_told else max(self._units, default=None)
+        for at in known:
+            executions, folded = self._since(at), self._folded.get(at)
+            if not executions:
+                assert folded is not None
+                self._check_done_again(at, folded.generation)
+                total += folded.samples
+                continue
             *taken_back, counts = (execution for _, execution in sorted(executions.items()))
             if at != newest:  # of the last unit some rows may still be on their way
                 self._check_whole(at, counts)
-                self._check_done_again(at, counts)
+                self._check_done_again(at, counts.generation)
             rows = self._apart(at, counts)
             ids = self._ids(at, rows)
             total += sum(row.samples for row in rows.values())
             seen.update(ids.tolist())
+            told = sum(row.samples for row in counts.rows.values())
+            untold = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - told, 0)
             for execution in taken_back:
                 whole = self._is_whole(execution) and self._is_whole(counts)
-                told = sum(row.samples for row in counts.rows.values())
-                untold = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - told, 0)
                 self._compare(at, self._apart(at, execution), rows, ids, whole=whole, untold=untold)
+            if folded is not None and (at != newest or self._is_whole(counts)):
+                self._compare_folded(folded, rows, ids, whole=self._is_whole(counts), untold=untold)
         return LedgerCheck(
-            units=len(self._units),
+            units=len(known),
+            folded=sum(not self._since(at) for at in self._folded),
             samples=total,
             distinct=len(seen),
             doubled=tuple(self._doubled),
@@ -155,10 +234,10 @@ class _Proof:
         plan = self._plans.get(execution.generation)
         return plan is not None and len(execution.rows) == plan.world_size
 
-    def _check_done_again(self, at: Position, counts: _Execution) -> None:
+    def _check_done_again(self, at: Position, generation: int) -> None:
         """Whoever has gone back behind a unit, and come beyond it since, has done it again."""
         for era, (first, last) in self._reach.items():
-            if era > self._eras.of(counts.generation) and first < at < last:
+            if era > self._eras.of(generation) and first < at < last:
                 self._missing.append(f"{_name(at)}: no row of any rank since everybody went back behind it")
                 return
 
@@ -191,13 +270,13 @@ class _Proof:
             )
         )
 
-    def _apart(self, at: Position, execution: _Execution) -> dict[int, Row]:
+    def _apart(self, at: Position, execution: _Execution, *, tell: bool = True) -> dict[int, Row]:
         """Its rows, without those of ranks that have the same samples as another."""
         rows = dict(execution.rows)
         plan = self._plans.get(execution.generation)
         for group in sharing(self._axes, plan.world_size) if plan else ():
             told = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
-            if len(set(told.values())) > 1:
+            if tell and len(set(told.values())) > 1:
                 self._differing.append(
                     f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others"
                 )
@@ -235,6 +314,43 @@ class _Proof:
         if same:
             return
         self._differing.append(f"{_name(at)}: computed again on other samples")
+
+    def _compare_folded(
+        self,
+        folded: Folded,
+        rows: Mapping[int, Row],
+        ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+        *,
+        whole: bool,
+        untold: int,
+    ) -> None:
+        before, now = folded.samples + folded.untold, sum(row.samples for row in rows.values())
+        same = before == now if whole else before <= now + untold
+        if whole and folded.ids is not None and all(row.ids is not None for row in rows.values()):
+            same &= folded.ids == _mixed(ids)
+        if not same:
+            self._differing.append(f"{_name(folded.at)}: computed again on other samples")
+
+
+def samples_in(gate: bytes | None) -> float | None:
+    """What the gate of a unit has counted, over all ranks."""
+    values = np.frombuffer(gate or b"", dtype="<f8")
+    return float(values[_SAMPLES_IN_GATE]) if len(values) > _SAMPLES_IN_GATE else None
+
+
+_SAMPLES_IN_GATE = 1
+"""As in `rackrun.worker.gate.GateSums`."""
+
+
+def _mixed(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bytes:
+    """Equal for equal ids, each as often, in whatever order: sums of what SplitMix64 (https://prng.di.unimi.it/splitmix64.c) makes of each, from two seeds."""
+    found = b""
+    for seed in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
+        mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64)).to_bytes(8, "little")
+    return found
 
 
 def _generation(plan: Plan) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.coordinator.journal import FORMAT
+from rackrun.coordinator.schema import FORMAT
 from rackrun.core.commands import ResumeGeneration
 from rackrun.errors import UsageError
 

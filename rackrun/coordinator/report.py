@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-import numpy as np
 
 from rackrun.coordinator.fillers import FillerUse, filler_uses
-from rackrun.coordinator.proof import LedgerCheck, Row, check_ledger
+from rackrun.coordinator.folding import folded_units
+from rackrun.coordinator.proof import FINDINGS, LedgerCheck, Row, check_ledger, samples_in
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
 from rackrun.coordinator.sharing import mesh_of
@@ -111,12 +111,14 @@ class _Unit(msgspec.Struct, frozen=True):
 def read_report(path: Path) -> Report:
     """Raises UsageError when ``path`` is not a journal that this version can read."""
     with open_journal(path) as (connection, meta):
+        _see_one_moment(connection)
         return _report(connection, meta)
 
 
 def read_goodput(path: Path) -> Goodput | None:
     """Where the time went, alone: of millions of units it takes seconds, and little memory. None: no unit was reported. Raises UsageError."""
     with open_journal(path) as (connection, meta):
+        _see_one_moment(connection)
         slowest = _slowest(connection)
         if not slowest:
             return None
@@ -124,6 +126,12 @@ def read_goodput(path: Path) -> Goodput | None:
         last_ms = connection.execute(newest).fetchone()[0] or 0
         ended_ms = float(meta.get("ended_ms") or last_ms)
         return _goodput(slowest, _recovery_s(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
+
+
+def _see_one_moment(connection: sqlite3.Connection) -> None:
+    """All that is read from now on is of one moment, though the job goes on. Without a write-ahead log that would keep the job from writing."""
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+        connection.execute("BEGIN")
 
 
 def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
@@ -140,13 +148,13 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
     ]
     last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
     ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
-    redone = _redone(connection)
+    redone, slowest = _redone(connection), _slowest(connection)
     exit_code = meta.get("exit_code")
     return Report(
         run_id=meta.get("run_id", ""),
         exit_code=int(exit_code) if exit_code else None,
         because=meta.get("because", ""),
-        steps=len({unit.at.step for unit in units if unit.at.phase == 0}),
+        steps=len([at for at in slowest if at.phase == 0]),
         steps_redone=len([at for at in redone if at.phase == 0]),
         generations=len(plans),
         recoveries=tuple(
@@ -159,7 +167,7 @@ def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
                 "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
             )
         ),
-        goodput=_goodput(_slowest(connection), _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
+        goodput=_goodput(slowest, _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
         ledger=_check_ledger(connection, plans, int(meta.get("rows_lost", 0))),
         fillers=filler_uses(connection),
         own_times=_own_times(units),
@@ -211,7 +219,8 @@ def _slowest(connection: sqlite3.Connection) -> dict[Position, float]:
     return {
         Position(step, phase): max(seconds or 0.0, 0.0)
         for step, phase, seconds in connection.execute(
-            "SELECT step, phase, max(seconds) FROM units GROUP BY step, phase ORDER BY step, phase"
+            "SELECT step, phase, max(seconds) FROM (SELECT step, phase, seconds FROM units UNION ALL SELECT step, phase, seconds FROM folded) "
+            "GROUP BY step, phase ORDER BY step, phase"
         )
     }
 
@@ -225,6 +234,10 @@ def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
     found: dict[Position, int] = {}
     for step, phase, vain in connection.execute(query):
         found[Position(step, phase)] = max(found.get(Position(step, phase), 0), vain)
+    again = "EXISTS (SELECT 1 FROM units WHERE (units.step, units.phase) = (folded.step, folded.phase))"
+    query = f"SELECT step, phase, vain + {again} AS all_vain FROM folded WHERE all_vain > 0"  # noqa: S608 - no input in it
+    for step, phase, vain in connection.execute(query):
+        found[Position(step, phase)] = found.get(Position(step, phase), 0) + vain
     return found
 
 
@@ -279,7 +292,7 @@ def _goodput(
 # -- nothing lost, nothing twice -------------------------------------------------------------------------------------
 def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_lost: int) -> LedgerCheck:
     units = (
-        (Position(step, phase), rank, generation, _samples(gate))
+        (Position(step, phase), rank, generation, samples_in(gate))
         for step, phase, rank, generation, gate in connection.execute(
             "SELECT step, phase, rank, generation, gate FROM units"
         )
@@ -290,14 +303,8 @@ def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_l
             "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
         )
     )
-    return check_ledger(units, rows, plans, mesh_of(connection), rows_lost)
-
-
-_SAMPLES_IN_GATE = 1
-"""As in `rackrun.worker.gate.GateSums`."""
-
-
-def _samples(gate: bytes | None) -> float | None:
-    """What the gate of a unit has counted, over all ranks."""
-    values = np.frombuffer(gate or b"", dtype="<f8")
-    return float(values[_SAMPLES_IN_GATE]) if len(values) > _SAMPLES_IN_GATE else None
+    check = check_ledger(units, rows, plans, mesh_of(connection), rows_lost, folded_units(connection))
+    before: dict[str, list[str]] = defaultdict(list)
+    for kind, what in connection.execute("SELECT kind, what FROM findings ORDER BY rowid"):
+        before[kind].append(what)
+    return msgspec.structs.replace(check, **{kind: (*before[kind], *getattr(check, kind)) for kind in FINDINGS})

@@ -183,7 +183,7 @@ def _ledger(console: Console, ledger: LedgerCheck) -> None:
     if ledger.ok:
         _say(
             console,
-            f"ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing",
+            f"ledger: {ledger.samples} samples in {ledger.units} units, none twice within one, no row missing{_folded(ledger)}",
             "green",
         )
         _some(console, "by the gate", ledger.by_gate)
@@ -212,3 +212,7 @@ def _say(console: Console, text: str, style: str = "", *, bold: int = 0) -> None
 
 def _row(table: Table, *cells: object) -> None:
     table.add_row(*(Text(str(cell)) for cell in cells))
+
+
+def _folded(ledger: LedgerCheck) -> str:
+    return f" ({ledger.folded} old units were checked before their rows were put together)" if ledger.folded else ""
