@@ -23,6 +23,10 @@ from rackrun.worker.world import Superseded
 __all__ = ["run_main"]
 
 T = TypeVar("T")
+_NOT_BOUND = (
+    "rackrun: the loop over run.steps() was over when this process came to it, so what its body binds (the step's number, a loss) is not there. "
+    "Remedy: bind such names before the loop, or keep what is needed after it in a tracked object."
+)
 
 
 def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Callable[[Run], T]) -> T:
@@ -37,6 +41,8 @@ def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Call
                 return result
         except BaseException as error:
             if not run.leaves(error):
+                if isinstance(error, NameError) and run.came_after_loop:
+                    error.add_note(_NOT_BOUND)
                 raise
         carried = run.let_go()
         result = run = None  # type: ignore[assignment]

@@ -60,10 +60,13 @@ class Rejoin:
         self._reports = reports
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
+        self.was_left = False
+        """The ranks had left their loops early, after the step that was committed when this process joined them last."""
 
-    def run(self, came_in: Position, stays: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, came_in: Position, left_after: int | None, stays: Callable[[], bool] = lambda: False) -> bool:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
-        this process entered its loop; it can go back no further. ``stays``: the script has yet to do what follows a committed step.
+        this process entered its loop; it can go back no further. ``left_after``: the step after which it has left its loop early. ``stays``: the script
+        has yet to do what follows a committed step.
 
         Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
         world = self._world
@@ -100,6 +103,7 @@ class Rejoin:
                         f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
                     )
                 self._restore(plan, fresh=mine.fresh)
+                self._ask_whether_it_was_left(plan, left_after)
             except Superseded:
                 continue
             except RuntimeError as error:
@@ -112,6 +116,15 @@ class Rejoin:
         self._reports.resumed(Generation(plan.generation))
         world.stages.reached("resumed")
         return True
+
+    def _ask_whether_it_was_left(self, plan: Plan, left_after: int | None) -> None:
+        """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which."""
+        world = self._world
+        communicator = world.groups[0].communicator
+        if communicator is None or not any(member.fresh for member in plan.members):
+            return
+        says = left_after is not None and world.passed == Position(left_after)
+        self.was_left = world.attempt(plan, lambda: _any_says(communicator, says, world.device))
 
     def _leads_out(self, plan: Plan, mine: Member) -> bool:
         """Of ``main``, to enter it again."""

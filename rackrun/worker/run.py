@@ -113,6 +113,8 @@ class Run:
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
         self._open = 0
+        self.came_after_loop = False
+        """All steps were committed, or the others had left the loop, when this process came to it."""
         """The number of steps of a loop that was begun and is not at its end."""
         self._looping: int | None = None
         """The step that the loop stands at, while its step function has not been called."""
@@ -253,6 +255,7 @@ class Run:
         self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
         self._places.look()
         self._open = total
+        self.came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
         if self._units.left_early:  # before main was entered again: `finish` does what is left
             self._end_loop(total)
             return

@@ -227,6 +227,7 @@ class UnitRunner:
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False
+        self._left_after = self.passed.step if self._rejoin.was_left else None
         self._to_script()
 
     def _to_script(self) -> None:
@@ -382,12 +383,16 @@ class UnitRunner:
 
     # -- one attempt
     def _catch_up(self) -> None:
-        """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: this process is to
-        leave ``main`` when the body of the loop has ended (`body_over`)."""
+        """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: what follows the step in the body
+        of the loop comes first, as it may leave the loop, which a newcomer is told."""
         while True:
-            if self._world.broken and not self._recover():
-                return
             due = [unit for unit in self._recorded if unit.at > self.passed]
+            if not due and self._owed is not None:
+                break
+            if self._world.broken:
+                if not self._recover():
+                    return
+                continue
             if not due:
                 break
             self._attempt(due[0])
@@ -774,7 +779,9 @@ class UnitRunner:
     # -- recovery
     def _recover(self) -> bool:
         """False: as `Rejoin.run`."""
-        return self._rejoin.run(self._came_in, lambda: self._owed is not None and self._owed <= self.passed)
+        return self._rejoin.run(
+            self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
+        )
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
         """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:
