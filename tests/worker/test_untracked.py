@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -47,6 +48,19 @@ def said(*, track: bool) -> set[str]:
 def test_generators_and_tensors_of_tracked_objects_are_tracked() -> None:
     assert said(track=False) == {"of_torch", "of_numpy", "of_python", "queue"}
     assert not said(track=True)
+
+
+def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
+    state, logger, found = TrackedState(), logging.Logger("of the script"), set()
+
+    def step(_: int) -> None:
+        logger.setLevel(logger.level + 1)
+
+    untracked = Untracked(state)
+    for number in range(4):
+        step(number)
+        found |= {change.name for change in untracked.after_step(step, (), {})}
+    assert not found
 
 
 def test_of_a_sparse_gradient_those_elements_count_that_are_there() -> None:
