@@ -51,7 +51,7 @@ def test_generators_and_tensors_of_tracked_objects_are_tracked() -> None:
 
 
 def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
-    state, logger, found = TrackedState(), logging.Logger("of the script"), set()
+    state, logger, found = TrackedState(), logging.getLogger("of the script"), set()
 
     def step(_: int) -> None:
         logger.setLevel(logger.level + 1)
