@@ -75,9 +75,7 @@ class Numbered:
 
     def overflows(self, waiting: int, waiting_bytes: int) -> bool:
         """Whether more is kept than allowed, together with ``waiting`` messages that are not packed yet."""
-        return (
-            len(self._kept) + waiting > self._kept_max or self._kept_bytes + waiting_bytes > self._kept_bytes_max
-        )
+        return len(self._kept) + waiting > self._kept_max or self._kept_bytes + waiting_bytes > self._kept_bytes_max
 
     def pack(self, frames: Sequence[bytes] = ()) -> bytes:
         """Number these frames, keep them, and return the packet."""

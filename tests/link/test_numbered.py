@@ -90,8 +90,10 @@ def test_many_bytes_are_acknowledged_sooner() -> None:
     assert other.owes_much
 
 
-@pytest.mark.parametrize(("count", "size", "waiting", "over"), [(3, 10**6, 1, False), (2, 10**6, 1, True), (3, 10, 0, True)])
-def test_more_than_is_allowed_overflows(count: int, size: int, waiting: int, over: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize(
+    ("count", "size", "waiting", "over"), [(3, 10**6, 1, False), (2, 10**6, 1, True), (3, 10, 0, True)]
+)
+def test_more_than_is_allowed_overflows(count: int, size: int, waiting: int, over: bool) -> None:
     one = Numbered(count, size)
     one.pack(frames(1, 2))
     assert one.overflows(waiting, waiting) is over
