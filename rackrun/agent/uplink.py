@@ -1,4 +1,4 @@
-"""The agent's connection to its coordinator: in order, bounded, and put together again when it breaks.
+"""The agent's connection to its coordinator: in order, bounded, and taken up again when it breaks (`rackrun.link.numbered`).
 
 Telemetry waits for up to 20 ms for company; an event goes at once, and takes with it whatever waits, so nothing overtakes.
 """
@@ -11,10 +11,9 @@ import os
 import struct
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from enum import Enum
-from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -23,13 +22,13 @@ from rackrun.agent.config import AgentConfig
 from rackrun.core.commands import WorkerCommand
 from rackrun.core.events import Event
 from rackrun.core.wire import PROTOCOL, decode_command
-from rackrun.link.channel import FRAME_BYTES_MAX, frame, split_frames
+from rackrun.link.channel import frame
+from rackrun.link.numbered import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
 from rackrun.link.versions import own_versions
 
 __all__ = ["End", "Uplink", "Urgency"]
 
 _BATCH_S = 0.02
-_BATCH_BYTES = 1 << 20
 _LOGGED_MAX = 10_000
 _CONNECT_S = 60.0
 _RETRY_S = (0.02, 1.0)
@@ -61,7 +60,11 @@ class Uplink:
         self._first = frame(first)
         self._obey = obey
         self._orphan_s = orphan_s
-        self._session_name = uuid4().hex
+        self._session = ""
+        """What the coordinator calls the link; "": it has not welcomed us yet."""
+        self._numbered = Numbered()
+        self._senseless = False
+        """The coordinator has sent what cannot be read, and would send it again."""
         self._waiting: deque[tuple[Urgency, bytes]] = deque()
         self._logged = 0
         self.dropped = 0
@@ -70,7 +73,6 @@ class Uplink:
         self._urgent = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._joined = False
         self._closing = False
         self._over = False
         self.connected = False
@@ -92,21 +94,27 @@ class Uplink:
             while True:
                 try:
                     async with self._connect(session) as socket:
-                        await self._converse(socket)
-                    if self._closing or self._over:
+                        welcomed = await self._converse(socket)
+                    if self._closing or self._over or self._senseless:
                         return End.LOST
-                    _say("the connection to the coordinator broke; the workers go on, and I try again")
-                    deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
+                    because = "it hung up"
+                    if welcomed:
+                        _say("the connection to the coordinator broke; the workers go on, and I try again")
+                        deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status in _REFUSED:
                         _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
-                        return End.LOST if self._joined else End.REFUSED
+                        return End.LOST if self._session else End.REFUSED
                     because = await self._reason(session, error)
                     if error.status == _TAKEN and not told:
                         told = True
                         _say(f"the coordinator does not take this tray yet: {because}; I ask again")
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     because = str(error) or type(error).__name__
+                waiting_bytes = sum(len(data) for _, data in self._waiting)
+                if self._session and self._numbered.overflows(len(self._waiting), waiting_bytes):
+                    _say("more waits for the coordinator than is kept without a connection")
+                    return End.LOST
                 if loop.time() >= deadline:
                     _say(f"no coordinator at {self._config.coordinator}: {because}")
                     return End.LOST
@@ -148,25 +156,47 @@ class Uplink:
                 kept.append(item)
         self._waiting = kept
 
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        if not self._joined:
-            await socket.send_bytes(self._first)
-            self._joined = True
-        writer = asyncio.create_task(self._write(socket))
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> bool:
+        """Until the connection ends. Whether the coordinator has welcomed us."""
+        welcome = await self._welcome(socket)
+        if welcome is None:
+            return False
+        again: list[bytes] = []
+        if self._session:
+            again = self._numbered.resume(welcome.received)
+        else:
+            self._session = welcome.session
+            self._waiting.appendleft((Urgency.NOW, self._first))
+        self._urgent.set()
+        self._wake.set()
+        writer = asyncio.create_task(self._write(socket, again))
         self.connected = True
         try:
-            buffer = bytearray()
-            async for message in self._heard(socket):
-                buffer += message
-                for body in split_frames(buffer):
+            async for packet in self._heard(socket):
+                for body in self._numbered.unpack(packet):
                     self._obey(decode_command(body))
+                self._wake.set()  # there may be room for more
+                if self._numbered.owes_much:
+                    await socket.send_bytes(self._numbered.pack())
         except (msgspec.MsgspecError, ValueError) as error:
+            self._senseless = True
             _say(f"the coordinator sent what is no command: {error}")
+        except (aiohttp.ClientError, OSError):
+            pass  # it broke
         finally:
             self.connected = False
             writer.cancel()
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                 await writer
+        return True
+
+    async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome | None:
+        """The first thing that the coordinator says. None: the connection ended before."""
+        with contextlib.suppress(TimeoutError, msgspec.MsgspecError):
+            message = await socket.receive()
+            if message.type is aiohttp.WSMsgType.TEXT:
+                return msgspec.json.decode(message.data, type=Welcome)
+        return None
 
     async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
         """Until the connection ends, or has been silent for so long that the coordinator must have given us up. It may be the coordinator
@@ -187,32 +217,31 @@ class Uplink:
                 yield message.data
             elif message.type is aiohttp.WSMsgType.PING:
                 await socket.pong(message.data)
+                if self._numbered.owes:
+                    await socket.send_bytes(self._numbered.pack())
             elif message.type is not aiohttp.WSMsgType.PONG:
                 return
 
-    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, again: Sequence[bytes]) -> None:
+        """``again``: packets that were sent before, over a connection that broke."""
+        for packet in again:
+            await socket.send_bytes(packet)
         while True:
             await self._wake.wait()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), _BATCH_S)
+                async with asyncio.timeout(_BATCH_S):  # `asyncio.wait_for` may swallow that this task is cancelled
+                    await self._urgent.wait()
             self._wake.clear()
             self._urgent.clear()
-            while self._waiting:
-                batch = self._take()
-                try:
-                    await socket.send_bytes(b"".join(data for _, data in batch))
-                except BaseException:
-                    self._logged += sum(urgency is Urgency.MAYBE for urgency, _ in batch)
-                    self._waiting.extendleft(reversed(batch))
-                    self._urgent.set()
-                    self._wake.set()
-                    raise
-            self._idle.set()
+            while self._waiting and self._numbered.has_room:
+                await socket.send_bytes(self._numbered.pack([data for _, data in self._take()]))
+            if not self._waiting:
+                self._idle.set()
 
     def _take(self) -> list[tuple[Urgency, bytes]]:
         batch: list[tuple[Urgency, bytes]] = []
         size = 0
-        while self._waiting and (not batch or size + len(self._waiting[0][1]) <= _BATCH_BYTES):
+        while self._waiting and (not batch or size + len(self._waiting[0][1]) <= BATCH_BYTES):
             urgency, data = self._waiting.popleft()
             self._logged -= urgency is Urgency.MAYBE
             size += len(data)
@@ -238,21 +267,27 @@ class Uplink:
         query = {
             "protocol": str(PROTOCOL),
             "tray": self._config.tray,
-            "session": self._session_name,
             "host": os.uname().nodename,
             "pid": str(os.getpid()),
             **own_versions(),
         }
-        return {**query, "resume": "1"} if self._joined else query
+        return {**query, "resume": self._session, "received": str(self._numbered.received)} if self._session else query
 
-    def _connect(self, session: aiohttp.ClientSession) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse]:
-        return session.ws_connect(
-            self._url(),
-            params=self._query(),
-            timeout=aiohttp.ClientWSTimeout(ws_receive=self._config.lease_s, ws_close=_CLOSE_S),
-            max_msg_size=FRAME_BYTES_MAX,
-            autoping=False,
-        )
+    @asynccontextmanager
+    async def _connect(self, session: aiohttp.ClientSession) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A connection; who takes a link up again does not wait longer than a lease for the answer, and asks again."""
+        async with asyncio.timeout(self._config.lease_s if self._session else None):
+            socket = await session.ws_connect(
+                self._url(),
+                params=self._query(),
+                timeout=aiohttp.ClientWSTimeout(ws_receive=self._config.lease_s, ws_close=_CLOSE_S),
+                max_msg_size=PACKET_BYTES_MAX,
+                autoping=False,
+            )
+        try:
+            yield socket
+        finally:
+            await socket.close()
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,9 @@
 """One port: agents (WebSocket), status, metrics, stop. Every request but ``/healthz`` shows the job's token.
 
 ==================  =============================================================================================
-``GET /agent``      WebSocket, for agents; ``?protocol=N&tray=NAME``. Each binary message holds whole frames
-                    (`rackrun.link.channel`). The first one upwards is `TrayJoined`
+``GET /agent``      WebSocket, for agents; ``?protocol=N&tray=NAME``. Each binary message is a packet of numbered frames
+                    (`rackrun.link.numbered`). The first frame upwards is `TrayJoined`; the first message downwards is a
+                    `Welcome`, as text. ``&resume=SESSION&received=N`` takes a link up again whose connection broke
 ``GET /healthz``    ``{"run_id": ..., "protocol": ...}``; no token
 ``GET /api/status``  `rackrun.coordinator.driver.Status`
 ``GET /metrics``    for Prometheus
@@ -16,9 +17,12 @@
 ``GET /api/end``    answers when the job is over, with its `StopJob`: for launchers on other hosts
 ==================  =============================================================================================
 
-401 means a wrong or missing token, 426 another protocol, or another version of rackrun or torch, 409 that the job is over, that another host has the tray's name, or
-(with ``resume=1``) that the tray has been given up: a broken connection is a lost tray, and its agent must begin anew. 503: the tray has an
-agent that lives; ask again. The body says so in words.
+401 means a wrong or missing token, 426 another protocol, or another version of rackrun or torch, 409 that the job is over, that
+another host has the tray's name, or (with ``resume``) that the tray has been given up, and its agent must begin anew. 503: the
+tray has an agent that lives; ask again. The body says so in words.
+
+A connection that breaks costs nothing when its agent takes the link up again within the lease. An agent that closes its
+connection, or whose host says that it is dead (`AgentLink.dies`), is lost at once.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ import uuid
 from typing import TypeVar
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WebSocketError, WSMsgType, web
 
+from rackrun.coordinator.agent_link import AgentLink, Breach
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.policy_host import check
-from rackrun.coordinator.validity import unlikely
 from rackrun.core.commands import Answer
 from rackrun.core.encodable import clean, encodable, json_of
 from rackrun.core.events import (
@@ -48,7 +52,6 @@ from rackrun.core.events import (
     DeviceChecked,
     DeviceJudged,
     DrainRequested,
-    Event,
     GrowRequested,
     JournalFailed,
     PolicyAnswered,
@@ -71,8 +74,8 @@ from rackrun.core.ids import TrayId, tray_of
 from rackrun.core.policy import parse_policy
 from rackrun.core.wire import PROTOCOL, Telemetry, Upward, decode_upward
 from rackrun.errors import UsageError
-from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
 from rackrun.link.listener import Listener, http_token
+from rackrun.link.numbered import PACKET_BYTES_MAX
 from rackrun.link.versions import own_versions, unlike
 
 __all__ = ["ALONE_S", "Server"]
@@ -80,8 +83,8 @@ __all__ = ["ALONE_S", "Server"]
 _log = logging.getLogger(__name__)
 ALONE_S = 30.0
 """So much longer than a lease nobody is given up while nobody at all is heard."""
-_PINGS = 5
-"""In a lease. TCP, which waits twice as long for each answer that it misses, then brings one in time after a silence of up to half of it."""
+_RETURN_S = 1.0
+"""So long an agent may take to come back, also when its lease is over: this process may have stood still itself."""
 _SAID_MAX = 100
 _OUR_OWN = (
     TrayLost,
@@ -125,7 +128,9 @@ class Server:
         self._run_id = run_id
         self._token = token.encode()
         self._lease_s = lease_s
-        self._links: set[_AgentLink] = set()
+        self._links: set[AgentLink] = set()
+        self._broken: dict[AgentLink, asyncio.Task[None]] = {}
+        """Links without a connection, and who waits for their agents to come back."""
         self._listener: Listener | None = None
         self._said: set[str] = set()
         self._alone, self._back_s = False, -math.inf
@@ -162,6 +167,8 @@ class Server:
         """Say what is still to be said, then close every connection and the port."""
         if self._listener is not None:
             await self._listener.close()
+        for waiting in list(self._broken.values()):
+            waiting.cancel()
         for link in list(self._links):
             await link.close()
         await self._runner.cleanup()
@@ -264,34 +271,93 @@ class Server:
             )
         if not tray or "/" in tray:
             raise web.HTTPBadRequest(text=f"tray={tray!r} is not the name of a tray.")
-        if (over := self._driver.over) is not None:
+        resume = request.query.get("resume", "")
+        link = self._link_to_resume(TrayId(tray), resume, request.query.get("received", "")) if resume else None
+        if link is None and (over := self._driver.over) is not None:
             return web.Response(status=409, text=f"run {self._run_id} is over: {over.because}")
-        if request.query.get("resume"):
-            return web.Response(status=409, text=f"{tray} was given up when its connection broke; it must begin anew")
         host, pid = request.query.get("host", ""), request.query.get("pid", "")
-        self._check_free(TrayId(tray), host)
-        socket_ = web.WebSocketResponse(
+        if resume and link is None:
+            return web.Response(status=409, text=f"{tray} has been given up; its agent must begin anew")
+        if link is None:
+            self._check_free(TrayId(tray), host)
+        connection = web.WebSocketResponse(
             receive_timeout=self._lease_s,
             autoping=False,
             compress=False,
-            max_msg_size=FRAME_BYTES_MAX + 64,
+            max_msg_size=PACKET_BYTES_MAX,
             timeout=1.0,
         )
-        await socket_.prepare(request)
-        link = _AgentLink(TrayId(tray), socket_, host, int(pid) if pid.isdigit() else 0, self._lease_s)
-        self._links.add(link)
-        because, code, message = "its agent went away without a reason", 1000, b""
+        await connection.prepare(request)
+        if link is None:
+            link = AgentLink(TrayId(tray), host, int(pid) if pid.isdigit() else 0, self._lease_s)
+            self._links.add(link)
+        elif self._link_to_resume(link.tray, resume, request.query["received"]) is not link:  # given up just now
+            await connection.close()
+            return connection
+        if (waiting := self._broken.pop(link, None)) is not None:
+            waiting.cancel()
+        link.attach(connection, request.transport, int(request.query["received"]) if resume else 0)
+        await self._serve(link, connection)
+        return connection
+
+    async def _serve(self, link: AgentLink, connection: web.WebSocketResponse) -> None:
+        """Until the connection ends."""
+        because, broken, code, message = "its agent went away without a reason", False, 1000, b""
         try:
-            because = await self._listen(link)
-        except _Breach as breach:
+            because, broken = await self._listen(link, connection)
+        except Breach as breach:
             because = f"its agent broke the protocol: {breach}"
             code, message = 1002, str(breach).encode()[:120]
-            _log.warning("tray %s: %s", tray, breach)
+            _log.warning("tray %s: %s", link.tray, breach)
         finally:
-            self._links.discard(link)
-            self._driver.lost(link.tray, link, because)
-            await link.close(code, message)
-        return socket_
+            if link.connection is not connection:  # the agent has come back over another one
+                with contextlib.suppress(ConnectionError, RuntimeError):
+                    await connection.close()
+            elif broken and self._driver.link_of(link.tray) is link:
+                link.detach()
+                waiting = self._wait_for_return(link, because)
+                self._broken[link] = asyncio.create_task(waiting, name=f"return-{link.tray}")
+            else:
+                await self._give_up(link, because, code, message)
+
+    async def _give_up(self, link: AgentLink, because: str, code: int = 1000, message: bytes = b"") -> None:
+        self._links.discard(link)
+        self._driver.lost(link.tray, link, because)
+        await link.close(code, message)
+
+    def _link_to_resume(self, tray: TrayId, session: str, received: str) -> AgentLink | None:
+        """None where the tray has been given up, by whoever it was, or the caller is not its agent."""
+        current = self._driver.link_of(tray)
+        link = next((link for link in self._links if link is current), None)
+        if link is None:
+            return None
+        if not hmac.compare_digest(link.session.encode(), session.encode("utf-8", "surrogateescape")):
+            return None
+        number = int(received) if received.isascii() and received.isdigit() and len(received) < 20 else -1
+        return link if link.numbered.can_resume(number) and not link.overflowed.is_set() else None
+
+    async def _wait_for_return(self, link: AgentLink, because: str) -> None:
+        """The connection is broken: give the tray up when its agent is dead, when its lease is over, or when too much waits for it.
+        Cancelled when the agent comes back."""
+        loop = asyncio.get_running_loop()
+        dies, overflows = asyncio.create_task(link.dies()), asyncio.create_task(link.overflowed.wait())
+        try:
+            left_s = max(link.heard_s + self._lease_s - loop.time(), _RETURN_S)
+            while True:
+                done, _ = await asyncio.wait({dies, overflows}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if overflows in done:
+                    because = f"{because}, and more waits for it than is kept"
+                if done:
+                    break
+                if over := self._lease_is_over(link):
+                    because = f"{over}; {because}"
+                    break
+                left_s = self._lease_s
+        finally:
+            dies.cancel()
+            overflows.cancel()
+        del self._broken[link]
+        await self._give_up(link, because)
 
     def _say_once(self, text: str) -> None:
         """To who started the job; nothing of a flood."""
@@ -311,17 +377,22 @@ class Server:
             text=f"{tray} has an agent, process {other.pid}; another may come when it is gone"
         )
 
-    async def _listen(self, link: _AgentLink) -> str:
-        """Until the connection ends; returns why it did."""
+    async def _listen(self, link: AgentLink, connection: web.WebSocketResponse) -> tuple[str, bool]:
+        """Until the connection ends; returns why it did, and whether it broke, so that the agent may come back."""
         while True:
             try:
-                return await self._hear(link)
+                return await self._hear(link, connection)
             except TimeoutError:
-                silent_s = asyncio.get_running_loop().time() - link.heard_s
-                if silent_s > self._lease_s + ALONE_S or not self._hears_nobody(link):
-                    return f"no word from its agent for {silent_s:.0f} s"
+                if over := self._lease_is_over(link):
+                    return over, False
 
-    def _hears_nobody(self, link: _AgentLink) -> bool:
+    def _lease_is_over(self, link: AgentLink) -> str:
+        """Why, at the end of a lease in which nothing was heard; "": it goes on."""
+        silent_s = asyncio.get_running_loop().time() - link.heard_s
+        over = silent_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
+        return f"no word from its agent for {silent_s:.0f} s" if over else ""
+
+    def _hears_nobody(self, link: AgentLink) -> bool:
         """All other hosts have been silent for as long as this one: then it is we who are cut off, and they may go on training. To give
         them all up would lose what they have. Once one is heard again, the others have a lease to be heard too; and so have all when this
         process itself stood still: what they said waits to be read."""
@@ -331,59 +402,71 @@ class Server:
             return True
         return asyncio.get_running_loop().time() - max(self._back_s, link.woke_s) < self._lease_s
 
-    async def _hear(self, link: _AgentLink) -> str:
-        async for message in link.socket:
+    async def _hear(self, link: AgentLink, connection: web.WebSocketResponse) -> tuple[str, bool]:
+        while True:
+            message = await connection.receive()
+            if link.connection is not connection:
+                return "its agent has come back over another connection", True
+            if message.type is WSMsgType.CLOSE:
+                return "its agent is gone", False
+            if message.type is WSMsgType.ERROR and isinstance(message.data, WebSocketError):
+                return f"its agent is gone ({type(message.data).__name__})", False
+            if message.type in (WSMsgType.CLOSED, WSMsgType.CLOSING, WSMsgType.ERROR):
+                error = connection.exception()
+                return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})", True
             link.heard_s = asyncio.get_running_loop().time()
             if self._alone:
                 self._alone, self._back_s = False, link.heard_s
-            if message.type is WSMsgType.PONG:
-                continue
-            if message.type is WSMsgType.PING:
-                await link.socket.pong(message.data)
-                continue
-            if message.type is WSMsgType.ERROR:
-                break
-            if message.type is not WSMsgType.BINARY:
-                raise _Breach(f"a message of type {message.type.name}")
-            telemetry: list[Telemetry] = []
-            for upward in _decode(message.data):
-                if isinstance(upward, Telemetry):
-                    if self._is_believed(link, upward):
-                        telemetry.append(upward)
-                else:
-                    self._event(link, upward)
-            if telemetry:
-                self._driver.heard(telemetry)
-        error = link.socket.exception()
-        return "its agent is gone" if error is None else f"its agent is gone ({type(error).__name__})"
+            if message.type is WSMsgType.BINARY:
+                await self._take_in(link, message.data)
+            elif message.type is WSMsgType.PING:
+                with contextlib.suppress(ConnectionError, RuntimeError):
+                    await connection.pong(message.data)
+            elif message.type is not WSMsgType.PONG:
+                raise Breach(f"a message of type {message.type.name}")
 
-    def _is_believed(self, link: _AgentLink, told: Telemetry) -> bool:
+    async def _take_in(self, link: AgentLink, packet: bytes) -> None:
+        telemetry: list[Telemetry] = []
+        for upward in _decode(link, packet):
+            if isinstance(upward, Telemetry):
+                if self._is_believed(link, upward):
+                    telemetry.append(upward)
+            else:
+                self._event(link, upward)
+        if telemetry:
+            self._driver.heard(telemetry)
+        link.acknowledged()
+        if link.numbered.owes_much:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                await link.acknowledge()
+
+    def _is_believed(self, link: AgentLink, told: Telemetry) -> bool:
         """Telemetry is fenced as events are: only an agent that has joined, and has not been given up, tells of its own tray."""
         if not link.joined:
-            raise _Breach(f"{type(told).__name__} before TrayJoined")
+            raise Breach(f"{type(told).__name__} before TrayJoined")
         if (tray := tray_of(told.slot)) != link.tray:
-            raise _Breach(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
+            raise Breach(f"{type(told).__name__} of {tray} on the connection of {link.tray}")
         link.check(told)
         return self._driver.link_of(link.tray) is link
 
-    def _event(self, link: _AgentLink, event: Upward) -> None:
+    def _event(self, link: AgentLink, event: Upward) -> None:
         assert not isinstance(event, Telemetry)
         if isinstance(event, TrayJoined):
             if event.tray != link.tray or link.joined:
-                raise _Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
+                raise Breach(f"TrayJoined of {event.tray} on the connection of {link.tray}")
             if (other := self._driver.link_of(link.tray)) is not None:  # two came at the same time
-                raise _Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
+                raise Breach(f"{link.tray} has an agent, process {other.pid} of host {other.host}")
             link.check(event)
-            link.joined, link.host, link.slots = True, event.host, event.slots
+            link.join(event.host, event.slots, event.store)
             self._driver.joined(event, link)
         elif isinstance(event, _OUR_OWN):
-            raise _Breach(f"{type(event).__name__} is not an agent's to say")
+            raise Breach(f"{type(event).__name__} is not an agent's to say")
         elif isinstance(event, StopRequested):  # of an agent that a person started by hand
             self._driver.submit(event)
         elif not link.joined:
-            raise _Breach(f"{type(event).__name__} before TrayJoined")
+            raise Breach(f"{type(event).__name__} before TrayJoined")
         elif (tray := _tray_of(event)) != link.tray:
-            raise _Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
+            raise Breach(f"{type(event).__name__} of {tray} on the connection of {link.tray}")
         elif self._driver.link_of(link.tray) is link:  # else: it has been given up
             link.check(event)
             self._driver.submit(event)
@@ -408,83 +491,9 @@ def _said(answer: Answer) -> web.Response:
     return web.Response(body=json_of(answer), content_type="application/json")
 
 
-class _Breach(Exception):
-    """An agent said what it must not."""
-
-
-def _decode(data: bytes) -> list[Upward]:
-    buffer = bytearray(data)
+def _decode(link: AgentLink, packet: bytes) -> list[Upward]:
+    """Those that have not come before."""
     try:
-        messages = [decode_upward(body) for body in split_frames(buffer)]
+        return [decode_upward(body) for body in link.numbered.unpack(packet)]
     except (msgspec.MsgspecError, ValueError) as error:
-        raise _Breach(f"a message that cannot be read: {error}") from error
-    if buffer:
-        raise _Breach(f"{len(buffer)} bytes after the last whole frame")
-    return messages
-
-
-class _AgentLink:
-    """An outbox and the task that empties it: what waits leaves as one message, nothing waits for more to come.
-
-    Pings go out several times in a lease, whatever else does: each side hears the other, and gives it up only when nothing at all has come for
-    the whole of it. (aiohttp's own heartbeat waits for one answer, for a third of the time: a network that is silent for so long would cost a tray.)
-    """
-
-    def __init__(self, tray: TrayId, socket_: web.WebSocketResponse, host: str, pid: int, lease_s: float) -> None:
-        self.tray = tray
-        self.socket = socket_
-        self.joined = False
-        self.slots = 0
-        """Of the tray, once it has joined."""
-        self.host, self.pid = host, pid
-        self.heard_s = asyncio.get_running_loop().time()
-        self.woke_s = -math.inf
-        """When this process had last stood still for longer than between two pings."""
-        self._outbox = bytearray()
-        self._filled = asyncio.Event()
-        self._closing = False
-        self._sender = asyncio.create_task(self._send_all(), name=f"send-{tray}")
-        self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
-
-    def check(self, message: Event | Telemetry) -> None:
-        """Raises `_Breach` where no sane agent of this tray says that."""
-        if because := unlikely(message, self.slots):
-            raise _Breach(f"{type(message).__name__}: {because}")
-
-    def send(self, data: bytes) -> None:
-        self._outbox += data
-        self._filled.set()
-
-    async def close(self, code: int = 1000, message: bytes = b"") -> None:
-        """Flush for a second at most, then close."""
-        self._closing = True
-        self._filled.set()
-        self._pinger.cancel()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sender, 1.0)
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            await self.socket.close(code=code, message=message)
-
-    async def _ping(self, every_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the end as well, and reports it
-            while True:
-                due_s = loop.time() + every_s
-                await asyncio.sleep(every_s)
-                if loop.time() > due_s + every_s:
-                    self.woke_s = loop.time()
-                await self.socket.ping()
-
-    async def _send_all(self) -> None:
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            while self._outbox:
-                data = bytes(self._outbox)
-                self._outbox.clear()
-                try:
-                    await self.socket.send_bytes(data)
-                except (ConnectionError, RuntimeError):
-                    return  # the reader sees the end as well, and reports it
-            if self._closing:
-                return
+        raise Breach(f"a message that cannot be read: {error}") from error

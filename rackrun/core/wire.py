@@ -28,7 +28,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class _Telemetry(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):

@@ -9,10 +9,12 @@ import signal
 import textwrap
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
+import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
@@ -24,7 +26,8 @@ from rackrun.core.commands import FenceWorker, ReleaseWorkers, StartWorker, Stop
 from rackrun.core.events import TrayJoined, WorkerExited
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId
 from rackrun.core.wire import Upward, decode_upward
-from rackrun.link.channel import frame, split_frames
+from rackrun.link.channel import frame
+from rackrun.link.numbered import Numbered, Welcome
 from tests.topology.conftest import fake, library
 
 __all__ = ["fake", "library"]
@@ -56,7 +59,10 @@ class FakeCoordinator:
         self.deaf = False
         """It answers no ping."""
         self._arrived = asyncio.Condition()
+        self.numbered = Numbered()
+        self.session = ""
         self._socket: web.WebSocketResponse | None = None
+        self._transport: asyncio.BaseTransport | None = None
         self._runner: web.AppRunner | None = None
         self._port = 0
 
@@ -80,9 +86,16 @@ class FakeCoordinator:
         assert self._socket is not None
         await self._socket.close()
 
+    def cut(self) -> None:
+        """The agent's connection breaks: no word of farewell."""
+        assert isinstance(self._transport, asyncio.WriteTransport)
+        self._transport.abort()
+
     async def send(self, *commands: WorkerCommand) -> None:
         assert self._socket is not None
-        await self._socket.send_bytes(b"".join(frame(command) for command in commands))
+        packet = self.numbered.pack([frame(command) for command in commands])
+        with contextlib.suppress(ConnectionError):  # else: it is sent again when the agent comes back
+            await self._socket.send_bytes(packet)
 
     async def wait(
         self, wanted: Callable[[Upward], bool], what: str = "message", timeout_s: float = DEADLINE_S
@@ -120,25 +133,38 @@ class FakeCoordinator:
         async with self._arrived:
             await asyncio.wait_for(self._arrived.wait_for(lambda: len(self.queries) >= count), DEADLINE_S)
 
+    def _resumed(self, query: Mapping[str, str]) -> list[bytes]:
+        """What is to be sent again."""
+        if "resume" in query:
+            assert query["resume"] == self.session
+            return self.numbered.resume(int(query["received"]))
+        self.numbered, self.session = Numbered(), uuid4().hex
+        return []
+
     async def _agent(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         if self.refuse is not None:
             return web.Response(status=self.refuse[0], text=self.refuse[1])
         socket = web.WebSocketResponse(autoping=not self.deaf)
         await socket.prepare(request)
-        self._socket = socket
+        self._socket, self._transport = socket, request.transport
+        again = self._resumed(request.query)
+        welcome = Welcome(session=self.session, received=self.numbered.received)
+        await socket.send_str(msgspec.json.encode(welcome).decode())
+        for packet in again:
+            await socket.send_bytes(packet)
         async with self._arrived:
             self.queries.append(dict(request.query))
             self._arrived.notify_all()
-        buffer = bytearray()
         async for message in socket:
             if message.type is WSMsgType.PING:
                 continue
             assert message.type is WSMsgType.BINARY
-            buffer += message.data
             async with self._arrived:
-                self.received.extend(Timed(decode_upward(body)) for body in split_frames(buffer))
+                self.received.extend(Timed(decode_upward(body)) for body in self.numbered.unpack(message.data))
                 self._arrived.notify_all()
+            if self.numbered.owes_much:
+                await socket.send_bytes(self.numbered.pack())
         return socket
 
 

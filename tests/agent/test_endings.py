@@ -20,6 +20,7 @@ from rackrun.agent import proc, watch
 from rackrun.agent.config import ScriptConfig
 from rackrun.core.commands import DismissTray
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
+from rackrun.core.wire import PROTOCOL
 
 SLEEPER = """
 import os, subprocess, time
@@ -264,8 +265,8 @@ async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
     await rig.coordinator.hang_up()
     await rig.coordinator.connections(2)
     first, second = rig.coordinator.queries
-    assert (first["protocol"], first["tray"], "resume" in first) == ("1", "tray-0", False)
-    assert (second["session"], second["resume"]) == (first["session"], "1")
+    assert (first["protocol"], first["tray"], "resume" in first) == (str(PROTOCOL), "tray-0", False)
+    assert second["resume"] == rig.coordinator.session
     await rig.release(("tray-0/0", 1))
     await rig.coordinator.wait(lambda m: type(m).__name__ == "WorkerReady", "WorkerReady")
     assert len([t for t in rig.coordinator.received if isinstance(t.message, TrayJoined)]) == 1

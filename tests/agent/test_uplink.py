@@ -6,10 +6,12 @@ import asyncio
 import os
 
 from rackrun.agent.config import JOB_IS_OVER
-from rackrun.agent.uplink import Uplink, Urgency
+from rackrun.agent.uplink import End, Uplink, Urgency
+from rackrun.core.commands import StopJob
 from rackrun.core.events import WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.core.wire import Logged, UnitCommitted, encode
+from rackrun.link.numbered import Numbered
 
 COMMON = {"slot": SlotId("tray-0/0"), "incarnation": Incarnation(1), "generation": Generation(1), "rank": Rank(0)}
 
@@ -46,7 +48,7 @@ async def test_a_connection_over_which_nothing_comes_for_too_long_is_made_anew(r
     await rig.coordinator.connections(2)
     connection.cancel()
     await asyncio.wait((connection,))
-    assert rig.coordinator.queries[1]["resume"] == "1"
+    assert rig.coordinator.queries[1]["resume"] == rig.coordinator.session
 
 
 async def test_an_agent_without_a_connection_ends_when_its_launcher_says_that_the_job_is_over(rig):
@@ -73,3 +75,61 @@ async def test_a_connection_that_breaks_when_the_job_is_over_is_not_made_anew(ri
     await rig.coordinator.hang_up()
     assert await rig.agent_exit() == 3
     assert len(rig.coordinator.queries) == 1
+
+
+async def test_a_connection_that_breaks_costs_no_message_in_either_direction(rig):
+    heard: list[int] = []
+    uplink = Uplink(
+        rig.config("pass"),
+        WorkerFinished(slot=COMMON["slot"], incarnation=1000),
+        lambda command: heard.append(command.exit_code),
+        60.0,
+    )
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    for number in range(40):
+        uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=Incarnation(number)))
+        await rig.coordinator.send(StopJob(exit_code=number, because="a test"))
+        if number % 10 == 5:
+            rig.coordinator.cut()
+            uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=Incarnation(100 + number)))
+            await rig.coordinator.send(StopJob(exit_code=100 + number, because="a test"))
+        if number % 10 == 9:
+            await rig.coordinator.connections(2 + number // 10)
+    await rig.coordinator.wait(lambda m: m.incarnation == 39, "last event")
+    await rig.eventually(lambda: heard[-1:] == [39], "last command")
+    connection.cancel()
+    await asyncio.wait((connection,))
+    expected = [one for number in range(40) for one in ([number, 100 + number] if number % 10 == 5 else [number])]
+    assert heard == expected
+    assert [timed.message.incarnation for timed in rig.coordinator.received] == [1000, *expected]
+
+
+async def test_workers_go_on_while_the_connection_is_broken(rig):
+    await rig.start("print('here', flush=True); import time; time.sleep(600)")
+    await rig.start_worker()
+    await rig.line("here")
+    rig.coordinator.cut()
+    await rig.fence(0, 1)  # waits until the link is taken up again
+    assert (await rig.coordinator.exit_of(1)).signal == 9
+    assert len(rig.coordinator.queries) == 2
+    assert await rig.end() == 0
+
+
+async def test_more_than_is_kept_ends_the_agent(rig, monkeypatch):
+    monkeypatch.setattr("rackrun.agent.uplink.Numbered", lambda: Numbered(kept_max=3))
+    uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=0), lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.wait(lambda m: isinstance(m, WorkerFinished), "first message")
+    await rig.coordinator.stop()
+    for number in range(4):
+        uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=Incarnation(number)))
+    assert await asyncio.wait_for(connection, 60) is End.LOST
+
+
+async def test_a_coordinator_that_sends_what_cannot_be_read_is_not_asked_again(rig):
+    uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=0), lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    await rig.coordinator._socket.send_bytes(b"hello")
+    assert await asyncio.wait_for(connection, 60) is End.LOST

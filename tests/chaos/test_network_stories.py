@@ -72,6 +72,10 @@ UNHARMED: dict[str, Part] = {
             FlipFlop(fault=Partition(), target=TRAY, times=4, on_s=1.5, off_s=1.0),
         )
     ),
+    "its link is reset": at_hold(Link(reset=True, for_s=LEASE_S / 2 - 1), AGENT),
+    "what it is told is lost, until it takes its link up again": at_hold(
+        Link(replies_lost=True, for_s=2.0 * LEASE_S), AGENT
+    ),
 }
 
 
@@ -90,7 +94,6 @@ REPLACED: dict[str, tuple[Part, str]] = {
     "it hears, and is not heard": (at_hold(Partition(shape="one_way", for_s=2.0 * LEASE_S)), "tray-01/0"),
     "it never reaches its peers again": (at_hold(Partition(shape="from_peers")), "which others did"),
     "it is the tray beside the coordinator": (at_hold(Partition(for_s=2.0 * LEASE_S), HEADS), "tray-00/0"),
-    "what it is told is lost": (at_hold(Link(replies_lost=True, for_s=2.0 * LEASE_S), AGENT), "tray-01/0"),
 }
 
 

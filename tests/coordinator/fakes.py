@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +20,8 @@ from rackrun.core.events import Event, TrayJoined
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
 from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward, decode_command
 from rackrun.launch.rendezvous import listen
-from rackrun.link.channel import frame, split_frames
+from rackrun.link.channel import frame
+from rackrun.link.numbered import Numbered, Welcome
 
 TOKEN = "a-token-for-tests-only"
 
@@ -92,40 +95,72 @@ async def coordinator(core: ScriptedCore, journal: Journal) -> AsyncIterator[Coo
 
 
 class Agent:
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    """``numbered``: of the link that it takes up again."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, welcome: Welcome, numbered: Numbered | None) -> None:
         self.socket = socket
+        self.numbered = numbered or Numbered()
+        self.session = welcome.session
+        self._again = self.numbered.resume(welcome.received)
         self._commands: list[WorkerCommand] = []
 
     async def say(self, *messages: Upward) -> None:
-        await self.socket.send_bytes(b"".join(frame(message) for message in messages))
+        for packet in (*self._again, self.numbered.pack([frame(message) for message in messages])):
+            await self.socket.send_bytes(packet)
+        self._again = []
 
     async def hear(self) -> WorkerCommand:
         """The next command."""
         while not self._commands:
-            message = await self.socket.receive(timeout=100)
+            message = await self.received()
             assert message.type is aiohttp.WSMsgType.BINARY, message
-            self._commands += [decode_command(body) for body in split_frames(bytearray(message.data))]
+            self._commands += [decode_command(body) for body in self.numbered.unpack(message.data)]
         return self._commands.pop(0)
+
+    async def received(self) -> aiohttp.WSMessage:
+        """The next message, unless it is one that only acknowledges."""
+        while True:
+            message = await self.socket.receive(timeout=100)
+            if message.type is not aiohttp.WSMsgType.BINARY or len(message.data) > len(Numbered().pack()):
+                return message
+            self.numbered.unpack(message.data)
+
+    def cut(self) -> None:
+        """Its connection breaks, by a reset: no word of farewell."""
+        transport = self.socket._conn.transport  # type: ignore[union-attr]
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
 
 
 @asynccontextmanager
 async def agent(
-    url: str, tray: str = "tray-00", *, join: bool = True, host: str = "here", answers: bool = True, **query: Any
+    url: str,
+    tray: str = "tray-00",
+    *,
+    join: bool = True,
+    host: str = "here",
+    answers: bool = True,
+    resumes: Agent | None = None,
+    at: str = "h:1",
+    **query: Any,
 ) -> AsyncIterator[Agent]:
-    """``answers``: pings, while it listens."""
+    """``answers``: pings, while it listens. ``resumes``: the link of that one is taken up again. ``at``: where it listens."""
     query = {"protocol": str(PROTOCOL), "tray": tray, "host": host, **query}
+    if resumes is not None:
+        query = {"resume": resumes.session, "received": str(resumes.numbered.received), **query}
     async with (
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
-        session.ws_connect(f"{url}/agent", params=query, autoping=answers) as socket,
+        session.ws_connect(f"{url}/agent", params=query, autoping=answers) as connection,
     ):
-        speaking = Agent(socket)
-        if join:
-            await speaking.say(joined(tray, host))
+        welcome = msgspec.json.decode(await connection.receive_str(timeout=100), type=Welcome)
+        speaking = Agent(connection, welcome, resumes.numbered if resumes is not None else None)
+        if join and resumes is None:
+            await speaking.say(joined(tray, host, at))
         yield speaking
 
 
-def joined(tray: str = "tray-00", host: str = "here") -> TrayJoined:
-    return TrayJoined(tray=TrayId(tray), host=host, slots=4, store="h:1", snapshots="h:2")
+def joined(tray: str = "tray-00", host: str = "here", at: str = "h:1") -> TrayJoined:
+    return TrayJoined(tray=TrayId(tray), host=host, slots=4, store=at, snapshots="h:2")
 
 
 def plan(generation: int, *members: Member, committed: Position = BEGIN, rollback: int | None = None) -> Plan:

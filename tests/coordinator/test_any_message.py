@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rackrun.coordinator.agent_link import AgentLink, Breach
 from rackrun.coordinator.driver import Driver
 from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.server import Server, _AgentLink, _Breach
+from rackrun.coordinator.server import Server
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane
 from rackrun.core.events import StopRequested, TrayDescribed
@@ -29,7 +30,10 @@ class SilentLink:
     def __init__(self, tray: str, host: str) -> None:
         self.tray, self.host, self.pid, self.joined, self.slots = TrayId(tray), host, 1, False, 0
 
-    check = _AgentLink.check
+    check = AgentLink.check
+
+    def join(self, host: str, slots: int, listens_at: str) -> None:
+        self.joined, self.host, self.slots = True, host, slots
 
     def send(self, data: bytes) -> None:
         pass
@@ -103,7 +107,7 @@ async def _say_to_a_real_core(said: list[Any]) -> None:
                             driver.heard([received])
                     else:
                         server._event(speaker, received)  # type: ignore[arg-type]
-                except (msgspec.MsgspecError, _Breach):
+                except (msgspec.MsgspecError, Breach):
                     continue
                 assert driver.over is None or "contradicts itself" not in driver.over.because, (driver.over, message)
             driver.status()

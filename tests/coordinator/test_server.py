@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 
-from rackrun.coordinator import server
+from rackrun.coordinator import agent_link, server
 from rackrun.coordinator.journal import Journal
 from rackrun.core.commands import Answer, DismissTray
 from rackrun.core.events import (
@@ -115,7 +115,7 @@ async def test_nothing_counts_before_the_tray_has_joined(journal: Journal) -> No
     core = ScriptedCore()
     async with coordinator(core, journal) as c, agent(c.url, join=False) as a:
         await a.say(WorkerExited(slot=SlotId("tray-00/0"), incarnation=Incarnation(1)))
-        assert (await a.socket.receive(timeout=100)).type is aiohttp.WSMsgType.CLOSE
+        assert (await a.received()).type is aiohttp.WSMsgType.CLOSE
         assert core.heard == []
 
 
@@ -320,13 +320,13 @@ async def test_an_agent_that_is_silent_is_said_to_be_so(journal: Journal) -> Non
 async def test_an_answer_that_is_late_costs_nothing_within_the_lease(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_PINGS", 600)
+    monkeypatch.setattr(agent_link, "_PINGS", 600)
     core = ScriptedCore(StopRequested=(DONE,))
     async with coordinator(core, journal) as c:
         c.server._lease_s = 60.0
         async with agent(c.url, answers=False) as a:
             for _ in range(3):
-                assert (await a.socket.receive(timeout=100)).type is aiohttp.WSMsgType.PING
+                assert (await a.received()).type is aiohttp.WSMsgType.PING
             await a.say(StopRequested(because="enough", exit_code=0))
             await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
     assert core.names() == ["TrayJoined", "StopRequested"]
@@ -339,7 +339,7 @@ async def test_nobody_is_given_up_while_nobody_at_all_is_heard(
     alone = asyncio.Event()
     hears_nobody = server.Server._hears_nobody
 
-    def watched(self: server.Server, link: server._AgentLink) -> bool:
+    def watched(self: server.Server, link: agent_link.AgentLink) -> bool:
         if found := hears_nobody(self, link):
             alone.set()
         return found
@@ -373,7 +373,7 @@ async def test_a_tray_that_is_silent_while_others_are_heard_is_lost(journal: Jou
     async with coordinator(core, journal) as c:
         c.server._lease_s = 0.5
         async with agent(c.url, "tray-01", host="b", answers=False), agent(c.url, "tray-02", host="c") as other:
-            listens = asyncio.create_task(other.socket.receive())
+            listens = asyncio.create_task(other.received())
             await asyncio.wait_for(asyncio.shield(c.driver.finished), 100)
             listens.cancel()
     assert core.names() == ["TrayJoined", "TrayJoined", "TrayLost"]

@@ -1,0 +1,140 @@
+"""Numbered messages: a connection that breaks is taken up again, and no message is lost or handled twice.
+
+Each end of a link has one `Numbered`, which outlives the connections. It numbers what it sends from 1, keeps a message
+until the other end has acknowledged it, and drops what it has received before. A packet is one WebSocket message: the
+number of its first message, the number of the last message received (the acknowledgement), then whole frames
+(`rackrun.link.channel`). A packet without frames only acknowledges.
+
+When a connection is taken up again each end says the last number that it has received, and the other sends the rest
+again. Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from rackrun.link.channel import FRAME_BYTES_MAX, split_frames
+
+__all__ = ["BATCH_BYTES", "KEPT_BYTES_MAX", "KEPT_MAX", "PACKET_BYTES_MAX", "Numbered", "Welcome"]
+
+_HEAD = struct.Struct("<QQ")
+BATCH_BYTES = 1 << 20
+"""A packet holds no more than this, or one message."""
+PACKET_BYTES_MAX = FRAME_BYTES_MAX + 64
+KEPT_MAX = 1 << 16
+"""Messages that wait for a broken connection; with more the link is given up."""
+KEPT_BYTES_MAX = 64 << 20
+"""Their bytes."""
+_OWED_MAX = 64
+_OWED_BYTES_MAX = 1 << 20
+"""So much is received before an acknowledgement is sent that has no message to go with."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The first thing that a coordinator says on every connection, as JSON text."""
+
+    session: str
+    """The link's name, random: whoever takes the link up again has to know it."""
+    received: int
+    """The number of the last message that the coordinator has."""
+
+
+class Numbered:
+    """One end of a link. ``kept_max``, ``kept_bytes_max``: how many messages may wait, and their bytes."""
+
+    def __init__(self, kept_max: int = KEPT_MAX, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
+        self._kept_max, self._kept_bytes_max = kept_max, kept_bytes_max
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
+        self.sent = 0
+        """The number of the last message that was packed."""
+        self.received = 0
+        """The number of the last message that has come."""
+        self._acknowledged = 0
+        """The number that the other end was told last."""
+        self._owed_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be sent before the other end acknowledges some."""
+        return len(self._kept) < self._kept_max and self._kept_bytes < self._kept_bytes_max
+
+    @property
+    def owes(self) -> bool:
+        """Whether something has come that is not acknowledged yet."""
+        return self.received > self._acknowledged
+
+    @property
+    def owes_much(self) -> bool:
+        """Whether so much has come that an acknowledgement is to be sent at once."""
+        return self.received - self._acknowledged >= _OWED_MAX or self._owed_bytes >= _OWED_BYTES_MAX
+
+    def overflows(self, waiting: int, waiting_bytes: int) -> bool:
+        """Whether more is kept than allowed, together with ``waiting`` messages that are not packed yet."""
+        return len(self._kept) + waiting > self._kept_max or self._kept_bytes + waiting_bytes > self._kept_bytes_max
+
+    def pack(self, frames: Sequence[bytes] = ()) -> bytes:
+        """Number these frames, keep them, and return the packet."""
+        first = self.sent + 1
+        self.sent += len(frames)
+        self._kept.extend(frames)
+        self._kept_bytes += sum(map(len, frames))
+        return self._packet(first, frames)
+
+    def unpack(self, packet: bytes) -> list[bytes]:
+        """The bodies of the messages that are new.
+
+        Raises ValueError where the packet is not whole, leaves messages out, or acknowledges what was never sent.
+        """
+        if len(packet) < _HEAD.size:
+            raise ValueError(f"a packet of {len(packet)} bytes has no head")
+        first, acknowledged = _HEAD.unpack_from(packet)
+        rest = bytearray(memoryview(packet)[_HEAD.size :])
+        bodies = split_frames(rest)
+        if rest:
+            raise ValueError(f"{len(rest)} bytes after the last whole frame")
+        if first > self.received + 1 or first < 1:
+            raise ValueError(f"message {first} came after message {self.received}")
+        self._forget(acknowledged)
+        new = bodies[self.received + 1 - first :]
+        self.received += len(new)
+        self._owed_bytes += sum(map(len, new))
+        return new
+
+    def can_resume(self, received: int) -> bool:
+        """Whether all that comes after message ``received`` is kept."""
+        return self.sent - len(self._kept) <= received <= self.sent
+
+    def resume(self, received: int) -> list[bytes]:
+        """The other end has everything up to message ``received``: the packets that hold the rest.
+
+        Raises ValueError where the rest is not kept.
+        """
+        if not self.can_resume(received):
+            raise ValueError(f"messages after {received} are not kept; {len(self._kept)} are, up to {self.sent}")
+        self._forget(received)
+        packets = []
+        number, batch, size = received + 1, list[bytes](), 0
+        for frame in self._kept:
+            if batch and size + len(frame) > BATCH_BYTES:
+                packets.append(self._packet(number, batch))
+                number, batch, size = number + len(batch), [], 0
+            batch.append(frame)
+            size += len(frame)
+        if batch:
+            packets.append(self._packet(number, batch))
+        return packets
+
+    def _packet(self, first: int, frames: Iterable[bytes]) -> bytes:
+        self._acknowledged, self._owed_bytes = self.received, 0
+        return b"".join((_HEAD.pack(first, self.received), *frames))
+
+    def _forget(self, acknowledged: int) -> None:
+        if acknowledged > self.sent:
+            raise ValueError(f"message {acknowledged} is acknowledged, and {self.sent} were sent")
+        for _ in range(acknowledged - (self.sent - len(self._kept))):
+            self._kept_bytes -= len(self._kept.popleft())
