@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+from collections import Counter
+from functools import cached_property
 
 from rackrun.coordinator.proof import FINDINGS, Folded, Row, fold, samples_in
 from rackrun.coordinator.reading import resume_of
 from rackrun.coordinator.sharing import mesh_of
 from rackrun.core.commands import Plan
 from rackrun.core.ids import Position
+from rackrun.core.reshaping import Axes
 
 __all__ = ["KEEP_ROWS", "Folding", "folded_units"]
 
@@ -94,9 +97,9 @@ class Folding:
             [(rank, generation, samples_in(gate)) for rank, generation, *_, gate in units],
             rows,
             self._known_plans(),
-            mesh_of(connection),
+            self._axes,
             before=before,
-            goes_on=lambda generation: self._tell_later(at, generation),
+            goes_on=lambda generation, rank: self._tells_later(at, generation, rank),
         )
         connection.executemany(
             "INSERT INTO findings VALUES (?, ?)", [(kind, what) for kind in FINDINGS for what in getattr(found, kind)]
@@ -104,10 +107,7 @@ class Folding:
         if folded is None:
             return
         again = before is not None and folded is not before
-        attempts, generations = (
-            max(one[2] for one in units),
-            max(sum(other[0] == one[0] for other in units) for one in units),
-        )
+        attempts, generations = max(one[2] for one in units), max(Counter(one[0] for one in units).values())
         vain = max(attempts, generations - 1) + again
         seconds = max(max(one[4] or 0.0, 0.0) for one in units)
         connection.execute(
@@ -116,9 +116,14 @@ class Folding:
             (*where, folded.generation, folded.samples, folded.untold, folded.ids, seconds, vain),
         )
 
-    def _tell_later(self, at: Position, generation: int) -> set[int]:
-        query = "SELECT DISTINCT rank FROM units WHERE generation = ? AND (step, phase) > (?, ?)"
-        return {rank for (rank,) in self._connection.execute(query, (generation, at.step, at.phase))}
+    @cached_property
+    def _axes(self) -> Axes:
+        """Of the mesh: all ranks have told it long before their first unit is folded."""
+        return mesh_of(self._connection)
+
+    def _tells_later(self, at: Position, generation: int, rank: int) -> bool:
+        query = "SELECT 1 FROM units WHERE (step, phase) > (?, ?) AND generation = ? AND rank = ? LIMIT 1"
+        return self._connection.execute(query, (at.step, at.phase, generation, rank)).fetchone() is not None
 
     def _known_plans(self) -> dict[int, Plan]:
         query = "SELECT id, body FROM generations WHERE stage = 'resume' AND id > ? ORDER BY id"

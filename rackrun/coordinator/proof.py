@@ -116,11 +116,11 @@ def fold(
     axes: Axes = (),
     *,
     before: Folded | None = None,
-    goes_on: Callable[[int], Iterable[int]] = lambda _: (),
+    goes_on: Callable[[int, int], bool] = lambda *_: False,
 ) -> tuple[Folded | None, LedgerCheck]:
     """One unit, of which nobody will tell any more: what is left of it when its rows are gone, and what is wrong with them. None: it does not count, or
-    not yet. ``units``: rank, generation, samples by the gate. ``before``: what was left of it, when it is computed again. ``goes_on(generation)``: the ranks that have told
-    of a later unit in that generation."""
+    not yet. ``units``: rank, generation, samples by the gate. ``before``: what was left of it, when it is computed again. ``goes_on(generation, rank)``: whether
+    that rank has told of a later unit in that generation; asked only of ranks whose rows are not there."""
     proof = _Proof(plans, axes, [before] if before else [])
     for rank, generation, samples in units:
         proof.told(at, rank, generation, samples)
@@ -162,10 +162,14 @@ class _Proof:
         found.generation = min(found.generation, generation)
         return found
 
-    def go_on(self, at: Position, goes_on: Callable[[int], Iterable[int]]) -> None:
+    def go_on(self, at: Position, goes_on: Callable[[int, int], bool]) -> None:
+        """Learn of ranks without a row of ``at`` whether they have told of a later unit."""
         later = Position(at.step + 1)
         for execution in self._units.get(at, {}).values():
-            self._last_of |= {(execution.generation, rank): later for rank in goes_on(execution.generation)}
+            plan = self._plans.get(execution.generation)
+            for rank in range(plan.world_size if plan else 0):
+                if rank not in execution.told and goes_on(execution.generation, rank):
+                    self._last_of[execution.generation, rank] = later
 
     def left(self, at: Position) -> Folded | None:
         executions = self._since(at)
