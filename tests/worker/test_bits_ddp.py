@@ -253,23 +253,10 @@ class AverageByHand:
 
 def batch_norm_averaged_by_hand(run: Run, *, statistics: bool = True) -> None:
     model = ddp(run, nn.BatchNorm1d(14))
-    optimizer = adam(model)
     average = AverageByHand(model.module)
     if not statistics:
         average.held = {key: average.held[key] for key, _ in model.module.named_parameters()}
-    run.track(model=model, optimizer=optimizer, average=average)
-    data = run.loader(Samples())
-
-    @run.step
-    def step(step: Step) -> None:
-        for batch in data:
-            step.backward(loss_of(model, batch))
-        optimizer.step()
-        average.update(model.module)
-        optimizer.zero_grad()
-
-    for number in run.steps(STEPS):
-        step(number)
+    fit(run, model, adam(model), after=lambda _: average.update(model.module), shadow=average)
 
 
 class Queue(nn.Module):
@@ -472,7 +459,7 @@ def test_an_object_that_parts_the_ranks_is_named(train: Train, capfd: pytest.Cap
     """It is in no module, so each rank's own of it is not exchanged as buffers are: the bits are right, and steps are done again."""
     reference = train(batch_norm_averaged_by_hand, ranks=3)
     said = capfd.readouterr().err
-    assert said.count("what average holds differs between ranks 0, 1 and 2") == 1, said
+    assert said.count("what shadow holds differs between ranks 0, 1 and 2") == 1, said
     lived = reference.moments[1]
     moment = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=6,"))
     ended = train(batch_norm_averaged_by_hand, ranks=3, snapshot_every=4, kill={1: moment})
