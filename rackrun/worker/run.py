@@ -113,9 +113,9 @@ class Run:
         self._at_end: list[Callable[[], Any]] = []
         self._step_functions: list[Callable[..., Any]] = []
         self._open = 0
+        """The number of steps of a loop that was begun and is not at its end."""
         self.came_after_loop = False
         """All steps were committed, or the others had left the loop, when this process came to it."""
-        """The number of steps of a loop that was begun and is not at its end."""
         self._looping: int | None = None
         """The step that the loop stands at, while its step function has not been called."""
         reseed(batch.seed, "setup")
@@ -259,6 +259,7 @@ class Run:
         if self._units.left_early:  # before main was entered again: `finish` does what is left
             self._end_loop(total)
             return
+        self._checks.begins_loop()
         done = self._units.passed
         if done.step >= 0:
             self._run_phases(done.step, total, after=done.phase)

@@ -20,11 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import calls, grads
+from rackrun.worker.loop_names import unbound_without_a_turn
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.untracked import Untracked, is_kept
-from rackrun.worker.user_line import line_of_name, user_line
+from rackrun.worker.user_line import line_of_name, user_frame, user_line
 from rackrun.worker.world import Scope, World
 
 __all__ = ["Reading", "ScriptChecks"]
@@ -93,6 +94,18 @@ class ScriptChecks:
         for hook in self._hooks:
             hook.remove()
         calls.listen(None)
+
+    def begins_loop(self) -> None:
+        """Called from the head of the loop over ``run.steps``."""
+        frame = user_frame()
+        found = unbound_without_a_turn(frame) if frame is not None else None
+        if frame is not None and found is not None:
+            name, line = found
+            self._say(
+                "names",
+                f"{user_line(frame).rpartition(':')[0]}:{line}: reads `{name}`, which only the loop over run.steps() binds. A process that takes a rank "
+                f"over when all steps are done comes there without it, and that would end the job. Remedy: `{name} = None` before the loop.",
+            )
 
     # -- around one attempt, and after the step
     def run(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

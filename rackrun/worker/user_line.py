@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["keeps_something", "line_of_name", "user_line"]
+__all__ = ["keeps_something", "line_of_name", "user_frame", "user_line"]
 
 _OURS = (str(Path(__file__).resolve().parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -19,14 +19,20 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", 
 def user_line(frame: types.FrameType | None = None) -> str:
     """``train.py:31``: the innermost line of the calls under way that belongs to no library; else to neither rackrun nor torch.
     Empty: there is none."""
+    at = user_frame(frame or sys._getframe(1))
+    return _told(at.f_code.co_filename, at.f_lineno) if at is not None else ""
+
+
+def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
+    """The frame of `user_line`."""
     at = frame or sys._getframe(1)
-    of_library = ""
+    of_library = None
     while at is not None:
         name = at.f_code.co_filename
         if not name.startswith(_OURS):
             if not name.startswith(_LIBRARIES):
-                return _told(name, at.f_lineno)
-            of_library = of_library or _told(name, at.f_lineno)
+                return at
+            of_library = of_library or at
         at = at.f_back  # type: ignore[assignment]
     return of_library
 

@@ -553,6 +553,32 @@ def test_what_is_right_is_let_be(main: Callable[[Run], None], train: Train) -> N
 
 
 # -- said
+def test_a_name_that_only_the_loop_binds_is_told_before_a_newcomer_lacks_it(
+    train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def train_step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(STEPS):
+            train_step(number)
+        print("done after", number)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    told = capfd.readouterr().err
+    assert told.count("reads `number`, which only the loop over run.steps() binds") == 1, told
+
+
 def test_what_cannot_be_known_is_said_once(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     def main(run: Run) -> None:
         model = ddp(run)

@@ -62,6 +62,7 @@ def main(run):
         stopping.update(loss.item() / run.world_size, net)
 
     run.every(4, validate)
+    step = 0
     for step in run.steps(200):
         loss = train_step(step)
         run.log(loss=loss)

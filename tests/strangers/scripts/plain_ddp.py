@@ -3,6 +3,7 @@
 
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ EPOCHS = 6
 
 
 def main():
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     record = Record(sys.argv[1])
     rank = dist.get_rank()
     torch.manual_seed(0)
