@@ -104,7 +104,8 @@ class ScriptChecks:
             self._say(
                 "names",
                 f"{user_line(frame).rpartition(':')[0]}:{line}: reads `{name}`, which only the loop over run.steps() binds. A process that takes a rank "
-                f"over when all steps are done comes there without it, and that would end the job. Remedy: `{name} = None` before the loop.",
+                f"over when all steps are done comes there without it, and that would end the job. Remedy: read it from a tracked object; or bind it "
+                "before the loop, where another value does no harm.",
             )
 
     # -- around one attempt, and after the step

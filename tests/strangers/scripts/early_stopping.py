@@ -13,24 +13,25 @@ from torch.utils.data import TensorDataset
 
 import rackrun
 
-PATIENCE = 2
+PATIENCE, EVERY = 2, 4
 
 
 class EarlyStopping:
     def __init__(self):
-        self.best, self.bad, self.weights = float("inf"), 0, None
+        self.best, self.bad, self.weights, self.checks = float("inf"), 0, None, 0
 
     def update(self, loss, model):
+        self.checks += 1
         if loss < self.best - 1e-4:
             self.best, self.bad, self.weights = loss, 0, copy.deepcopy(model.state_dict())
         else:
             self.bad += 1
 
     def state_dict(self):
-        return {"best": self.best, "bad": self.bad, "weights": self.weights}
+        return {"best": self.best, "bad": self.bad, "weights": self.weights, "checks": self.checks}
 
     def load_state_dict(self, state):
-        self.best, self.bad, self.weights = state["best"], state["bad"], state["weights"]
+        self.best, self.bad, self.weights, self.checks = (state[name] for name in ("best", "bad", "weights", "checks"))
 
 
 @rackrun.elastic(global_batch_size=24, micro_batch_size=4, seed=30)
@@ -61,8 +62,7 @@ def main(run):
         dist.all_reduce(loss)
         stopping.update(loss.item() / run.world_size, net)
 
-    run.every(4, validate)
-    step = 0
+    run.every(EVERY, validate)
     for step in run.steps(200):
         loss = train_step(step)
         run.log(loss=loss)
@@ -70,7 +70,7 @@ def main(run):
         if stopping.bad >= PATIENCE:
             break
     net.load_state_dict(stopping.weights)
-    record.end(run.rank, model=net, best=stopping.best, stopped=int(step), optimizer=optimizer)
+    record.end(run.rank, model=net, best=stopping.best, stopped=stopping.checks * EVERY, optimizer=optimizer)
 
 
 if __name__ == "__main__":
