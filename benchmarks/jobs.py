@@ -49,7 +49,10 @@ class Mark:
 class Job:
     """One run in a session and a folder of its own. Every process it starts inherits a mark, by which `kill` finds it."""
 
-    def __init__(self, command: Sequence[str], *, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: dict[str, str] | None = None, folder: Path | None = None
+    ) -> None:
+        """``folder``: where its processes begin; else where this one is."""
         self.folder = Path(tempfile.mkdtemp(prefix="rackrun-bench-"))
         self.marks_path = self.folder / "marks.jsonl"
         self.marks_path.touch()
@@ -72,6 +75,7 @@ class Job:
                     "RACKRUN_BENCH": self._id,
                     **(env or {}),
                 },
+                cwd=folder,
                 start_new_session=True,
             )
 
