@@ -1,6 +1,6 @@
 """Phases of random length, 0.1 to 100 steps, on one rank or on all, beside busy processes: is a healthy rank killed, is one done twice?
 
-    python benchmarks/long_phases.py                 2,000 phases in 8 jobs beside four busy loops (about an hour on 2 cores)
+    python benchmarks/long_phases.py                 2,000 phases in 8 jobs, 4 at once, beside four busy loops (40 minutes on 2 cores)
     python benchmarks/long_phases.py --phases 200 --jobs 2
 
 Phases compute, write, sleep, or wait for a child that computes. There are no faults: whoever is replaced was healthy.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from jobs import WORKLOADS, Job, machine, save
@@ -70,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", type=int, default=2000, help="in all")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=4, help="jobs beside each other")
     parser.add_argument("--busy", type=int, default=4, help="processes that loop beside them")
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step")
     parser.add_argument("--seed", type=int, default=0)
@@ -77,9 +79,12 @@ def main() -> None:
     parser.add_argument("--name", default="long_phases")
     arguments = parser.parse_args()
     jobs = []
-    with busy(arguments.busy):
-        for seed in range(arguments.seed, arguments.seed + arguments.jobs):
-            jobs.append(measure(arguments.phases // arguments.jobs, seed, arguments.step, arguments.limit))
+    phases = arguments.phases // arguments.jobs
+    with busy(arguments.busy), ThreadPoolExecutor(arguments.at_once) as pool:
+        seeds = range(arguments.seed, arguments.seed + arguments.jobs)
+        running = [pool.submit(measure, phases, seed, arguments.step, arguments.limit) for seed in seeds]
+        for done in as_completed(running):
+            jobs.append(done.result())
             print({key: value for key, value in jobs[-1].items() if key != "told"}, flush=True)
             for line in jobs[-1]["told"]:
                 print(f"    {line}", flush=True)
@@ -87,7 +92,14 @@ def main() -> None:
     print(total)
     save(
         arguments.name,
-        {"machine": machine(), "busy": arguments.busy, "step_s": arguments.step, "total": total, "jobs": jobs},
+        {
+            "machine": machine(),
+            "busy": arguments.busy,
+            "at_once": arguments.at_once,
+            "step_s": arguments.step,
+            "total": total,
+            "jobs": jobs,
+        },
     )
     bad = total["killed"] or total["done_twice"] or total["not_done"] or any(job["exit_code"] for job in jobs)
     sys.exit(os.EX_SOFTWARE if bad else 0)
