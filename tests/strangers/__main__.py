@@ -104,7 +104,8 @@ def judge(
     if outcome.code != 0:
         lost = len(outcome.struck)
         beyond = lost > spares and not (setting.plain or (setting.shrinks and lost < setting.ranks))
-        beyond |= AFTER_THE_LOOP in outcome.output and any(fault.place == "after" for fault in faults)
+        late = any(fault.place == "after" or fault.delay_s for fault in faults)  # steps may take less than the delay
+        beyond |= AFTER_THE_LOOP in outcome.output and late
         return (
             Verdict.BEYOND if beyond and outcome.code == 3 else Verdict.NEEDLESS_END,
             f"exit code {outcome.code}: {tail}",
