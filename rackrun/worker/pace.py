@@ -16,7 +16,9 @@ _STALL_FACTOR, _STALL_FLOOR_S, _PATIENCE_MAX = 3.0, 1.0, 8.0
 _FIRST_UNITS_S = 600.0
 """Of the first; it may compile."""
 _COLD_FLOOR_S = 30.0
-_FIRST_COPY_S, _COPY_FACTOR = 60.0, 4.0
+_COPY_FACTOR = 4.0
+_FIRST_COPY_BYTES_PER_S, _FIRST_COPY_S = 20e6, 60.0
+"""The first copy, whose memory is new, is never slower than that, and is waited for so long at the most."""
 _UNSURE_FLOOR_S = 20.0
 """Right after a recovery a step may be slow for good reasons (a newcomer's first)."""
 
@@ -30,6 +32,7 @@ class Pace:
         self._expected_s = 0.0
         self._patience = 1.0
         self._copy_s = 0.0
+        self._copied = False
         self._units_in_generation = 0
         self.first_step_of_generation = False
         self._cold = False
@@ -72,7 +75,8 @@ class Pace:
             times.resized(max(before / after, 1.0))
 
     def copied(self, seconds: float) -> None:
-        """A rank may hold the others up so long, with a copy of its state that overlaps with a unit."""
+        """A copy of its state that overlapped with a unit has held this rank up for so long, which may hold up the others."""
+        self._copied = True
         self._copy_s = max(self._copy_s, seconds)
 
     def unit_took(self, name: str, seconds: float) -> None:
@@ -94,8 +98,8 @@ class Pace:
         """Of code of the script's that runs once, unless more was expected."""
         return usual.at_least(math.ceil(1e3 * self._expected_s))
 
-    def step_allowance(self, *, copying: bool = False, work: float = 1.0) -> Allowance:
-        """Of the step that begins now: so long without progress is a stall. ``copying``: all ranks copy their state beside it. ``work``:
+    def step_allowance(self, *, copying_bytes: int = 0, work: float = 1.0) -> Allowance:
+        """Of the step that begins now: so long without progress is a stall. ``copying_bytes``: all ranks copy so much beside it. ``work``:
         so many times the micro-batches that a rank usually has."""
         expected, self._expected_s = self._expected_s, 0.0
         slowest, warm = max(self._seconds, default=0.0), len(self._seconds) >= _WARM_UNITS
@@ -106,12 +110,16 @@ class Pace:
         if self._cold:
             floor = max(floor, _FIRST_UNITS_S)
         slow = work * _quantile(sorted(self._seconds), 0.99) if self._seconds else 0.0
-        copies = (_COPY_FACTOR * self._copy_s if self._copy_s else _FIRST_COPY_S) if copying else 0.0
+        copies = self._copy_allowance_s(copying_bytes) if copying_bytes else 0.0
         idle_ms = math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
         if warm and not self._cold:
             return Allowance(idle_ms, 0)
-        least_ms = compared_after_ms(work * slowest, self._patience)
-        return Allowance(idle_ms, 0, min(max(least_ms + math.ceil(1e3 * copies), math.ceil(1e3 * expected)), idle_ms))
+        # No time for copies: whoever copies is not without any sign of life, and the other ranks, whose times are asked for, copy as much.
+        least_ms = max(compared_after_ms(work * slowest, self._patience), math.ceil(1e3 * expected))
+        return Allowance(idle_ms, 0, min(least_ms, idle_ms))
+
+    def _copy_allowance_s(self, size: int) -> float:
+        return _COPY_FACTOR * self._copy_s if self._copied else min(size / _FIRST_COPY_BYTES_PER_S, _FIRST_COPY_S)
 
     def recovery_deadline_ms(self) -> int:
         return math.ceil(1000 * max(5 * self.median_s, 5.0))

@@ -151,8 +151,8 @@ class UnitRunner:
         """Not where the loss was asked for before any ``optimizer.step()``."""
         self._counts_again = False
         """A closure is called once more, and is given the samples that it was given before."""
-        self._copies_beside = False
-        """All ranks have begun to copy their state after the last step, this one too, and some may still be at it."""
+        self._copying_bytes = 0
+        """All ranks have begun to copy their state after the last step, this one so much, and some may still be at it. 0: they have not."""
         self._loss = 0.0
         """This rank's part, as of the first ``optimizer.step()``."""
         self._late_gate = False
@@ -473,7 +473,7 @@ class UnitRunner:
             self._page.name_unit(name)
             self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
         else:
-            allowed = self._pace.step_allowance(copying=self._copies_beside, work=work)
+            allowed = self._pace.step_allowance(copying_bytes=self._copying_bytes, work=work)
             self._page.enter(Activity.STEP, step.at, *allowed)
         reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
 
@@ -677,7 +677,7 @@ class UnitRunner:
         for values in self._logs:
             self._reports.logged(values, at)
         if not at.phase:
-            self._copies_beside = self._begin_copies(at, gate)
+            self._copying_bytes = self._undo.trained_bytes if self._begin_copies(at, gate) else 0
             self._pace.step_done()
         self._undo.committed()
 

@@ -99,6 +99,25 @@ def test_first_steps_too() -> None:
     assert paced().step_allowance() == (1000, 0, 0)
 
 
+def test_a_copy_beside_a_step_has_time_by_its_size_until_one_was_seen() -> None:
+    pace = paced()
+    assert pace.step_allowance(copying_bytes=20_000_000).idle_ms == 2000
+    assert pace.step_allowance(copying_bytes=10**12).idle_ms == 61_000
+    pace.copied(0.0)
+    assert pace.step_allowance(copying_bytes=10**12).idle_ms == 1000
+    pace.copied(0.5)
+    assert pace.step_allowance(copying_bytes=1).idle_ms == 3000
+    assert pace.step_allowance().idle_ms == 1000
+
+
+def test_a_copy_is_no_reason_to_be_without_a_sign_of_life() -> None:
+    pace = Pace()
+    pace.took(0.1)
+    alone, beside = pace.step_allowance(), pace.step_allowance(copying_bytes=10**12)
+    assert (alone.least_ms, beside.least_ms) == (30_000, 30_000)
+    assert beside.idle_ms == alone.idle_ms + 60_000
+
+
 def test_after_main_seconds_are_enough() -> None:
     assert EXITS.least_ms == 12_000, "more than the ten seconds that some scripts sleep at their end"
 
