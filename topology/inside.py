@@ -58,10 +58,12 @@ def _seat_unseated(question: Question, home: Ints, known: Known) -> Ints:
     seats = question.previous.copy()
     seats[unseated] = NOWHERE
     everyone = np.ones(len(unseated), bool)
+    taken = np.zeros(len(board.slots), bool)
     for clique, at in _ranks_by_clique(home[mesh.group_of[unseated]], everyone).items():
-        held = seats[mesh.groups[home == clique]].ravel()
+        held = seats[mesh.groups[home == clique]]
+        taken[held[held != NOWHERE]] = True
         slots = board.members[clique]
-        free = slots[(question.states[slots] == Fitness.USABLE) & ~np.isin(slots, held)]
+        free = slots[(question.states[slots] == Fitness.USABLE) & ~taken[slots]]
         for rank in unseated[at]:
             best = free[np.lexsort(preference(question, int(rank), free))[0]]
             seats[rank] = best

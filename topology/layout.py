@@ -38,6 +38,8 @@ def lay_out(question: Question) -> Ints:
 
 def counts(question: Question) -> tuple[Ints, Ints]:
     """(cliques,) each: the slots that may be used, and those of them that are not to be avoided."""
+    if question.known is not None:
+        return question.known.usable, question.known.usable
     board, states = question.board, question.states
     cliques = len(board.cliques)
     usable = board.sizes - np.bincount(board.clique[states == Fitness.BAD], minlength=cliques)

@@ -61,6 +61,8 @@ class Known:
     """(groups,): the clique of each bound group. Every group is inside one clique."""
     lost: Ints
     """The ranks whose previous slot is BAD, in ascending order. No previous slot is `NOWHERE`, and no slot is AVOID."""
+    usable: Ints
+    """(cliques,): how many slots of each are not BAD."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Placement:
             order = free[np.lexsort(preference(asked, rank, free))]
         else:
             cliques = board.clique[free]
-            pp, dp = (found[cliques] for found in nearness(asked, board.clique[self.seats], rank))
+            every = np.arange(len(board.cliques))
+            pp, dp = (found[cliques] for found in nearness(asked, board.clique[self.seats], rank, every))
             room = np.bincount(cliques, minlength=len(board.cliques))[cliques]
             inside = preference(asked, rank, board.members[here])[1:3]
             gap, other = (_spread(board, key, here, free) for key in inside)

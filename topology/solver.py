@@ -50,16 +50,15 @@ def solve(question: Question, *, look_further: bool = True) -> Ints:
     return best_way(question, home)
 
 
-def nearness(question: Question, home: Ints, group: int) -> tuple[Ints, Ints]:
-    """(cliques,) each: the fabric distance from each clique to the neighbours of ``group`` along pp, and along the other axes."""
+def nearness(question: Question, home: Ints, group: int, cliques: Ints) -> tuple[Ints, Ints]:
+    """(len(cliques),) each: the fabric distance from each of ``cliques`` to the neighbours of ``group`` along pp, and along the other axes."""
     board = question.board
-    here = np.arange(len(board.cliques))
     found = []
     for neighbours in question.mesh.neighbours(group):
-        total = np.zeros(len(here), np.int64)
+        total = np.zeros(len(cliques), np.int64)
         for other in neighbours:
             if home[other] != NOWHERE:
-                total += board.distance(here, int(home[other]))
+                total += board.distance(cliques, int(home[other]))
         found.append(total)
     return found[0], found[1]
 
@@ -87,7 +86,7 @@ def _rehome(question: Question, usable: Ints, good: Ints) -> Ints:
         slots = (inside[open_to] + 1) * size
         after, before = (np.maximum(0, taken - good[open_to]) for taken in (slots, slots - size))
         worse, staying = after - before, np.minimum(on_avoid[open_to], after) - np.minimum(on_avoid[open_to], before)
-        pp, dp = (found[open_to] for found in nearness(question, home, int(group)))
+        pp, dp = nearness(question, home, int(group), open_to)
         lemons = _lemons(question, open_to, size)
         clique = open_to[least(worse, -staying, pp, dp, -(usable[open_to] - slots), lemons, open_to)]
         home[group] = clique
@@ -146,7 +145,7 @@ def _rehome_singles(question: Question, good: Ints) -> Ints:
                 clique = own
             elif most and elsewhere and (rooms > 0).any():
                 open_to = np.flatnonzero(rooms > 0)
-                pp, dp = (found[open_to] for found in nearness(question, home, rank))
+                pp, dp = nearness(question, home, rank, open_to)
                 free = (free_good + free_bad)[open_to]
                 clique = open_to[least(pp, dp, -free, _lemons(question, open_to, 1), open_to)]
             else:

@@ -12,8 +12,8 @@ from rackrun.chaos.planner.costs import PlanCosts
 from rackrun.chaos.planner.hall import Hall, Staff
 from rackrun.core.costs import SAMPLES
 from rackrun.core.ids import Rank, SlotId
-from rackrun.core.policy import choose, refusal, settled
-from rackrun.core.situation import ClusterView, Costs, Decision, Failure, RankNow, Rules, SpareNow, Weights, Whose
+from rackrun.core.policy import allows, choose, refusal, settled
+from rackrun.core.situation import ClusterView, Costs, Decision, Failure, RankNow, Rules, Rung, SpareNow, Weights, Whose
 
 __all__ = ["Brain", "Policy", "Situation"]
 
@@ -44,6 +44,13 @@ class Brain:
     decisions: int = 0
     _repairs_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _spares: tuple[SpareNow, ...] = ()
+
+    @property
+    def asks_who_takes_over(self) -> bool:
+        """Whether `decide` looks at its ``staff`` at all: an order of rungs may have none in which somebody takes over, or all wait for it."""
+        if self.function is not None:
+            return True
+        return any(allows(self.rules, rung) for rung in (Rung.SWAP, Rung.MOVE, Rung.ACQUIRE, Rung.WAIT))
 
     def repaired(self, seconds: float) -> None:
         """A tray was gone for so long: what the core measures."""

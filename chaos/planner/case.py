@@ -11,7 +11,7 @@ from rackrun.chaos.planner.brain import Policy
 from rackrun.chaos.planner.closed import daly
 from rackrun.chaos.planner.costs import PlanCosts
 from rackrun.chaos.planner.crews import Crews
-from rackrun.chaos.planner.failures import Failures, Process, Source, Strike, units
+from rackrun.chaos.planner.failures import Process, Source, Strike, failures_of, units
 from rackrun.chaos.planner.fleet import Fleet, Job
 from rackrun.chaos.planner.outcome import Outcome
 from rackrun.chaos.planner.simulation import Simulation
@@ -53,7 +53,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             return Trace(self.trace, self.horizon_s)
         if not self.processes:
             raise PlannerError("nothing ever fails in this plan.", remedy="give --tray-mtbf, --preset or --trace.")
-        return Failures(self.processes, self.fleet, seed, self.horizon_s)
+        return failures_of(self.processes, self.fleet, seed, self.horizon_s)
 
 
 def simulate(case: Case, seed: int, *, shortcut: bool = True, checked: bool = False) -> Outcome:

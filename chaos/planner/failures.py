@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -21,7 +22,7 @@ from rackrun.chaos.errors import PlannerError
 from rackrun.chaos.planner.fleet import Fleet
 from rackrun.chaos.seeds import stream
 
-__all__ = ["Domain", "Failures", "Process", "Source", "Strike", "slots_of", "units"]
+__all__ = ["Domain", "Failures", "Process", "Source", "Strike", "failures_of", "slots_of", "units"]
 
 Domain = Literal["gpu", "tray", "rack", "rank"]
 
@@ -105,7 +106,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failures:
-    """Those of ``processes`` on ``fleet``, by ``seed``, before ``horizon_s``."""
+    """Those of ``processes`` on ``fleet``, by ``seed``, before ``horizon_s``. Never changes: runs that meet the same failures share it."""
 
     def __init__(self, processes: Sequence[Process], fleet: Fleet, seed: int, horizon_s: float) -> None:
         for process in processes:
@@ -121,6 +122,10 @@ class Failures:
         self._lemons = [self._drawn(process) for process in self._processes]
 
     def begin(self) -> list[tuple[float, Strike]]:
+        return list(self._first)
+
+    @cached_property
+    def _first(self) -> list[tuple[float, Strike]]:
         found = []
         for source, process in enumerate(self._processes):
             draw = stream(self._seed, process.name)
@@ -151,6 +156,12 @@ class Failures:
         process = self._processes[source]
         usual = 1.0 / (1.0 + process.lemons * (process.lemon_factor - 1.0))
         return usual * process.lemon_factor if unit in self._lemons[source] else usual
+
+
+@lru_cache(maxsize=8)
+def failures_of(processes: tuple[Process, ...], fleet: Fleet, seed: int, horizon_s: float) -> Failures:
+    """`Failures`, the same for the same arguments: plans that differ in spares or policies meet the same ones."""
+    return Failures(processes, fleet, seed, horizon_s)
 
 
 def units(fleet: Fleet, domain: Domain) -> int:

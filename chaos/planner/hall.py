@@ -8,15 +8,15 @@ are the same, which a test holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rackrun.chaos.errors import PlannerError
 from rackrun.chaos.planner.fleet import Fleet, Job, board_of
+from rackrun.chaos.planner.rack_counts import RackCounter, RackCounts
 from rackrun.topology.errors import DoesNotFit
 from rackrun.topology.inside import preference
 from rackrun.topology.mesh import Ints, Mesh
@@ -25,10 +25,7 @@ from rackrun.topology.placement import place
 from rackrun.topology.solver import solve
 from rackrun.topology.ways import RANKS_MAX
 
-__all__ = ["Hall", "Staff"]
-
-Bools = npt.NDArray[np.bool_]
-NOBODY = -1
+__all__ = ["Hall", "Staff", "Stamps"]
 
 
 class Staff(NamedTuple):
@@ -37,6 +34,13 @@ class Staff(NamedTuple):
     takeovers: dict[int, int]
     uprooted: dict[int, int]
     """Ranks that live, and move with their group."""
+
+
+class Stamps(NamedTuple):
+    """(slots,) each."""
+
+    slots: Ints
+    stamps: Ints
 
 
 class Hall:
@@ -49,9 +53,12 @@ class Hall:
         """So many repairs are under way, or waited for."""
         self._ready = np.zeros(slots, bool)
         """A worker waits there as a spare."""
-        self._holder = np.full(slots, NOBODY, np.int64)
+        self._held = np.zeros(slots, bool)
+        """A rank lives there."""
         self._stamp = np.zeros(slots, np.int64)
         """Of the last thing that happened there: a start that is overtaken comes to nothing."""
+        self._beginnings = 0
+        """How often all have started at once: part of each slot's stamp."""
         self._lemons = np.zeros(slots, np.int64)
         self._states: Ints = np.full(slots, int(Fitness.BAD), np.int64)
         """Usable: where a rank or a spare is."""
@@ -60,9 +67,12 @@ class Hall:
         self.replicas = self.full
         self.lost: dict[int, None] = {}
         self.seats: Ints = _first(fleet, job).copy()
-        self._sit()
-        self._ready[self._holder == NOBODY] = True
+        self._held[self.seats] = True
+        self._ready[:] = ~self._held
         self._states[:] = int(Fitness.USABLE)
+        self._homes: Ints = self._found_homes()
+        """(groups,): the rack of each group of the world."""
+        self._counter = RackCounter(self.board)
 
     # -- what there is
     @property
@@ -91,44 +101,48 @@ class Hall:
 
     # -- what happens
     def strike(self, slots: range, *, hardware: bool) -> list[int]:
-        """Who is there is gone. Returns the ranks among them."""
+        """Who is there is gone. Returns the ranks among them. ``slots`` are of one rack."""
         at = slice(slots.start, slots.stop)
-        held = self._holder[at]
-        found: list[int] = held[held != NOBODY].tolist()
-        self._holder[at] = NOBODY
+        found = self._ranks_on(slots)
+        self._held[at] = False
         self._ready[at] = False
         self._states[at] = int(Fitness.BAD)
         self._stamp[at] += 1
         self._down[at] += hardware
+        self._counter.touch(slots[:1])
         self.lost.update(dict.fromkeys(found))
         return found
 
     def repaired(self, slots: range) -> None:
         self._down[slots.start : slots.stop] -= 1
+        self._counter.touch(slots[:1])
 
-    def in_order(self, slots: Iterable[int]) -> list[int]:
-        return [slot for slot in slots if not self._down[slot]]
+    def in_order(self, slots: range) -> list[int]:
+        found: list[int] = (np.flatnonzero(self._down[slots.start : slots.stop] == 0) + slots.start).tolist()
+        return found
 
-    def stamps(self, slots: Iterable[int]) -> list[tuple[int, int]]:
+    def stamps(self, slots: Sequence[int]) -> Stamps:
         """A worker starts on each: for `started`."""
-        return [(slot, int(self._stamp[slot])) for slot in slots]
+        at = np.array(slots, np.int64)
+        return Stamps(at, self._stamp[at] + self._beginnings)
 
-    def started(self, stamps: Iterable[tuple[int, int]]) -> int:
+    def started(self, stamps: Stamps) -> int:
         """So many of them are spares now."""
-        count = 0
-        for slot, stamp in stamps:
-            if self._stamp[slot] == stamp and self._holder[slot] == NOBODY and not self._down[slot]:
-                self._ready[slot] = True
-                self._states[slot] = int(Fitness.USABLE)
-                count += 1
-        return count
+        slots, before = stamps
+        meant = (self._stamp[slots] + self._beginnings == before) & ~self._held[slots] & (self._down[slots] == 0)
+        slots = slots[meant]
+        self._ready[slots] = True
+        self._states[slots] = int(Fitness.USABLE)
+        self._counter.touch(slots)
+        return len(slots)
 
     # -- who takes over
     def staff(self) -> Staff | None:
         """For all lost ranks; None when spares are too few, or in the wrong racks."""
-        question = self._question(self._states)
+        usable = self._counted().usable
+        question = self._question(self._states, usable)
         if self._shortcut:
-            if self._groups_that_fit(self._states == Fitness.USABLE) * self.job.group < self.ranks:
+            if self._groups_that_fit(usable) * self.job.group < self.ranks:
                 return None
             found = self._near(question) if self.ranks > RANKS_MAX else None
             if found is not None:
@@ -145,14 +159,17 @@ class Hall:
         """Slots that are left by it: workers start there."""
         left = [int(self.seats[rank]) for rank in staff.uprooted]
         self._leave(left)
-        for rank, slot in (*staff.takeovers.items(), *staff.uprooted.items()):
-            self.seats[rank] = slot
-            self._holder[slot] = rank
-            self._ready[slot] = False
-            self._states[slot] = int(Fitness.USABLE)
-            self._stamp[slot] += 1
+        moving = staff.takeovers | staff.uprooted
+        ranks, slots = np.array([*moving], np.int64), np.array([*moving.values()], np.int64)
+        self.seats[ranks] = slots
+        self._homes[ranks // self.job.group] = self.board.clique[slots]
+        self._held[slots] = True
+        self._ready[slots] = False
+        self._states[slots] = int(Fitness.USABLE)
+        self._stamp[slots] += 1
+        self._counter.touch(slots)
         self.lost.clear()
-        return [slot for slot in left if self._holder[slot] == NOBODY]
+        return [slot for slot in left if not self._held[slot]]
 
     # -- fewer, and more again
     def hit(self) -> list[int]:
@@ -165,12 +182,12 @@ class Hall:
         going = np.zeros(len(rows), bool)
         going[list(replicas)] = True
         slots = rows[going].ravel()
-        freed: list[int] = slots[self._holder[slots] != NOBODY].tolist()
+        freed: list[int] = slots[self._held[slots]].tolist()
         self.seats = rows[~going].ravel()
+        self._homes = self._homes.reshape(len(rows), -1)[~going].ravel()
         self._leave(freed)
         self.replicas = len(rows) - len(replicas)
         self.lost.clear()
-        self._sit()
         return freed
 
     def joinable(self) -> int:
@@ -178,54 +195,62 @@ class Hall:
         room = self.full - self.replicas
         if room <= 0 or self.lost:
             return 0
-        return min(room, self._groups_that_fit(self._ready) * self.job.group // self.job.replica)
+        return min(room, self._groups_that_fit(self._counted().ready) * self.job.group // self.job.replica)
 
     def join(self, replicas: int) -> None:
         of_rack = self._ready.reshape(self.fleet.racks, -1)
         wanted = replicas * self.job.replica
         taken: list[int] = []
-        for rack in np.flatnonzero(of_rack.sum(1) >= self.job.group).tolist():
+        for rack in np.flatnonzero(self._counted().ready >= self.job.group).tolist():
             free = (np.flatnonzero(of_rack[rack]) + rack * self.fleet.rack_gpus).tolist()
             taken += free[: len(free) // self.job.group * self.job.group][: wanted - len(taken)]
             if len(taken) == wanted:
                 break
-        self._ready[taken] = False
-        self._stamp[taken] += 1
-        self.seats = np.concatenate([self.seats, np.array(taken, np.int64)])
+        slots = np.array(taken, np.int64)
+        self._held[slots] = True
+        self._ready[slots] = False
+        self._stamp[slots] += 1
+        self._counter.touch(slots)
+        self.seats = np.concatenate([self.seats, slots])
+        self._homes = np.concatenate([self._homes, self.board.clique[slots[:: self.job.group]]])
         self.replicas += replicas
-        self._sit()
 
     # -- from nothing
     def may_begin(self) -> bool:
         """All ranks of the world as it is find a slot."""
-        return self._groups_that_fit(self._down == 0) * self.job.group >= self.ranks
+        return self._groups_that_fit(self._counted().in_order) * self.job.group >= self.ranks
 
     def begin_again(self) -> None:
         """Every rank starts once more, on its own slot where that is in order; all other workers do too."""
-        self._all_start(solve(self._question(self._in_order())))
+        states = self._in_order()
+        self._all_start(solve(self._question(states, self._counted().in_order)), states)
 
     def relaunch(self) -> int:
         """As many replicas as fit now, all where the size is fixed; 0: too few do, and nothing has changed."""
-        replicas = min(self.full, self._groups_that_fit(self._down == 0) * self.job.group // self.job.replica)
+        groups = self._groups_that_fit(self._counted().in_order)
+        replicas = min(self.full, groups * self.job.group // self.job.replica)
         enough = replicas * self.job.replica >= self.job.min_ranks if self.job.min_ranks else replicas == self.full
         if replicas and enough:
             self.replicas = replicas
-            self._all_start(solve(Question(self.board, self._mesh(replicas), self._in_order(), self._lemons)))
+            states = self._in_order()
+            self._all_start(solve(Question(self.board, self._mesh(replicas), states, self._lemons)), states)
             return replicas
         return 0
 
     def check(self) -> None:
         """What always holds."""
-        held = np.flatnonzero(self._holder != NOBODY)
+        held = np.flatnonzero(self._held)
         assert not (self._ready[held]).any(), "a spare where a rank sits"
         assert not (self._down[held]).any(), "a rank on what is broken"
         assert not (self._ready & (self._down > 0)).any(), "a spare on what is broken"
         living = [rank for rank in range(self.ranks) if rank not in self.lost]
-        assert (self._holder[self.seats[living]] == living).all(), "seats and slots differ"
-        assert len(held) == len(living), "a slot of nobody"
-        there = self._ready | (self._holder != NOBODY)
+        assert (np.sort(self.seats[living]) == held).all(), "seats and slots differ"
+        there = self._ready | self._held
         assert ((self._states == int(Fitness.USABLE)) == there).all(), "what the solver is told is not so"
         assert self.starting == int(((self._down == 0) & ~there).sum()), "starting workers are miscounted"
+        assert (self._homes == self._found_homes()).all(), "groups are not where their ranks are"
+        for counted, which in zip(self._counted(), (there, self._ready, self._down == 0), strict=True):
+            assert (counted == which.reshape(self.fleet.racks, -1).sum(1)).all(), "slots of a rack are miscounted"
 
     def _near(self, question: Question) -> dict[int, int] | None:
         """Each lost rank's slot in its own rack; None when a rack has too few."""
@@ -247,40 +272,52 @@ class Hall:
                 free = free[free != best]
         return found
 
-    def _question(self, states: Ints) -> Question:
+    def _question(self, states: Ints, usable: Ints) -> Question:
+        """``usable``, (racks,): how many slots of each ``states`` calls so."""
         known = None
         if self._shortcut and self.job.group > 1:
-            homes = self.board.clique[self.seats[:: self.job.group]]
             lost = np.array(sorted(self.lost), np.int64)
-            known = Known(homes, lost[states[self.seats[lost]] == Fitness.BAD])
+            known = Known(self._homes, lost[states[self.seats[lost]] == Fitness.BAD], usable)
         return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known)
 
-    def _all_start(self, seats: Ints) -> None:
-        """Spares are there when the ranks are: they start together."""
-        self.seats = seats.copy()
+    def _all_start(self, seats: Ints, states: Ints) -> None:
+        """Spares are there when the ranks are: they start together. ``states``: who is in order is usable."""
+        self.seats, self._states = seats.copy(), states
         self.lost.clear()
-        self._sit()
-        self._stamp += 1
-        self._ready = (self._down == 0) & (self._holder == NOBODY)
-        self._states = self._in_order()
+        self._held[:] = False
+        self._held[seats] = True
+        self._ready = (self._down == 0) & ~self._held
+        self._beginnings += 1
+        self._homes = self._found_homes()
+        self._counter.all_start(self._homes, self.job.group)
 
     def _in_order(self) -> Ints:
         return np.where(self._down == 0, int(Fitness.USABLE), int(Fitness.BAD))
 
     def _leave(self, slots: list[int]) -> None:
-        self._holder[slots] = NOBODY
+        self._held[slots] = False
         self._states[slots] = int(Fitness.BAD)
         self._stamp[slots] += 1
+        self._counter.touch(slots)
 
-    def _sit(self) -> None:
-        self._holder[:] = NOBODY
-        living = np.ones(len(self.seats), bool)
-        living[list(self.lost)] = False
-        self._holder[self.seats[living]] = np.flatnonzero(living)
+    def _ranks_on(self, slots: range) -> list[int]:
+        """Who lives there, in the order of slots. ``slots`` are of one rack."""
+        groups = np.flatnonzero(self._homes == self.board.clique[slots.start])
+        ranks = (groups[:, None] * self.job.group + np.arange(self.job.group)).ravel()
+        seats = self.seats[ranks]
+        there = (seats >= slots.start) & (seats < slots.stop)
+        return [rank for rank in ranks[there][np.argsort(seats[there])].tolist() if rank not in self.lost]
 
-    def _groups_that_fit(self, slots: Bools) -> int:
-        """On these slots, each in one rack. The solver finds room for so many, and for no more."""
-        return int((np.count_nonzero(slots.reshape(self.fleet.racks, -1), axis=1) // self.job.group).sum())
+    def _counted(self) -> RackCounts:
+        return self._counter.counts(self._states, self._ready, self._down)
+
+    def _found_homes(self) -> Ints:
+        """Cliques of the board are racks, in their order."""
+        return self.board.clique[self.seats[:: self.job.group]]
+
+    def _groups_that_fit(self, slots: Ints) -> int:
+        """On so many slots of each rack, each group in one. The solver finds room for so many, and for no more."""
+        return int((slots // self.job.group).sum())
 
     def _mesh(self, replicas: int) -> Mesh:
         return _mesh(self.job.group, self.job.replica, replicas)

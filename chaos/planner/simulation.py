@@ -7,7 +7,7 @@ takes is not simulated but a cost (`rackrun.chaos.planner.costs`). A failure in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import assert_never
@@ -17,7 +17,7 @@ from rackrun.chaos.planner.costs import PlanCosts
 from rackrun.chaos.planner.crews import Crews
 from rackrun.chaos.planner.failures import Source, Strike, slots_of
 from rackrun.chaos.planner.fleet import Fleet, Job
-from rackrun.chaos.planner.hall import Hall, Staff
+from rackrun.chaos.planner.hall import Hall, Staff, Stamps
 from rackrun.chaos.planner.outcome import Outcome, Where
 from rackrun.chaos.planner.state import Intervals, State
 from rackrun.chaos.sim.engine import FIRST, LAST, NS, Engine
@@ -169,12 +169,11 @@ class Simulation:
         if following is not None:
             self._engine.at(round(following[0] * NS), self._strike, following[1])
 
-    def _start(self, slots: Iterable[int]) -> None:
-        stamps = self.hall.stamps(slots)
-        if stamps:
-            self._engine.after(self.costs.start_s, self._started, stamps, priority=FIRST)
+    def _start(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._engine.after(self.costs.start_s, self._started, self.hall.stamps(slots), priority=FIRST)
 
-    def _started(self, stamps: list[tuple[int, int]]) -> None:
+    def _started(self, stamps: Stamps) -> None:
         if not self.hall.started(stamps):
             return
         if self._phase is _Phase.WAITING:
@@ -200,7 +199,8 @@ class Simulation:
     def _decide(self, turn: int) -> None:
         if turn != self._turn:
             return
-        staff = self.hall.staff() if self.hall.lost else None
+        asks = self._brain.asks_who_takes_over or not self.shortcut
+        staff = self.hall.staff() if self.hall.lost and asks else None
         rollback = self._state.rollback(self.hall)
         situation = Situation(
             step=self._state.steps - 1,

@@ -115,7 +115,8 @@ def choose(
     allowed = [one for one in found if one.possible and one.rung not in rules.never]
     going_on = [one for one in allowed if one.rung is not Rung.STOP]
     if not view.exact and any(not _resizes(one) and not _for_hardware(one, view) for one in going_on):
-        still = options(failure, view, weights, priors, meanwhile="wait")
+        acquires = any(one.meanwhile == "train" for one in going_on)
+        still = options(failure, view, weights, priors, meanwhile="wait") if acquires else found
         going_on = [_of(still, one.rung) for one in going_on if one.rung is not Rung.SHRINK]  # the others keep the bits
     only_hardware = all(_for_hardware(one, view) for one in going_on)
     best = _cheapest(allowed if only_hardware else going_on)
