@@ -1,6 +1,6 @@
 """Phases of random length, 0.1 to 100 steps, on one rank or on all, beside busy processes: is a healthy rank killed, is one done twice?
 
-    python benchmarks/long_phases.py                 2,000 phases in 8 jobs, 4 at once, beside four busy loops (40 minutes on 2 cores)
+    python benchmarks/long_phases.py                 2,000 phases in 8 jobs, 4 at once, beside four busy loops (half an hour on 2 cores)
     python benchmarks/long_phases.py --phases 200 --jobs 2
 
 Phases compute, write, sleep, or wait for a child that computes. There are no faults: whoever is replaced was healthy.
