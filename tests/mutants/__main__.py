@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tests.mutants import equivalent
 from tests.mutants.ladder import run, rungs_for
-from tests.mutants.reach import Reach, statement_lines
 from tests.mutants.operators import Site, mutated, sites
+from tests.mutants.reach import Reach, statement_lines
 from tests.mutants.rounds import Climber, climb
 
 ROOT = Path(__file__).resolve().parents[2]
