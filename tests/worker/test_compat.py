@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import fsdp, require, trial
+from rackrun.worker.compat import fsdp, fsdp_reduce, require, trial
 from rackrun.worker.compat.install import _problems
 from rackrun.worker.run import Run
 
@@ -80,6 +80,10 @@ def another_reduction(patch: Patch) -> None:
     patch.setattr(_fsdp_param_group, "foreach_reduce", lambda params, grads: None)
 
 
+def nothing_to_add_up(patch: Patch) -> None:
+    patch.setattr(fsdp_reduce, "local_gradients", lambda module: iter(()))
+
+
 def another_norm(patch: Patch) -> None:
     patch.setattr(clip_grad, "clip_grad_norm_", lambda parameters, norm: torch.ones(()))
 
@@ -97,6 +101,7 @@ def no_coordinate(patch: Patch) -> None:
         (no_buckets, {"ddp"}),
         (no_hook, {"ddp exact"}),
         (another_reduction, {"fsdp exact"}),
+        (nothing_to_add_up, {"fsdp exact"}),
         (another_norm, {"norm exact"}),
         (no_coordinate, {"fsdp place"}),
     ],

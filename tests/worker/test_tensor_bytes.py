@@ -78,7 +78,12 @@ def test_what_is_packed_comes_back_into_tensors_of_any_layout() -> None:
     given = [SQUARE.t(), torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor(7, dtype=torch.int64), SQUARE[:, 1]]
     packed = pack(given, torch.device("cpu"))
     assert packed.nbytes == sum(tensor.nbytes for tensor in given)
-    into = [torch.zeros(3, 4).t(), torch.zeros(3, dtype=torch.uint8), torch.zeros((), dtype=torch.int64), torch.zeros(3)]
+    into = [
+        torch.zeros(3, 4).t(),
+        torch.zeros(3, dtype=torch.uint8),
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(3),
+    ]
     copy_bytes(packed, into)
     assert all(map(torch.equal, into, given))
     assert pack([], torch.device("cpu")).shape == (0,)
