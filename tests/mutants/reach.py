@@ -78,7 +78,7 @@ class Reach:
         folders = "\n    ".join(str(tree / source) for source in sources)
         settings.write_text(_SETTINGS.format(sources=folders, data=self._folder / "part"))
         command = ladder.pytest_command(
-            "-n", str(jobs), "-p", "tests.mutants.reach_plugin", *ladder.FAST, *files, stop=False
+            "-n", str(jobs), "-p", "tests.mutants.reach_plugin", "--timeout", "600", *ladder.FAST, *files, stop=False
         )
         env = {"COVERAGE_PROCESS_START": str(settings), "RACKRUN_DURATIONS": str(durations), "PYTEST_CURRENT_TEST": ""}
         _, said = ladder.run(tree, command, LIMIT_S, env)
