@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FAST", "FOLDERS_OF_TESTS", "Rung", "notices", "pytest_command", "run", "rungs_for"]
+__all__ = ["FAST", "Rung", "notices", "pytest_command", "run", "rungs_for"]
 
 TEST_S = 100
 """A test that takes longer hangs."""
 FIRST_MAX = 40
 """So many tests of those that reach a mistake run before all others do."""
 FAST = ("-m", "not stories and not soak and not slow")
-FOLDERS_OF_TESTS = ("tests/core", "tests/worker", "tests/checkpoint")
 _JOBS = {
     "core": ("tests/faults/test_lost_ranks.py", "tests/faults/test_resizing.py"),
     "worker": ("tests/faults/test_lost_ranks.py", "tests/faults/test_resizing.py"),

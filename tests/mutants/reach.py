@@ -20,6 +20,8 @@ from tests.mutants import ladder
 __all__ = ["Reach", "statement_lines"]
 
 LIMIT_S = 3600.0
+_HERE = Path(__file__).parent.name
+"""These tests are of the planting itself."""
 _SETTINGS = """
 [run]
 parallel = true
@@ -43,7 +45,7 @@ class Reach:
     def learn(self, tree: Path, sources: Iterable[str], jobs: int) -> None:
         """Run the fast tests in ``tree`` whose text is new: all of them when anything else has changed, a module or a helper."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        tests = [path for folder in ladder.FOLDERS_OF_TESTS for path in sorted((tree / folder).rglob("test_*.py"))]
+        tests = [path for path in sorted((tree / "tests").rglob("test_*.py")) if path.parent.name != _HERE]
         files = {str(path.relative_to(tree)): _digest([path]) for path in tests}
         rest = _digest(_others(tree))
         known = json.loads(self._known.read_text()) if self._known.exists() else {}
@@ -115,9 +117,8 @@ def _test(context: str) -> str:
 
 def _others(tree: Path) -> Iterator[Path]:
     """The modules, and what tests share."""
-    here = Path(__file__).parent.name
     for path in sorted(tree.rglob("*.py")):
-        if not path.name.startswith("test_") and path.parent.name != here:
+        if not path.name.startswith("test_") and path.parent.name != _HERE:
             yield path
 
 
