@@ -265,7 +265,7 @@ class Arena:
         """Gives the claim back. Slots begun and not sealed are free again."""
         if self._file.fd < 0:
             return
-        for writer in list(self._writers):
+        for writer in self._writers:
             writer.abandon()
         if self._me is not None:
             with contextlib.suppress(CheckpointError), self._changing():  # fenced or damaged: nothing to give back

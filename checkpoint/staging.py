@@ -49,9 +49,10 @@ class Staging:
         ready: torch.cuda.Event | None,
     ) -> None:
         """Any thread; returns when ``names`` are there."""
-        if self._stream is None or ready is None:
+        if ready is None:
             _copy(layout, tensors, names, into, beside=False)
             return
+        assert self._stream is not None, "`ready` is of its device"
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             _copy(layout, tensors, names, into, beside=True)

@@ -73,6 +73,7 @@ class Beginning:
         protection = protect(self.config, world.seats, self.rack)
         world.plan = Plan(
             generation=generation,
+            layout=world.layout,
             world_size=world.size,
             members=world.as_members(),
             store=store,

@@ -138,10 +138,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     from here to ``committed`` are computed again (the same bits), but are committed once."""
     anew: bool = False
     """What came after ``rollback`` was wrong (`ReplicasDiffer`): computed again it has other bits."""
-    layout: Generation = Generation(0)
+    layout: Generation
     """Of all snapshots from here on."""
     reshard: Reshard | None = None
-    full: int = 0
+    full: int
     """Ranks of the world as it began."""
     worlds: tuple[tuple[Step, int], ...] = ()
     """(step, ranks): from each of these steps on, so many ranks commit, or will, what was not committed before. A step that is done

@@ -33,7 +33,7 @@ _SPREAD_MAX = 64
 _SAMPLED = 1024
 """Elements of a tensor that are looked at."""
 _OF_ANY_MODULE = set(vars(nn.Module()))
-_LIBRARIES = {"torch", "numpy", "rackrun", "msgspec"} | set(sys.stdlib_module_names) - {"__main__"}
+_LIBRARIES = {"torch", "numpy", "rackrun", "msgspec"} | sys.stdlib_module_names - {"__main__"}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 

@@ -75,7 +75,14 @@ def plan(*spares: tuple[int, int]) -> ResumeGeneration:
         Member(rank=Rank(rank), slot=SlotId(f"tray-0/{index}"), incarnation=Incarnation(incarnation))
         for rank, (index, incarnation) in enumerate(spares)
     )
-    found = Plan(generation=Generation(2), world_size=len(members), members=members, store="127.0.0.1:1")
+    found = Plan(
+        generation=Generation(2),
+        world_size=len(members),
+        members=members,
+        store="127.0.0.1:1",
+        layout=Generation(0),
+        full=len(members),
+    )
     return ResumeGeneration(plan=found, because="a test")
 
 

@@ -16,7 +16,10 @@ from rackrun.link.channel import frame
 
 PLAN = frame(
     ResumeGeneration(
-        plan=Plan(generation=Generation(2), world_size=0, members=(), store="127.0.0.1:1"), because="a test"
+        plan=Plan(
+            generation=Generation(2), world_size=0, members=(), store="127.0.0.1:1", layout=Generation(0), full=0
+        ),
+        because="a test",
     )
 )
 START = StartWorker(

@@ -128,6 +128,8 @@ class _Job:
             world_size=len(members),
             members=members,
             store="",
+            layout=Generation(0),
+            full=len(members),
             committed=committed,
         )
         command = ResumeGeneration(plan=plan, because=why)

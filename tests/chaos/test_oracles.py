@@ -62,7 +62,16 @@ def end(rank: int, since: int = 0, **changes: str) -> End:
 def world(generation: int, committed: int, rollback: int | None = None) -> WorldPlan:
     at = Position(committed) if committed >= 0 else BEGIN
     back = None if rollback is None else Step(rollback)
-    return WorldPlan(generation=Generation(generation), world_size=2, members=(), store="", committed=at, rollback=back)
+    return WorldPlan(
+        generation=Generation(generation),
+        world_size=2,
+        members=(),
+        store="",
+        layout=Generation(0),
+        full=2,
+        committed=at,
+        rollback=back,
+    )
 
 
 def recovery(slot: str = "tray-00/1", **changes: Any) -> Recovery:

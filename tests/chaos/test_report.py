@@ -189,7 +189,14 @@ def large(ranks: int = 72, steps: int = 100_000, strikes: int = 500) -> tuple[Re
 
     draw = random.Random(1)
     job = Recorded(Path("nowhere"), end_s=1e5)
-    job.plans = [Planned(0.0, WorldPlan(generation=Generation(1), world_size=ranks, members=(), store=""))]
+    job.plans = [
+        Planned(
+            0.0,
+            WorldPlan(
+                generation=Generation(1), world_size=ranks, members=(), store="", layout=Generation(0), full=ranks
+            ),
+        )
+    ]
     gate = b"\0" * 24
     job.units = [Unit(step, 0, 1, float(step), 0, gate, True) for step in range(steps)]
     struck = sorted(draw.sample(range(steps), strikes))

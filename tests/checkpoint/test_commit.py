@@ -429,6 +429,12 @@ def test_two_records_of_one_generation_that_differ_are_refused() -> None:
         Committer(CommitPolicy(), [msgspec.structs.replace(record, step=11)])
 
 
+def test_a_record_is_degraded_only_where_that_is_said() -> None:
+    copies = record_in(Job().commit(1)).all_copies()
+    assert not CommitRecord.of(1, 10, 9, copies=copies).degraded
+    assert CommitRecord.of(1, 10, 9, copies=copies, degraded=True).degraded
+
+
 def test_unusable_policies_and_sets_are_refused() -> None:
     for wrong in ({"copies": 0}, {"copies": 1, "min_copies": 2}, {"min_copies": 0}):
         with pytest.raises(CheckpointError):

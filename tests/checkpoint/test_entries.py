@@ -109,6 +109,11 @@ def test_what_is_not_one_box_is_refused(local: list[int], placements: list[Place
         box_of([8], local, [2, 2], [0, 1], placements)
 
 
+def test_one_dim_in_two_runs_is_enough_to_be_more_than_one_box() -> None:
+    with pytest.raises(LayoutMismatch, match="more than one box"):
+        box_of([8, 3], [4, 3], [2, 2], [0, 1], [_StridedShard(0, split_factor=2), Replicate()])
+
+
 # -- real tensors ----------------------------------------------------------------------------------------------------
 
 

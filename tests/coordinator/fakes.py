@@ -169,6 +169,8 @@ def plan(generation: int, *members: Member, committed: Position = BEGIN, rollbac
         world_size=len(members),
         members=members,
         store="h:1",
+        layout=Generation(0),
+        full=len(members),
         committed=committed,
         rollback=rollback,  # type: ignore[arg-type]
     )

@@ -108,6 +108,8 @@ def test_restores_are_counted_by_where_the_state_came_from(metrics: Metrics) -> 
         world_size=4,
         members=members,
         store="s:1",
+        layout=Generation(0),
+        full=4,
         committed=Position(6),
         rollback=Step(4),
         restores=(

@@ -56,7 +56,18 @@ def test_steps_computed_again_after_a_rollback_are_printed_once(log: Printed) ->
 def test_what_was_wrong_is_told_again_and_what_was_on_its_way_is_dropped(log: Printed) -> None:
     for step in (0, 1, 2, 3):
         log.take([logged(step, 0)])
-    log.takes_back(Plan(generation=Generation(2), world_size=1, members=(), store="", rollback=Step(1), anew=True))
+    log.takes_back(
+        Plan(
+            generation=Generation(2),
+            world_size=1,
+            members=(),
+            store="",
+            layout=Generation(0),
+            full=1,
+            rollback=Step(1),
+            anew=True,
+        )
+    )
     log.take([logged(3, 0), logged(4, 0)])
     for step in (2, 3, 4):
         log.take([logged(step, 0, generation=2)])

@@ -59,6 +59,16 @@ def test_missing_trays_end_the_job_with_their_number() -> None:
     assert (stop.exit_code, stop.because) == (3, "2 of 3 trays missing after 1000 ms (1 joined: a)")
 
 
+def test_while_trays_are_missing_no_other_timer_ends_the_job_and_the_last_one_not_once_they_are_there() -> None:
+    told = Told(config(trays_min=2, trays_max=3, join_timeout_ms=1000, last_call_ms=500))
+    told.join("a")
+    for name in ("last-call", "fit", "breaker"):
+        assert not every(StopJob, told.tell(TimerFired(name=name)))
+    told.join("b")
+    assert not told.tell(TimerFired(name="join")), "the last call is under way"
+    assert plan_in(told.tell(TimerFired(name="last-call"))).world_size == 8
+
+
 def test_a_tray_lost_before_the_world_forms_is_not_counted() -> None:
     told = Told(config(trays_min=2, trays_max=2))
     told.join("a")

@@ -42,6 +42,8 @@ SAMPLES: dict[object, object] = {
         gate=(0.5, 2.0),
         restores=(Restore(rank=Rank(0), sources=(Rank(1),), snapshot="a:2/a/0/1"),),
         rollback=Step(3),
+        layout=Generation(0),
+        full=1,
     ),
     Decision: Decision(
         rung=Rung.SWAP,

@@ -236,8 +236,9 @@ def test_another_batch_is_told_once() -> None:
     ]
 
 
-def entering_on_three_trays() -> Told:
-    """A rank on each; all have a copy of step 4 on the next tray, and are entering main again after step 7, without rank 1."""
+def entering_on_three_trays(*, ended: bool = True) -> Told:
+    """A rank on each; all have a copy of step 4 on the next tray, and are entering main again after step 7, without rank 1. ``ended``: its end
+    has been heard."""
     told = Told(JobConfig(trays_min=3, trays_max=3, spares=0, min_ranks=1, rules=RULES))
     told.resizes = AGAIN
     for tray in "abc":
@@ -249,7 +250,8 @@ def entering_on_three_trays() -> Told:
     told.pause_all()
     plan = plan_in(told.park_all(7, snapshots=[4, 7]))
     assert (plan.committed.step, plan.rollback, plan.world_size) == (7, None, 2)
-    told.exits("b/0", snapshots=[4, 7])
+    if ended:
+        told.exits("b/0", snapshots=[4, 7])
     return told
 
 
@@ -262,6 +264,16 @@ def test_a_tray_that_is_lost_while_all_enter_main_again_takes_all_back_to_what_i
     assert (plan.world_size, plan.rollback, plan.committed.step) == (1, 4, 4)
     assert plan.reshard is not None
     assert plan.reshard.images == ("a:2/a/0/1", "b:2/b/0/2", "a:2/c/0/3")
+
+
+def test_what_one_had_sealed_that_leaves_is_read_from_its_agent_whatever_is_said_at_its_end() -> None:
+    told = entering_on_three_trays(ended=False)
+    told.exits("c/0", snapshots=[4, 7])
+    told.park_all(7, snapshots=[4, 7])
+    plan = plan_in(told.exits("b/0"))
+    assert (plan.world_size, plan.committed.step) == (1, 7)
+    assert plan.reshard is not None
+    assert plan.reshard.images == ("a:2/a/0/1", "b:2/b/0/2", "c:2/c/0/3")
 
 
 # -- who is whose replica --------------------------------------------------------------------------------------------

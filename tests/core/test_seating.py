@@ -11,7 +11,9 @@ from rackrun.core.commands import Command, FenceWorker, Notice, ResumeGeneration
 from rackrun.core.config import JobConfig
 from rackrun.core.events import TrayDescribed, TrayJoined
 from rackrun.core.health import Health
-from rackrun.core.ids import Rank, TrayId
+from rackrun.core.ids import Rank, SlotId, TrayId
+from rackrun.core.rack import RackMachine
+from rackrun.core.seating import Seating
 
 
 def two_cliques(**settings: object) -> Told:
@@ -233,3 +235,17 @@ def test_a_tray_that_contradicts_others_is_not_used_however_well_its_gpus_are() 
     assert not every(StartWorker, told.checks("e/0"))
     told.tray_lost("e")
     assert only(StartWorker, told.join("e", 1, clique="x")).slot == "e/0", "it tells something else now"
+
+
+def test_where_a_rank_sits_is_said_with_its_group_or_why_that_is_not_known() -> None:
+    told = tensor_parallel()
+    seating, seats = told.core._job.seating, {rank.rank: rank.slot for rank in told.view.ranks}
+    clique = seating.where(seats, Rank(1))
+    assert clique[0].startswith(f"rank 1 (dp 0, tp 1) sits on {seats[Rank(1)]}")
+    assert "clique" in clique[1]
+    gone = seating.where({**seats, Rank(3): SlotId("z/0")}, Rank(3))
+    assert gone == ["rank 3 (dp 1, tp 1) sits on z/0.", "Some ranks' slots are there no more."]
+    plain = Seating(JobConfig(trays_min=1, trays_max=1, spares=0), RackMachine()).where(
+        {Rank(0): SlotId("a/0")}, Rank(0)
+    )
+    assert plain == ["rank 0 (dp 0) sits on a/0.", "Nobody has told of NVLink cliques."]

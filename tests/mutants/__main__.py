@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.mutants import equivalent
 from tests.mutants.ladder import run, rungs_for
 from tests.mutants.operators import Site, mutated, sites
+from tests.mutants.reach import Reach, statement_lines
 from tests.mutants.rounds import Climber, climb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,14 +91,16 @@ def plant(mutant: Mutant, tree: Path) -> None:
     path.write_text(mutated(text, site)[1])
 
 
-def prepare(mutant: Mutant, well: Path, tree: Path, budget_s: float) -> Climber:
+def prepare(mutant: Mutant, reach: Reach, well: Path, tree: Path, budget_s: float) -> Climber:
     """In a tree of links to the files of ``well``, but for the module that has the mistake."""
     shutil.copytree(well, tree, symlinks=True, copy_function=os.link)
     plant(mutant, tree)
     code, said = run(tree, (sys.executable, "-c", "import rackrun; print(rackrun.__file__)"), 120)
     if code == 0 and not said.strip().startswith(str(tree)):
         raise SystemExit(f"the copy is not what is imported there, but {said.strip()}")
-    return Climber(tree, rungs_for(tree, Path(mutant.module), budget_s), budget_s)
+    module = Path(mutant.module)
+    reaching = reach.tests(module, statement_lines((well / module).read_text(), mutant.line))
+    return Climber(tree, rungs_for(tree, module, reaching, budget_s), budget_s)
 
 
 def copy_tree(to: Path) -> None:
@@ -170,7 +173,9 @@ def main() -> None:
         well = Path(folder) / "well"
         copy_tree(well)
         mutants = [draw(given.seed, number, well) for number in numbers if (given.seed, number) not in known]
-        climbers = [prepare(one, well, Path(folder) / str(one.number), given.budget_s) for one in mutants]
+        reach = Reach(given.tally.with_suffix(".reach"))
+        reach.learn(well, FOLDERS, given.jobs)
+        climbers = [prepare(one, reach, well, Path(folder) / str(one.number), given.budget_s) for one in mutants]
 
         def keep(mutant: Mutant, climber: Climber) -> None:
             result = asdict(Result(mutant, bool(climber.by), climber.by, climber.rung, climber.seconds))

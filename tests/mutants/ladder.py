@@ -1,4 +1,4 @@
-"""What may notice a mistake in a module, nearest first: its own tests, those of its neighbours, the simulator, whole jobs with faults."""
+"""What may notice a mistake, cheapest first: fast tests that reach its line, the simulator, whole jobs with faults."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Rung", "notices", "rungs_for"]
+__all__ = ["FAST", "Rung", "notices", "pytest_command", "run", "rungs_for"]
 
 TEST_S = 100
 """A test that takes longer hangs."""
-NEAR_MAX = 8
-"""So many files of tests are near, at the most."""
-_FAST = ("-m", "not stories and not soak and not slow")
-_DIRECTORIES = {"core": ("tests/core",), "worker": ("tests/worker",), "checkpoint": ("tests/checkpoint",)}
+FIRST_MAX = 40
+"""So many tests of those that reach a mistake run before all others do."""
+FAST = ("-m", "not stories and not soak and not slow")
 _JOBS = {
     "core": ("tests/faults/test_lost_ranks.py", "tests/faults/test_resizing.py"),
     "worker": ("tests/faults/test_lost_ranks.py", "tests/faults/test_resizing.py"),
@@ -35,41 +34,26 @@ class Rung(NamedTuple):
     is_pytest: bool = True
 
 
-def rungs_for(tree: Path, module: Path, budget_s: float) -> list[Rung]:
-    """``module``: relative to ``tree``."""
+def rungs_for(tree: Path, module: Path, reaching: Sequence[str], budget_s: float) -> list[Rung]:
+    """``module``: relative to ``tree``; ``reaching``: the tests that reach the mistake, in the order in which they are to run."""
     part = _part(module)
-    near = nearest(tree, module)
-    every = [path for path in _DIRECTORIES[part] if (tree / path).exists()]
     jobs = [path for path in _JOBS[part] if (tree / path).exists()]
     rungs = []
-    if near:
-        rungs.append(Rung("nearest", _pytest(*_FAST, *map(str, near)), 0.3 * budget_s))
-    rungs.append(Rung("neighbours", _pytest(*_FAST, *every), 0.4 * budget_s))
+    if reaching:
+        first = pytest_command("-p", "no:xdist", *reaching[:FIRST_MAX])
+        rungs.append(Rung("reaching, the first", first, 0.3 * budget_s))
+    if reaching[FIRST_MAX:]:
+        rungs.append(Rung("reaching", pytest_command("-p", "no:xdist", *reaching[FIRST_MAX:]), 0.4 * budget_s))
     if part == "core":
         fuzz = (sys.executable, "-m", "rackrun.chaos.sim", "fuzz", "--seeds", "0:400", "--jobs", "1")
         rungs.append(Rung("simulator", fuzz, 0.25 * budget_s, is_pytest=False))
-    rungs.append(Rung("whole jobs", _pytest("-m", "not stories and not soak", *jobs), 0.35 * budget_s))
+    rungs.append(Rung("whole jobs", pytest_command("-m", "not stories and not soak", *jobs), 0.35 * budget_s))
     tally = str(tree / "mutant-campaign.jsonl")
     words = ["examples/chaos/small.py", "{wrap}", "{reduction}", "40", "{out}", "{flags}"]
     options = ["chaos", "campaign", "--seeds", CAMPAIGN, "--jobs", "1", "--tally", tally, "--"]
     campaign = (sys.executable, "-m", "rackrun.ctl", *options, *words)
     rungs.append(Rung("campaign", campaign, 0.35 * budget_s, is_pytest=False))
     return rungs
-
-
-def nearest(tree: Path, module: Path) -> list[Path]:
-    """Files of tests that bear its name, then those that import it, those with the fewest other imports first."""
-    dotted = _dotted(module)
-    named, importing = [], []
-    for path in sorted((tree / "tests").rglob("test_*.py")):
-        if path.stem.removeprefix("test_") == module.stem:
-            named.append(path)
-            continue
-        text = path.read_text()
-        if re.search(rf"\b{re.escape(dotted)}\b", text):
-            importing.append((text.count("from rackrun"), path))
-    found = [*named, *(path for _, path in sorted(importing))]
-    return [path.relative_to(tree) for path in found[:NEAR_MAX]]
 
 
 def notices(tree: Path, rung: Rung, well: Path, limit_s: float) -> tuple[str, float]:
@@ -83,16 +67,18 @@ def notices(tree: Path, rung: Rung, well: Path, limit_s: float) -> tuple[str, fl
     if code in (0, 5, None):  # 5: no test is selected; None: there was no more time
         return "", seconds
     by = failed_in(said) if rung.is_pytest else said.strip().splitlines()[-1][:160] if said.strip() else rung.name
-    if rung.is_pytest and "::" in by:
-        again, _ = run(well, _pytest("-m", "", by.partition("[")[0]), 200)
-        if again not in (0, None):
+    if rung.is_pytest:  # also where no test could be found or begun at all
+        again = pytest_command("-m", "", by.partition("[")[0]) if "::" in by else (*rung.command, "--collect-only")
+        if run(well, again, 200)[0] not in (0, None):
             return "", seconds
     return by or f"exit code {code}", seconds
 
 
-def run(tree: Path, command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+def run(
+    tree: Path, command: Sequence[str], limit_s: float, more_env: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
     """Exit code (None: it was ended after ``limit_s``) and output. It leaves no process."""
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **(more_env or {})}
     process = subprocess.Popen(
         command,
         cwd=tree,
@@ -125,9 +111,10 @@ def failed_in(said: str) -> str:
     return lines[-1][:160] if lines else ""
 
 
-def _pytest(*arguments: str) -> tuple[str, ...]:
+def pytest_command(*arguments: str, stop: bool = True) -> tuple[str, ...]:
+    """``stop``: at the first test that fails."""
     words = (
-        "-x",
+        *(["-x"] if stop else []),
         "-q",
         "-p",
         "no:cacheprovider",
@@ -142,8 +129,3 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
 
 def _part(module: Path) -> str:
     return "checkpoint" if module.parts[0] == "checkpoint" else module.parts[1]
-
-
-def _dotted(module: Path) -> str:
-    parts = module.with_suffix("").parts
-    return ".".join(parts if parts[0] == "rackrun" else ("rackrun", *parts))

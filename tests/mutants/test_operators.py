@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants.__main__ import draw, plant
 from tests.mutants.equivalent import Equivalent, changed_lines, read, why
-from tests.mutants.ladder import Rung, failed_in, nearest
+from tests.mutants.ladder import Rung, failed_in
 from tests.mutants.operators import OPERATORS, mutated, sites
 from tests.mutants.rounds import Climber, climb
 
@@ -68,12 +68,6 @@ def test_a_mutant_is_drawn_from_its_seed_and_planted_in_a_copy(tmp_path: Path) -
         plant(mutant, tmp_path)
         compile(copy.read_text(), mutant.module, "exec")
     assert len({draw(1, number).diff for number in range(6)}) == 6
-
-
-def test_the_nearest_tests_come_first() -> None:
-    found = nearest(ROOT, Path("rackrun/worker/state.py"))
-    assert found[0] == Path("tests/worker/test_state.py")
-    assert Path("tests/checkpoint/test_arena.py") in nearest(ROOT, Path("checkpoint/arena.py"))
 
 
 def test_who_has_noticed_is_read_from_what_pytest_says() -> None:

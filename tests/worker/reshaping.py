@@ -207,6 +207,7 @@ class Reshaped(TinyCluster):
             rollback=None if change.rollback is None else Step(change.rollback),
             layout=generation,
             reshard=of,
+            full=len(here),
         )
         plan = change.edit(self, plan)
         self._old = (plan.reshard, committed, gate) if plan.reshard is not None else None

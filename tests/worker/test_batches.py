@@ -42,6 +42,15 @@ def test_a_world_that_has_shrunk_before_its_first_step_knows_how_it_began() -> N
     assert sizes(batches([(0, 3)]), 2) == [12, 12]
 
 
+def test_a_world_that_is_yet_to_come_is_no_run_of_an_earlier_step() -> None:
+    of = batches([(0, 4), (4, 3), (6, 3)])
+    assert of.runs(3) == ((0, 16),)
+    assert of.runs(4) == of.runs(7) == ((0, 16), (4, 12))
+    commit(of, 4)
+    assert of.runs(2) == of.runs(3) == ((0, 16),)
+    assert of.runs(4) == ((0, 16), (4, 12))
+
+
 def test_a_step_that_is_done_again_has_the_batch_that_it_had() -> None:
     """The state goes back, with the history in it; what was committed since is in the plan."""
     worlds = [(0, 4)]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from scripts import ddp, net
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -18,9 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import fsdp, require, trial
+from rackrun.worker.compat import c10d, fsdp, fsdp_reduce, require, trial
 from rackrun.worker.compat.install import _problems
 from rackrun.worker.run import Run
 
@@ -80,6 +83,10 @@ def another_reduction(patch: Patch) -> None:
     patch.setattr(_fsdp_param_group, "foreach_reduce", lambda params, grads: None)
 
 
+def nothing_to_add_up(patch: Patch) -> None:
+    patch.setattr(fsdp_reduce, "local_gradients", lambda module: iter(()))
+
+
 def another_norm(patch: Patch) -> None:
     patch.setattr(clip_grad, "clip_grad_norm_", lambda parameters, norm: torch.ones(()))
 
@@ -97,6 +104,7 @@ def no_coordinate(patch: Patch) -> None:
         (no_buckets, {"ddp"}),
         (no_hook, {"ddp exact"}),
         (another_reduction, {"fsdp exact"}),
+        (nothing_to_add_up, {"fsdp exact"}),
         (another_norm, {"norm exact"}),
         (no_coordinate, {"fsdp place"}),
     ],
@@ -143,3 +151,18 @@ def test_only_success_is_remembered(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "git_version", "another")
     with pytest.raises(IndexError):
         trial.known_problems()
+
+
+def test_a_script_that_makes_or_destroys_groups_leaves_the_elastic_one_in_place() -> None:
+    def work() -> list[bool]:
+        c10d.install()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        c10d.adopt_default_group()
+        dist.destroy_process_group()
+        distributed_c10d.destroy_process_group()
+        dist.init_process_group("of no such backend")
+        here = dist.is_initialized()
+        c10d.forget_groups()
+        return [here, dist.is_initialized()]
+
+    assert forked(work) == [True, False]

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from rackrun.errors import StepError
 from rackrun.worker.data import Loader
 from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter
+from rackrun.worker.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 
@@ -162,6 +163,36 @@ def test_an_optimizer_that_adds_up_over_elements_is_refused_for_shards(train: Tr
         next(iter(run.steps(STEPS)))
 
     refused(train(main, ranks=1, spares=0, max_restarts=0, batch=BATCH, reduction="exact"), "Adafactor")
+
+
+def slot_of(index: int, *, added: bool, reduced: bool = False, trained: bool = True) -> Slot:
+    slot = Slot(index, f"p{index}", nn.Parameter(torch.zeros(1), requires_grad=trained))
+    slot.fresh, slot.reduced = not added, reduced
+    return slot
+
+
+def check(once: ExactlyOnce, slots: list[Slot], seen: list[float], alone: list[tuple[Slot, torch.Tensor]]) -> None:
+    once.check_complete(slots, torch.tensor(seen), alone)
+
+
+def test_at_the_gate_what_was_added_has_been_reduced_unless_it_was_zero() -> None:
+    once = ExactlyOnce()
+    check(once, [slot_of(0, added=True, reduced=True), slot_of(1, added=False)], [1.0, 9.0], [])
+    check(once, [slot_of(0, added=True)], [0.0], [])
+    with pytest.raises(StepError, match="gradient of p1 was computed, but not reduced"):
+        check(once, [slot_of(0, added=False), slot_of(1, added=True)], [1.0, 0.5], [])
+
+
+def test_a_gradient_that_lies_there_since_the_step_began_is_not_of_its_backward() -> None:
+    once, slot, gradient = ExactlyOnce(), slot_of(0, added=False), torch.zeros(1)
+    once.leave([(slot, gradient)])
+    check(once, [slot], [0.0], [(slot, gradient)])
+    other = slot_of(1, added=False)
+    for told, new in [(slot, torch.zeros(1)), (other, torch.zeros(1)), (slot, gradient.add_(1))]:
+        with pytest.raises(StepError, match=f"gradient of {told.name} was computed"):
+            check(once, [slot, other], [0.0, 0.0], [(told, new)])
+    for quiet in (slot_of(0, added=True, reduced=True), slot_of(0, added=False, trained=False)):
+        check(once, [quiet], [1.0], [(quiet, torch.zeros(1))])
 
 
 # -- taken

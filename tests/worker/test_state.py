@@ -23,6 +23,24 @@ from rackrun.worker.tensor_bytes import _digest_by_sums, digest
 from rackrun.worker.undo import Undo
 
 
+class Counter:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("names", "holds"), [([], False), (["rackrun.a"], False), (["a"], True), (["rackrun.a", "a"], True)]
+)
+def test_a_script_that_tracks_nothing_of_its_own_has_no_state(names: list[str], holds: bool) -> None:
+    state = TrackedState()
+    for name in names:
+        state.track(name, Counter())
+    assert bool(state) is holds
+
+
 def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
