@@ -11,6 +11,7 @@ from rackrun.core.commands import StopJob
 from rackrun.core.events import WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.core.wire import Logged, UnitCommitted, encode
+from rackrun.link.channel import frame
 from rackrun.link.numbered import Numbered
 
 COMMON = {"slot": SlotId("tray-0/0"), "incarnation": Incarnation(1), "generation": Generation(1), "rank": Rank(0)}
@@ -103,6 +104,25 @@ async def test_a_connection_that_breaks_costs_no_message_in_either_direction(rig
     expected = [one for number in range(40) for one in ([number, 100 + number] if number % 10 == 5 else [number])]
     assert heard == expected
     assert [timed.message.incarnation for timed in rig.coordinator.received] == [1000, *expected]
+
+
+async def test_what_is_acknowledged_at_once_does_not_hide_what_is_sent_again(rig):
+    """So much waits for the agent that it acknowledges before it has sent its own once more."""
+    heard: list[int] = []
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: heard.append(command.exit_code), 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.wait(lambda m: m.incarnation == 1000, "its first message")
+    rig.coordinator.cut()
+    uplink._numbered.pack([frame(WorkerFinished(slot=COMMON["slot"], incarnation=1))])  # lost with its connection
+    for number in range(100):
+        await rig.coordinator.send(StopJob(exit_code=number, because="a test"))
+    await rig.coordinator.wait(lambda m: m.incarnation == 1, "what is sent again")
+    assert len(rig.coordinator.queries) == 2, "the second connection holds"
+    await rig.eventually(lambda: len(heard) == 100, "all commands")
+    connection.cancel()
+    await asyncio.wait((connection,))
+    assert heard == list(range(100))
 
 
 async def test_workers_go_on_while_the_connection_is_broken(rig):
