@@ -64,6 +64,8 @@ class AgentLink:
         self.overflowed = asyncio.Event()
         """More waits for the agent than is kept while there is no connection."""
         self._transport: asyncio.BaseTransport | None = None
+        self._welcomed = False
+        """Over the current connection; nothing may be said before that."""
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._filled = asyncio.Event()
@@ -73,7 +75,7 @@ class AgentLink:
         """Its host has accepted a connection of ours: whether the agent lives can be found out."""
         self._sender: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
-        self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
+        self._pinger = asyncio.create_task(self._ping_often(lease_s / _PINGS), name=f"ping-{tray}")
 
     def check(self, message: Event | Telemetry) -> None:
         """Raises `Breach` where no sane agent of this tray says that."""
@@ -112,7 +114,7 @@ class AgentLink:
             self._sender.cancel()
         if isinstance(self._transport, asyncio.WriteTransport):
             self._transport.abort()
-        self.connection, self._transport, self._sender = None, None, None
+        self.connection, self._transport, self._sender, self._welcomed = None, None, None, False
         if self.numbered.overflows(len(self._outbox), self._outbox_bytes):
             self.overflowed.set()
 
@@ -132,10 +134,16 @@ class AgentLink:
 
     async def acknowledge(self) -> None:
         """What has come, without a message that it could go with. Raises ConnectionError, RuntimeError."""
-        if self.connection is not None and self.numbered.owes:
+        if self.connection is not None and self._welcomed and self.numbered.owes:
             await self.connection.send_bytes(self.numbered.pack())
 
-    async def _ping(self, every_s: float) -> None:
+    async def ping(self) -> None:
+        """Is the agent there? Raises ConnectionError, RuntimeError."""
+        await self.acknowledge()
+        if self.connection is not None and self._welcomed:
+            await self.connection.ping()
+
+    async def _ping_often(self, every_s: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + every_s
@@ -143,14 +151,13 @@ class AgentLink:
             if loop.time() > due_s + every_s:
                 self.woke_s = loop.time()
             with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the end as well, and reports it
-                await self.acknowledge()
-                if self.connection is not None:
-                    await self.connection.ping()
+                await self.ping()
 
     async def _send_all(self, connection: web.WebSocketResponse, again: Sequence[bytes]) -> None:
         welcome = Welcome(session=self.session, received=self.numbered.received)
         try:
             await connection.send_str(msgspec.json.encode(welcome).decode())
+            self._welcomed = True
             for packet in again:
                 await connection.send_bytes(packet)
             while True:

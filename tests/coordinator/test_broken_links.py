@@ -114,6 +114,37 @@ async def test_an_agent_may_come_back_before_the_coordinator_has_missed_it(journ
                 assert core.names() == ["TrayJoined"]
 
 
+async def test_nothing_is_said_over_a_connection_before_the_welcome() -> None:
+    """A ping is due just when the agent comes back, and it has told something that is not acknowledged yet. Who is not
+    welcomed first closes the connection, and its tray is lost."""
+    link, said = AgentLink(TRAY, "here", 7, 600.0), list[str]()
+    link.numbered.unpack(Numbered().pack([frame(finished(1))]))
+    link.attach(Said(said), None, 0)  # type: ignore[arg-type]
+    await link.ping()
+    await asyncio.sleep(0)
+    await link.ping()
+    link.detach()
+    await link.close()
+    assert said[0] == "text"
+    assert said[-1] == "ping"
+
+
+class Said:
+    """A connection that notes what is said over it."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    async def send_str(self, _text: str) -> None:
+        self._said.append("text")
+
+    async def send_bytes(self, _packet: bytes) -> None:
+        self._said.append("bytes")
+
+    async def ping(self) -> None:
+        self._said.append("ping")
+
+
 @pytest.mark.parametrize("times", [20])
 async def test_a_link_may_break_as_often_as_it_likes(journal: Journal, times: int) -> None:
     core = ScriptedCore()
