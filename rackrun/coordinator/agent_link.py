@@ -103,6 +103,7 @@ class AgentLink:
         """
         again = self.numbered.resume(received)
         self.detach()
+        self.overflowed.clear()
         self.connection, self._transport = connection, transport
         self.heard_s = asyncio.get_running_loop().time()
         self._filled.set()
