@@ -166,14 +166,17 @@ class AgentLink:
                 self._filled.clear()
                 while self._outbox and self.numbered.has_room:
                     await connection.send_bytes(self.numbered.pack(self._take()))
+                if self.numbered.owes_much:
+                    await connection.send_bytes(self.numbered.pack())
                 if self._closing:
                     return
         except (ConnectionError, RuntimeError):
             return  # the reader sees the end as well, and reports it
 
-    def acknowledged(self) -> None:
-        """The agent may have acknowledged something: there may be room for more."""
-        if self._outbox:
+    def took_in(self) -> None:
+        """The agent may have acknowledged something: there may be room for more. Or so much came that it is acknowledged at once: by
+        the task that writes. Whoever reads must not wait for an agent that does not read."""
+        if self._outbox or self.numbered.owes_much:
             self._filled.set()
 
     def _take(self) -> list[bytes]:

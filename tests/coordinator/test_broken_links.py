@@ -129,6 +129,36 @@ async def test_nothing_is_said_over_a_connection_before_the_welcome() -> None:
     assert said[-1] == "ping"
 
 
+async def test_who_reads_never_waits_for_an_agent_that_does_not(journal: Journal) -> None:
+    """It would not see the end of the lease, and two ends that wait so for each other do it for ever."""
+    async with coordinator(ScriptedCore(), journal) as c:
+        link, other = AgentLink(TRAY, "here", 7, 600.0), Numbered()
+        link.joined, said = True, list[str]()
+        link.attach(Said(said), None, 0)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        c.server._take_in(link, other.pack([frame(finished(number)) for number in range(100)]))
+        assert said == ["text"], "what has come is not acknowledged by who reads"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert said == ["text", "bytes"], "but by who writes, and soon"
+        link.detach()
+        await link.close()
+
+
+async def test_what_waited_while_a_link_was_broken_unseen_does_not_count_later() -> None:
+    """The agent comes back before its old connection is missed, and more waits for it than is kept without one."""
+    link = AgentLink(TRAY, "here", 7, 600.0)
+    link.numbered = Numbered(kept_max=3)
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    for command in COMMANDS:
+        link.send(frame(command))
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    assert not link.overflowed.is_set()
+    link.detach()
+    assert link.overflowed.is_set()
+    await link.close()
+
+
 class Said:
     """A connection that notes what is said over it."""
 
