@@ -41,7 +41,7 @@ class Folding:
         """The id of its row."""
 
     def wrote(self, rows: int) -> None:
-        """So many rows of units are new."""
+        """So many rows of units are new; negative: they are gone, and the transaction that took them (`some`) is committed."""
         self._rows += rows
 
     def give_up(self) -> None:
@@ -52,15 +52,20 @@ class Folding:
     def due(self) -> bool:
         return self._rows > self._keep
 
-    def some(self) -> None:
-        """Fold the oldest units, in the transaction that is open: a few hundred rows, or one unit where that has more."""
-        left = _AT_ONCE
-        while self.due and left > 0:
+    @property
+    def overdue(self) -> bool:
+        """Twice as many rows as are kept, or more."""
+        return self._rows >= 2 * self._keep
+
+    def some(self) -> int:
+        """Fold the oldest units, in the transaction that is open: a few hundred rows, or one unit where that has more. How many rows."""
+        folded = 0
+        while folded < _AT_ONCE and self._rows - folded > self._keep:
             rows = self._oldest()
             if not rows:
-                return
-            left -= rows
-            self._rows -= rows
+                break
+            folded += rows
+        return folded
 
     def _oldest(self) -> int:
         """How many rows it had; 0 when it is too young."""
