@@ -102,7 +102,7 @@ class Uplink:
                         _say("the connection to the coordinator broke; the workers go on, and I try again")
                         deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
                 except aiohttp.WSServerHandshakeError as error:
-                    if error.status in _REFUSED:
+                    if error.status in _REFUSED and not self._begins_anew():
                         _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
                         return End.LOST if self._session else End.REFUSED
                     because = await self._reason(session, error)
@@ -120,6 +120,16 @@ class Uplink:
                     return End.LOST
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_S[1])
+
+    def _begins_anew(self) -> bool:
+        """Where the connection broke before the coordinator had heard a word: it has given up a tray that it does not know."""
+        unheard = self._numbered.unheard
+        if not self._session or not unheard:
+            return False
+        self._waiting.extendleft((Urgency.NOW, data) for data in reversed(unheard[1:]))  # the first comes after the welcome
+        self._session, self._numbered = "", Numbered()
+        self._idle.clear()
+        return True
 
     def job_is_over(self) -> None:
         """Somebody else has heard so: a connection that breaks is not made anew."""

@@ -64,6 +64,11 @@ class Numbered:
         return len(self._kept) < self._kept_max and self._kept_bytes < self._kept_bytes_max
 
     @property
+    def unheard(self) -> list[bytes]:
+        """All frames, where the other end has shown in no way that it has heard one; else []."""
+        return list(self._kept) if not self.received and self.can_resume(0) else []
+
+    @property
     def owes(self) -> bool:
         """Whether something has come that is not acknowledged yet."""
         return self.received > self._acknowledged

@@ -136,7 +136,6 @@ class FakeCoordinator:
     def _resumed(self, query: Mapping[str, str]) -> list[bytes]:
         """What is to be sent again."""
         if "resume" in query:
-            assert query["resume"] == self.session
             return self.numbered.resume(int(query["received"]))
         self.numbered, self.session = Numbered(), uuid4().hex
         return []
@@ -145,6 +144,8 @@ class FakeCoordinator:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         if self.refuse is not None:
             return web.Response(status=self.refuse[0], text=self.refuse[1])
+        if request.query.get("resume", self.session) != self.session:
+            return web.Response(status=409, text="it has been given up")
         socket = web.WebSocketResponse(autoping=not self.deaf)
         await socket.prepare(request)
         self._socket, self._transport = socket, request.transport

@@ -125,6 +125,39 @@ async def test_what_is_acknowledged_at_once_does_not_hide_what_is_sent_again(rig
     assert heard == list(range(100))
 
 
+async def test_a_connection_that_breaks_before_the_coordinator_has_heard_a_word_is_begun_anew(rig):
+    """It has given the tray up then, of which it knows nothing."""
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=1))
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    rig.coordinator.cut()
+    rig.coordinator.session = "another's"
+    rig.coordinator.received.clear()
+    await asyncio.wait({connection, asyncio.create_task(rig.coordinator.connections(2))}, return_when="FIRST_COMPLETED")
+    assert not connection.done()
+    assert "resume" not in rig.coordinator.queries[1]
+    uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=2))
+    await rig.coordinator.wait(lambda m: m.incarnation == 2, "the last event")
+    connection.cancel()
+    await asyncio.wait((connection,))
+    assert [timed.message.incarnation for timed in rig.coordinator.received] == [1000, 1, 2]
+
+
+async def test_an_agent_that_was_heard_and_given_up_does_not_begin_anew(rig):
+    """It may have workers, which no coordinator knows."""
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.wait(lambda m: m.incarnation == 1000, "the first message")
+    await rig.coordinator.send(StopJob(exit_code=0, because="a test"))
+    await rig.eventually(lambda: uplink._numbered.received, "a command")
+    rig.coordinator.cut()
+    rig.coordinator.session = "another's"
+    assert await connection is End.LOST
+
+
 async def test_workers_go_on_while_the_connection_is_broken(rig):
     await rig.start("print('here', flush=True); import time; time.sleep(600)")
     await rig.start_worker()
