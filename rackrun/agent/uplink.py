@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
+from socket import SHUT_RDWR
 
 import aiohttp
 import msgspec
@@ -95,8 +96,9 @@ class Uplink:
                 try:
                     async with self._connect(session) as socket:
                         welcomed = await self._converse(socket)
-                    if self._closing or self._over or self._senseless:
-                        return End.LOST
+                        if self._closing or self._over or self._senseless:
+                            return End.LOST
+                        _break(socket)
                     because = "it hung up"
                     if welcomed:
                         _say("the connection to the coordinator broke; the workers go on, and I try again")
@@ -298,6 +300,14 @@ class Uplink:
             yield socket
         finally:
             await socket.close()
+
+
+def _break(connection: aiohttp.ClientWebSocketResponse) -> None:
+    """End it without a farewell: whoever says that it leaves is lost at once, and cannot take the link up again."""
+    ours = connection.get_extra_info("socket")
+    if ours is not None:
+        with contextlib.suppress(OSError):  # it has ended already
+            ours.shutdown(SHUT_RDWR)
 
 
 def _say(text: str) -> None:

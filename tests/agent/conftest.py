@@ -54,6 +54,8 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.received: list[Timed] = []
         self.queries: list[dict[str, str]] = []
+        self.ends: list[WSMsgType] = []
+        """What each connection ended with."""
         self.refuse: tuple[int, str] | None = None
         self.url = ""
         self.deaf = False
@@ -133,6 +135,10 @@ class FakeCoordinator:
         async with self._arrived:
             await asyncio.wait_for(self._arrived.wait_for(lambda: len(self.queries) >= count), DEADLINE_S)
 
+    async def ended(self, count: int) -> None:
+        async with self._arrived:
+            await asyncio.wait_for(self._arrived.wait_for(lambda: len(self.ends) >= count), DEADLINE_S)
+
     def _resumed(self, query: Mapping[str, str]) -> list[bytes]:
         """What is to be sent again."""
         if "resume" in query:
@@ -157,15 +163,17 @@ class FakeCoordinator:
         async with self._arrived:
             self.queries.append(dict(request.query))
             self._arrived.notify_all()
-        async for message in socket:
+        while (message := await socket.receive()).type in (WSMsgType.BINARY, WSMsgType.PING):
             if message.type is WSMsgType.PING:
                 continue
-            assert message.type is WSMsgType.BINARY
             async with self._arrived:
                 self.received.extend(Timed(decode_upward(body)) for body in self.numbered.unpack(message.data))
                 self._arrived.notify_all()
             if self.numbered.owes_much:
                 await socket.send_bytes(self.numbered.pack())
+        async with self._arrived:
+            self.ends.append(message.type)
+            self._arrived.notify_all()
         return socket
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+from aiohttp import WSMsgType
+
 from rackrun.agent.config import JOB_IS_OVER
 from rackrun.agent.uplink import End, Uplink, Urgency
 from rackrun.core.commands import StopJob
@@ -47,9 +49,22 @@ async def test_a_connection_over_which_nothing_comes_for_too_long_is_made_anew(r
     uplink = Uplink(rig.config("pass", lease_s=0.2), first, lambda command: None, 0.2)
     connection = asyncio.create_task(uplink.run())
     await rig.coordinator.connections(2)
+    await rig.coordinator.ended(1)
     connection.cancel()
     await asyncio.wait((connection,))
     assert rig.coordinator.queries[1]["resume"] == rig.coordinator.session
+    assert rig.coordinator.ends[0] is not WSMsgType.CLOSE, "that says that the agent leaves: its tray would be lost"
+
+
+async def test_an_agent_that_leaves_says_so(rig):
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    connection.cancel()
+    await asyncio.wait((connection,))
+    await rig.coordinator.ended(1)
+    assert rig.coordinator.ends == [WSMsgType.CLOSE]
 
 
 async def test_an_agent_without_a_connection_ends_when_its_launcher_says_that_the_job_is_over(rig):
