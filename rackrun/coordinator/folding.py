@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 
 from rackrun.coordinator.proof import FINDINGS, Folded, Row, fold, samples_in
 from rackrun.coordinator.reading import resume_of
@@ -97,6 +97,7 @@ class Folding:
             )
         ]
         before = next(iter(folded_units(connection, at)), None)
+        later = cache(lambda generation: self._who_tell_later(at, generation))
         folded, found = fold(
             at,
             [(rank, generation, samples_in(gate)) for rank, generation, *_, gate in units],
@@ -104,7 +105,7 @@ class Folding:
             self._known_plans(),
             self._axes,
             before=before,
-            goes_on=lambda generation, rank: self._tells_later(at, generation, rank),
+            goes_on=lambda generation, rank: rank in later(generation),
         )
         connection.executemany(
             "INSERT INTO findings VALUES (?, ?)", [(kind, what) for kind in FINDINGS for what in getattr(found, kind)]
@@ -126,9 +127,10 @@ class Folding:
         """Of the mesh: all ranks have told it long before their first unit is folded."""
         return mesh_of(self._connection)
 
-    def _tells_later(self, at: Position, generation: int, rank: int) -> bool:
-        query = "SELECT 1 FROM units WHERE (step, phase) > (?, ?) AND generation = ? AND rank = ? LIMIT 1"
-        return self._connection.execute(query, (at.step, at.phase, generation, rank)).fetchone() is not None
+    def _who_tell_later(self, at: Position, generation: int) -> set[int]:
+        """The ranks that have told of a later unit in that generation. It reads the keys of all later rows."""
+        query = "SELECT DISTINCT rank FROM units WHERE (step, phase) > (?, ?) AND generation = ?"
+        return {rank for (rank,) in self._connection.execute(query, (at.step, at.phase, generation))}
 
     def _known_plans(self) -> dict[int, Plan]:
         query = "SELECT id, body FROM generations WHERE stage = 'resume' AND id > ? ORDER BY id"

@@ -249,3 +249,23 @@ def taken_back(folding: Folding, times: int) -> Callable[[], int]:
         return rows
 
     return fails
+
+
+def test_however_many_ranks_are_lost_with_their_rows_the_journal_is_searched_once(tmp_path: Path) -> None:
+    """Who persists a generation waits for it, and each search reads all rows of the ranks that live on."""
+    world = tuple(member(rank, f"t{rank // 4}/{rank % 4}", rank + 1) for rank in range(8))
+    journal = Journal(tmp_path / "j", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *world), because="begin"), 0)
+    journal.persist(ResumeGeneration(plan=plan(2, *world[:4], committed=Position(0)), because="lost"), 0)
+    for rank in range(4):  # the other tray is lost after step 0, with its rows
+        journal.unit(msgspec.structs.replace(unit(0, rank, generation=1), gate=(0.5, 16.0)), 10.0)
+        journal.unit(unit(1, rank, generation=2), 20.0)
+    journal.close()
+    with closing(sqlite3.connect(journal.path, isolation_level=None)) as connection:
+        folding = Folding(connection, 4, least_age_ms=0.0)
+        statements: list[str] = []
+        connection.set_trace_callback(statements.append)
+        assert folding.some() == 4
+        found = [what for (what,) in connection.execute("SELECT what FROM findings WHERE kind = 'by_gate'")]
+    assert len([one for one in statements if "AND generation = 1" in one]) == 1, statements
+    assert "rank 4, 5, 6, 7 was lost with its row" in found[0]
