@@ -126,10 +126,10 @@ class AgentLink:
         self._pinger.cancel()
         if self._prober is not None:
             self._prober.cancel()
-        if self._sender is not None:
-            await asyncio.wait({self._sender}, timeout=1.0)
-            self._sender.cancel()
-        if self.connection is not None:
+        if (sender := self._sender) is not None:
+            await asyncio.wait({sender}, timeout=1.0)
+            sender.cancel()
+        if self.connection is not None:  # it may have broken meanwhile
             with contextlib.suppress(ConnectionError, RuntimeError):
                 await self.connection.close(code=code, message=message)
 

@@ -159,6 +159,15 @@ async def test_what_waited_while_a_link_was_broken_unseen_does_not_count_later()
     await link.close()
 
 
+async def test_a_connection_may_break_while_its_link_is_closed() -> None:
+    link = AgentLink(TRAY, "here", 7, 600.0)
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    link.detach()
+    await closing
+
+
 class Said:
     """A connection that notes what is said over it."""
 
