@@ -128,7 +128,9 @@ class Uplink:
         unheard = self._numbered.unheard
         if not self._session or not unheard:
             return False
-        self._waiting.extendleft((Urgency.NOW, data) for data in reversed(unheard[1:]))  # the first comes after the welcome
+        self._waiting.extendleft(
+            (Urgency.NOW, data) for data in reversed(unheard[1:])
+        )  # the first comes after the welcome
         self._session, self._numbered = "", Numbered()
         self._idle.clear()
         return True
