@@ -65,7 +65,7 @@ class Uplink:
         """What the coordinator calls the link; "": it has not welcomed us yet."""
         self._numbered = Numbered()
         self._senseless = False
-        """The coordinator has sent what cannot be read, and would send it again."""
+        """The coordinator has sent what cannot be carried out; it would not send again what came with it."""
         self._waiting: deque[tuple[Urgency, bytes]] = deque()
         self._logged = 0
         self.dropped = 0
@@ -188,13 +188,13 @@ class Uplink:
         try:
             async for packet in self._heard(socket):
                 for body in self._numbered.unpack(packet):
-                    self._obey(decode_command(body))
+                    self._carry_out(decode_command(body))
                 self._wake.set()  # there may be room for more
                 if self._numbered.owes_much:
                     await socket.send_bytes(self._numbered.pack())
         except (msgspec.MsgspecError, ValueError) as error:
             self._senseless = True
-            _say(f"the coordinator sent what is no command: {error}")
+            _say(f"the coordinator sent what cannot be carried out: {error}")
         except (aiohttp.ClientError, OSError):
             pass  # it broke
         finally:
@@ -203,6 +203,13 @@ class Uplink:
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                 await writer
         return True
+
+    def _carry_out(self, command: WorkerCommand) -> None:
+        """Raises ValueError where this host cannot."""
+        try:
+            self._obey(command)
+        except OSError as error:  # it is not the connection's
+            raise ValueError(f"{type(command).__name__}: {error}") from error
 
     async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome | None:
         """The first thing that the coordinator says. None: the connection ended before."""

@@ -201,3 +201,21 @@ async def test_a_coordinator_that_sends_what_cannot_be_read_is_not_asked_again(r
     await rig.coordinator.connections(1)
     await rig.coordinator._socket.send_bytes(b"hello")
     assert await asyncio.wait_for(connection, 60) is End.LOST
+
+
+async def test_a_command_that_cannot_be_carried_out_ends_the_agent(rig):
+    """Those that came with it would be lost, if it took the link up again: they have come."""
+
+    def obey(command: StopJob) -> None:
+        if command.exit_code == 1:
+            raise OSError(24, "Too many open files")
+
+    uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=1), obey, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    await rig.coordinator.send(*(StopJob(exit_code=number, because="a test") for number in range(3)))
+    again = asyncio.create_task(rig.coordinator.connections(2))
+    await asyncio.wait((connection, again), return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    assert connection.done()
+    assert connection.result() is End.LOST
