@@ -58,6 +58,8 @@ class AgentLink:
         self.heard_s = asyncio.get_running_loop().time()
         self.woke_s = -math.inf
         """When this process had last stood still for longer than between two pings."""
+        self.stood_s = 0.0
+        """For how long."""
         self.numbered = Numbered()
         self.connection: web.WebSocketResponse | None = None
         """The current one; None: it is broken."""
@@ -150,7 +152,7 @@ class AgentLink:
             due_s = loop.time() + every_s
             await asyncio.sleep(every_s)
             if loop.time() > due_s + every_s:
-                self.woke_s = loop.time()
+                self.woke_s, self.stood_s = loop.time(), loop.time() - due_s
             with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the end as well, and reports it
                 await self.ping()
 

@@ -389,7 +389,8 @@ class Server:
     def _lease_is_over(self, link: AgentLink) -> str:
         """Why, at the end of a lease in which nothing was heard; "": it goes on."""
         silent_s = asyncio.get_running_loop().time() - link.heard_s
-        over = silent_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
+        stood_s = link.stood_s if link.woke_s > link.heard_s else 0.0
+        over = silent_s - stood_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
         return f"no word from its agent for {silent_s:.0f} s" if over else ""
 
     def _hears_nobody(self, link: AgentLink) -> bool:

@@ -248,6 +248,19 @@ async def test_who_was_not_heard_because_the_coordinator_stood_still_may_come_ba
                 assert core.names() == ["TrayJoined"]
 
 
+async def test_however_long_the_coordinator_stood_still_agents_have_a_lease_to_be_heard(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c:
+        with listening() as at:
+            async with joined(c, at):
+                link, now_s = await link_of(c), asyncio.get_running_loop().time()
+                link.heard_s, link.woke_s, link.stood_s = now_s - 1000.0, now_s, 990.0
+                assert not c.server._lease_is_over(link)
+                link.stood_s = 10.0
+                assert c.server._lease_is_over(link), "of the rest of the time it was silent"
+                link.stood_s, link.woke_s = 990.0, now_s - c.server._lease_s
+                assert c.server._lease_is_over(link)
+
+
 @pytest.mark.parametrize("case", ["another session", "more than was sent", "no number"])
 async def test_who_is_not_the_links_agent_cannot_resume_it(journal: Journal, case: str) -> None:
     core = ScriptedCore()
