@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
+from socket import SHUT_RDWR
 
 import aiohttp
 import msgspec
@@ -64,7 +65,7 @@ class Uplink:
         """What the coordinator calls the link; "": it has not welcomed us yet."""
         self._numbered = Numbered()
         self._senseless = False
-        """The coordinator has sent what cannot be read, and would send it again."""
+        """The coordinator has sent what cannot be carried out; it would not send again what came with it."""
         self._waiting: deque[tuple[Urgency, bytes]] = deque()
         self._logged = 0
         self.dropped = 0
@@ -95,14 +96,15 @@ class Uplink:
                 try:
                     async with self._connect(session) as socket:
                         welcomed = await self._converse(socket)
-                    if self._closing or self._over or self._senseless:
-                        return End.LOST
+                        if self._closing or self._over or self._senseless:
+                            return End.LOST
+                        _break(socket)
                     because = "it hung up"
                     if welcomed:
                         _say("the connection to the coordinator broke; the workers go on, and I try again")
                         deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
                 except aiohttp.WSServerHandshakeError as error:
-                    if error.status in _REFUSED:
+                    if error.status in _REFUSED and not self._begins_anew():
                         _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
                         return End.LOST if self._session else End.REFUSED
                     because = await self._reason(session, error)
@@ -120,6 +122,18 @@ class Uplink:
                     return End.LOST
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_S[1])
+
+    def _begins_anew(self) -> bool:
+        """Where the connection broke before the coordinator had heard a word: it has given up a tray that it does not know."""
+        unheard = self._numbered.unheard
+        if not self._session or not unheard:
+            return False
+        self._waiting.extendleft(
+            (Urgency.NOW, data) for data in reversed(unheard[1:])
+        )  # the first comes after the welcome
+        self._session, self._numbered = "", Numbered()
+        self._idle.clear()
+        return True
 
     def job_is_over(self) -> None:
         """Somebody else has heard so: a connection that breaks is not made anew."""
@@ -174,13 +188,13 @@ class Uplink:
         try:
             async for packet in self._heard(socket):
                 for body in self._numbered.unpack(packet):
-                    self._obey(decode_command(body))
+                    self._carry_out(decode_command(body))
                 self._wake.set()  # there may be room for more
                 if self._numbered.owes_much:
                     await socket.send_bytes(self._numbered.pack())
         except (msgspec.MsgspecError, ValueError) as error:
             self._senseless = True
-            _say(f"the coordinator sent what is no command: {error}")
+            _say(f"the coordinator sent what cannot be carried out: {error}")
         except (aiohttp.ClientError, OSError):
             pass  # it broke
         finally:
@@ -189,6 +203,13 @@ class Uplink:
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                 await writer
         return True
+
+    def _carry_out(self, command: WorkerCommand) -> None:
+        """Raises ValueError where this host cannot."""
+        try:
+            self._obey(command)
+        except OSError as error:  # it is not the connection's
+            raise ValueError(f"{type(command).__name__}: {error}") from error
 
     async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome | None:
         """The first thing that the coordinator says. None: the connection ended before."""
@@ -288,6 +309,14 @@ class Uplink:
             yield socket
         finally:
             await socket.close()
+
+
+def _break(connection: aiohttp.ClientWebSocketResponse) -> None:
+    """End it without a farewell: whoever says that it leaves is lost at once, and cannot take the link up again."""
+    ours = connection.get_extra_info("socket")
+    if ours is not None:
+        with contextlib.suppress(OSError):  # it has ended already
+            ours.shutdown(SHUT_RDWR)
 
 
 def _say(text: str) -> None:

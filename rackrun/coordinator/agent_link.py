@@ -58,12 +58,16 @@ class AgentLink:
         self.heard_s = asyncio.get_running_loop().time()
         self.woke_s = -math.inf
         """When this process had last stood still for longer than between two pings."""
+        self.stood_s = 0.0
+        """For how long."""
         self.numbered = Numbered()
         self.connection: web.WebSocketResponse | None = None
         """The current one; None: it is broken."""
         self.overflowed = asyncio.Event()
         """More waits for the agent than is kept while there is no connection."""
         self._transport: asyncio.BaseTransport | None = None
+        self._welcomed = False
+        """Over the current connection; nothing may be said before that."""
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._filled = asyncio.Event()
@@ -73,7 +77,7 @@ class AgentLink:
         """Its host has accepted a connection of ours: whether the agent lives can be found out."""
         self._sender: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
-        self._pinger = asyncio.create_task(self._ping(lease_s / _PINGS), name=f"ping-{tray}")
+        self._pinger = asyncio.create_task(self._ping_often(lease_s / _PINGS), name=f"ping-{tray}")
 
     def check(self, message: Event | Telemetry) -> None:
         """Raises `Breach` where no sane agent of this tray says that."""
@@ -101,6 +105,7 @@ class AgentLink:
         """
         again = self.numbered.resume(received)
         self.detach()
+        self.overflowed.clear()
         self.connection, self._transport = connection, transport
         self.heard_s = asyncio.get_running_loop().time()
         self._filled.set()
@@ -112,7 +117,7 @@ class AgentLink:
             self._sender.cancel()
         if isinstance(self._transport, asyncio.WriteTransport):
             self._transport.abort()
-        self.connection, self._transport, self._sender = None, None, None
+        self.connection, self._transport, self._sender, self._welcomed = None, None, None, False
         if self.numbered.overflows(len(self._outbox), self._outbox_bytes):
             self.overflowed.set()
 
@@ -123,34 +128,39 @@ class AgentLink:
         self._pinger.cancel()
         if self._prober is not None:
             self._prober.cancel()
-        if self._sender is not None:
-            await asyncio.wait({self._sender}, timeout=1.0)
-            self._sender.cancel()
-        if self.connection is not None:
+        if (sender := self._sender) is not None:
+            await asyncio.wait({sender}, timeout=1.0)
+            sender.cancel()
+        if self.connection is not None:  # it may have broken meanwhile
             with contextlib.suppress(ConnectionError, RuntimeError):
                 await self.connection.close(code=code, message=message)
 
     async def acknowledge(self) -> None:
         """What has come, without a message that it could go with. Raises ConnectionError, RuntimeError."""
-        if self.connection is not None and self.numbered.owes:
+        if self.connection is not None and self._welcomed and self.numbered.owes:
             await self.connection.send_bytes(self.numbered.pack())
 
-    async def _ping(self, every_s: float) -> None:
+    async def ping(self) -> None:
+        """Is the agent there? Raises ConnectionError, RuntimeError."""
+        await self.acknowledge()
+        if self.connection is not None and self._welcomed:
+            await self.connection.ping()
+
+    async def _ping_often(self, every_s: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + every_s
             await asyncio.sleep(every_s)
             if loop.time() > due_s + every_s:
-                self.woke_s = loop.time()
+                self.woke_s, self.stood_s = loop.time(), loop.time() - due_s
             with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the end as well, and reports it
-                await self.acknowledge()
-                if self.connection is not None:
-                    await self.connection.ping()
+                await self.ping()
 
     async def _send_all(self, connection: web.WebSocketResponse, again: Sequence[bytes]) -> None:
         welcome = Welcome(session=self.session, received=self.numbered.received)
         try:
             await connection.send_str(msgspec.json.encode(welcome).decode())
+            self._welcomed = True
             for packet in again:
                 await connection.send_bytes(packet)
             while True:
@@ -158,14 +168,17 @@ class AgentLink:
                 self._filled.clear()
                 while self._outbox and self.numbered.has_room:
                     await connection.send_bytes(self.numbered.pack(self._take()))
+                if self.numbered.owes_much:
+                    await connection.send_bytes(self.numbered.pack())
                 if self._closing:
                     return
         except (ConnectionError, RuntimeError):
             return  # the reader sees the end as well, and reports it
 
-    def acknowledged(self) -> None:
-        """The agent may have acknowledged something: there may be room for more."""
-        if self._outbox:
+    def took_in(self) -> None:
+        """The agent may have acknowledged something: there may be room for more. Or so much came that it is acknowledged at once: by
+        the task that writes. Whoever reads must not wait for an agent that does not read."""
+        if self._outbox or self.numbered.owes_much:
             self._filled.set()
 
     def _take(self) -> list[bytes]:

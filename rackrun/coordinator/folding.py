@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 
 from rackrun.coordinator.proof import FINDINGS, Folded, Row, fold, samples_in
 from rackrun.coordinator.reading import resume_of
@@ -41,7 +41,7 @@ class Folding:
         """The id of its row."""
 
     def wrote(self, rows: int) -> None:
-        """So many rows of units are new."""
+        """So many rows of units are new; negative: they are gone, and the transaction that took them (`some`) is committed."""
         self._rows += rows
 
     def give_up(self) -> None:
@@ -52,15 +52,20 @@ class Folding:
     def due(self) -> bool:
         return self._rows > self._keep
 
-    def some(self) -> None:
-        """Fold the oldest units, in the transaction that is open: a few hundred rows, or one unit where that has more."""
-        left = _AT_ONCE
-        while self.due and left > 0:
+    @property
+    def overdue(self) -> bool:
+        """Twice as many rows as are kept, or more."""
+        return self._rows >= 2 * self._keep
+
+    def some(self) -> int:
+        """Fold the oldest units, in the transaction that is open: a few hundred rows, or one unit where that has more. How many rows."""
+        folded = 0
+        while folded < _AT_ONCE and self._rows - folded > self._keep:
             rows = self._oldest()
             if not rows:
-                return
-            left -= rows
-            self._rows -= rows
+                break
+            folded += rows
+        return folded
 
     def _oldest(self) -> int:
         """How many rows it had; 0 when it is too young."""
@@ -92,6 +97,7 @@ class Folding:
             )
         ]
         before = next(iter(folded_units(connection, at)), None)
+        later = cache(lambda generation: self._who_tell_later(at, generation))
         folded, found = fold(
             at,
             [(rank, generation, samples_in(gate)) for rank, generation, *_, gate in units],
@@ -99,7 +105,7 @@ class Folding:
             self._known_plans(),
             self._axes,
             before=before,
-            goes_on=lambda generation, rank: self._tells_later(at, generation, rank),
+            goes_on=lambda generation, rank: rank in later(generation),
         )
         connection.executemany(
             "INSERT INTO findings VALUES (?, ?)", [(kind, what) for kind in FINDINGS for what in getattr(found, kind)]
@@ -121,9 +127,10 @@ class Folding:
         """Of the mesh: all ranks have told it long before their first unit is folded."""
         return mesh_of(self._connection)
 
-    def _tells_later(self, at: Position, generation: int, rank: int) -> bool:
-        query = "SELECT 1 FROM units WHERE (step, phase) > (?, ?) AND generation = ? AND rank = ? LIMIT 1"
-        return self._connection.execute(query, (at.step, at.phase, generation, rank)).fetchone() is not None
+    def _who_tell_later(self, at: Position, generation: int) -> set[int]:
+        """The ranks that have told of a later unit in that generation. It reads the keys of all later rows."""
+        query = "SELECT DISTINCT rank FROM units WHERE (step, phase) > (?, ?) AND generation = ?"
+        return {rank for (rank,) in self._connection.execute(query, (at.step, at.phase, generation))}
 
     def _known_plans(self) -> dict[int, Plan]:
         query = "SELECT id, body FROM generations WHERE stage = 'resume' AND id > ? ORDER BY id"

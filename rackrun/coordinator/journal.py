@@ -88,7 +88,8 @@ class JournalError(RackrunError):
 class Journal:
     """One job's journal, open for writing.
 
-    ``on_trouble`` is called once, on the writer's thread, when telemetry can no longer be written. ``on_notice`` is
+    ``on_trouble`` is called on the writer's thread, once when telemetry can no longer be written, and once when the file
+    grows because old units cannot be folded. ``on_notice`` is
     called once, before the constructor returns, when the file lies on a file system that hosts share. Raises
     JournalError when the file cannot be made.
     """
@@ -106,6 +107,8 @@ class Journal:
     ) -> None:
         self.path = path
         self.rows_lost = 0
+        self._grows = False
+        """Somebody was told that old units cannot be folded for now."""
         self._ids = ledger == "ids"
         self._on_trouble = on_trouble
         self.on_death: Callable[[str], None] = lambda _because: None
@@ -266,16 +269,20 @@ class Journal:
     def _fold(self) -> None:
         try:
             with self._transaction():
-                self._folding.some()
+                rows = self._folding.some()
+            self._folding.wrote(-rows)  # not before: what is taken back is there again
         except Exception as error:  # noqa: BLE001 - this thread goes on, whatever a row holds
-            if isinstance(error, sqlite3.OperationalError):
-                return  # a full disk, say: the next batch tries again
-            self._folding.give_up()
+            again = isinstance(error, sqlite3.OperationalError)  # a full disk, say: the next batch tries again
+            if not again:
+                self._folding.give_up()
+            elif self._grows or not self._folding.overdue:
+                return
+            self._grows = True
             if self._on_trouble is not None:
                 with contextlib.suppress(Exception):
                     self._on_trouble(
                         f"rows of old units in the journal {self.path} cannot be put together ({type(error).__name__}: {error}), so it grows with "
-                        "every step. Training goes on. Remedy: please report this."
+                        f"every step. Training goes on. Remedy: {'make room on that disk.' if again else 'please report this.'}"
                     )
 
     @contextlib.contextmanager

@@ -389,7 +389,8 @@ class Server:
     def _lease_is_over(self, link: AgentLink) -> str:
         """Why, at the end of a lease in which nothing was heard; "": it goes on."""
         silent_s = asyncio.get_running_loop().time() - link.heard_s
-        over = silent_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
+        stood_s = link.stood_s if link.woke_s > link.heard_s else 0.0
+        over = silent_s - stood_s > self._lease_s + ALONE_S or not self._hears_nobody(link)
         return f"no word from its agent for {silent_s:.0f} s" if over else ""
 
     def _hears_nobody(self, link: AgentLink) -> bool:
@@ -418,14 +419,14 @@ class Server:
             if self._alone:
                 self._alone, self._back_s = False, link.heard_s
             if message.type is WSMsgType.BINARY:
-                await self._take_in(link, message.data)
+                self._take_in(link, message.data)
             elif message.type is WSMsgType.PING:
                 with contextlib.suppress(ConnectionError, RuntimeError):
                     await connection.pong(message.data)
             elif message.type is not WSMsgType.PONG:
                 raise Breach(f"a message of type {message.type.name}")
 
-    async def _take_in(self, link: AgentLink, packet: bytes) -> None:
+    def _take_in(self, link: AgentLink, packet: bytes) -> None:
         telemetry: list[Telemetry] = []
         for upward in _decode(link, packet):
             if isinstance(upward, Telemetry):
@@ -435,10 +436,7 @@ class Server:
                 self._event(link, upward)
         if telemetry:
             self._driver.heard(telemetry)
-        link.acknowledged()
-        if link.numbered.owes_much:
-            with contextlib.suppress(ConnectionError, RuntimeError):
-                await link.acknowledge()
+        link.took_in()
 
     def _is_believed(self, link: AgentLink, told: Telemetry) -> bool:
         """Telemetry is fenced as events are: only an agent that has joined, and has not been given up, tells of its own tray."""

@@ -64,6 +64,11 @@ class Numbered:
         return len(self._kept) < self._kept_max and self._kept_bytes < self._kept_bytes_max
 
     @property
+    def unheard(self) -> list[bytes]:
+        """All frames, where the other end has shown in no way that it has heard one; else []."""
+        return list(self._kept) if not self.received and self.can_resume(0) else []
+
+    @property
     def owes(self) -> bool:
         """Whether something has come that is not acknowledged yet."""
         return self.received > self._acknowledged
@@ -97,7 +102,7 @@ class Numbered:
         bodies = split_frames(rest)
         if rest:
             raise ValueError(f"{len(rest)} bytes after the last whole frame")
-        if first > self.received + 1 or first < 1:
+        if first < 1 or (bodies and first > self.received + 1):  # an acknowledgement may overtake what is sent again
             raise ValueError(f"message {first} came after message {self.received}")
         self._forget(acknowledged)
         new = bodies[self.received + 1 - first :]

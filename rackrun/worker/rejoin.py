@@ -70,6 +70,7 @@ class Rejoin:
 
         Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
         world = self._world
+        size = world.size
         world.stages.reached("parked")
         while True:
             if world.generation:
@@ -110,7 +111,8 @@ class Rejoin:
                 world.collective_failed(world.generation, error)
                 continue
             break
-        self._pace.new_generation(nobody_lost=not plan.restores and plan.rollback is None)
+        same = not plan.restores and plan.rollback is None and plan.world_size == size
+        self._pace.new_generation(nobody_lost=same)
         if self._durable is not None:
             self._durable.somebody_was_lost()
         self._reports.resumed(Generation(plan.generation))

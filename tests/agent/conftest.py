@@ -54,6 +54,8 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.received: list[Timed] = []
         self.queries: list[dict[str, str]] = []
+        self.ends: list[WSMsgType] = []
+        """What each connection ended with."""
         self.refuse: tuple[int, str] | None = None
         self.url = ""
         self.deaf = False
@@ -133,10 +135,13 @@ class FakeCoordinator:
         async with self._arrived:
             await asyncio.wait_for(self._arrived.wait_for(lambda: len(self.queries) >= count), DEADLINE_S)
 
+    async def ended(self, count: int) -> None:
+        async with self._arrived:
+            await asyncio.wait_for(self._arrived.wait_for(lambda: len(self.ends) >= count), DEADLINE_S)
+
     def _resumed(self, query: Mapping[str, str]) -> list[bytes]:
         """What is to be sent again."""
         if "resume" in query:
-            assert query["resume"] == self.session
             return self.numbered.resume(int(query["received"]))
         self.numbered, self.session = Numbered(), uuid4().hex
         return []
@@ -145,6 +150,8 @@ class FakeCoordinator:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         if self.refuse is not None:
             return web.Response(status=self.refuse[0], text=self.refuse[1])
+        if request.query.get("resume", self.session) != self.session:
+            return web.Response(status=409, text="it has been given up")
         socket = web.WebSocketResponse(autoping=not self.deaf)
         await socket.prepare(request)
         self._socket, self._transport = socket, request.transport
@@ -156,15 +163,17 @@ class FakeCoordinator:
         async with self._arrived:
             self.queries.append(dict(request.query))
             self._arrived.notify_all()
-        async for message in socket:
+        while (message := await socket.receive()).type in (WSMsgType.BINARY, WSMsgType.PING):
             if message.type is WSMsgType.PING:
                 continue
-            assert message.type is WSMsgType.BINARY
             async with self._arrived:
                 self.received.extend(Timed(decode_upward(body)) for body in self.numbered.unpack(message.data))
                 self._arrived.notify_all()
             if self.numbered.owes_much:
                 await socket.send_bytes(self.numbered.pack())
+        async with self._arrived:
+            self.ends.append(message.type)
+            self._arrived.notify_all()
         return socket
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 
+from aiohttp import WSMsgType
+
 from rackrun.agent.config import JOB_IS_OVER
 from rackrun.agent.uplink import End, Uplink, Urgency
 from rackrun.core.commands import StopJob
 from rackrun.core.events import WorkerFinished
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
 from rackrun.core.wire import Logged, UnitCommitted, encode
+from rackrun.link.channel import frame
 from rackrun.link.numbered import Numbered
 
 COMMON = {"slot": SlotId("tray-0/0"), "incarnation": Incarnation(1), "generation": Generation(1), "rank": Rank(0)}
@@ -46,9 +49,22 @@ async def test_a_connection_over_which_nothing_comes_for_too_long_is_made_anew(r
     uplink = Uplink(rig.config("pass", lease_s=0.2), first, lambda command: None, 0.2)
     connection = asyncio.create_task(uplink.run())
     await rig.coordinator.connections(2)
+    await rig.coordinator.ended(1)
     connection.cancel()
     await asyncio.wait((connection,))
     assert rig.coordinator.queries[1]["resume"] == rig.coordinator.session
+    assert rig.coordinator.ends[0] is not WSMsgType.CLOSE, "that says that the agent leaves: its tray would be lost"
+
+
+async def test_an_agent_that_leaves_says_so(rig):
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    connection.cancel()
+    await asyncio.wait((connection,))
+    await rig.coordinator.ended(1)
+    assert rig.coordinator.ends == [WSMsgType.CLOSE]
 
 
 async def test_an_agent_without_a_connection_ends_when_its_launcher_says_that_the_job_is_over(rig):
@@ -105,6 +121,58 @@ async def test_a_connection_that_breaks_costs_no_message_in_either_direction(rig
     assert [timed.message.incarnation for timed in rig.coordinator.received] == [1000, *expected]
 
 
+async def test_what_is_acknowledged_at_once_does_not_hide_what_is_sent_again(rig):
+    """So much waits for the agent that it acknowledges before it has sent its own once more."""
+    heard: list[int] = []
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: heard.append(command.exit_code), 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.wait(lambda m: m.incarnation == 1000, "its first message")
+    rig.coordinator.cut()
+    uplink._numbered.pack([frame(WorkerFinished(slot=COMMON["slot"], incarnation=1))])  # lost with its connection
+    for number in range(100):
+        await rig.coordinator.send(StopJob(exit_code=number, because="a test"))
+    await rig.coordinator.wait(lambda m: m.incarnation == 1, "what is sent again")
+    assert len(rig.coordinator.queries) == 2, "the second connection holds"
+    await rig.eventually(lambda: len(heard) == 100, "all commands")
+    connection.cancel()
+    await asyncio.wait((connection,))
+    assert heard == list(range(100))
+
+
+async def test_a_connection_that_breaks_before_the_coordinator_has_heard_a_word_is_begun_anew(rig):
+    """It has given the tray up then, of which it knows nothing."""
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=1))
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    rig.coordinator.cut()
+    rig.coordinator.session = "another's"
+    rig.coordinator.received.clear()
+    await asyncio.wait({connection, asyncio.create_task(rig.coordinator.connections(2))}, return_when="FIRST_COMPLETED")
+    assert not connection.done()
+    assert "resume" not in rig.coordinator.queries[1]
+    uplink.event(WorkerFinished(slot=COMMON["slot"], incarnation=2))
+    await rig.coordinator.wait(lambda m: m.incarnation == 2, "the last event")
+    connection.cancel()
+    await asyncio.wait((connection,))
+    assert [timed.message.incarnation for timed in rig.coordinator.received] == [1000, 1, 2]
+
+
+async def test_an_agent_that_was_heard_and_given_up_does_not_begin_anew(rig):
+    """It may have workers, which no coordinator knows."""
+    first = WorkerFinished(slot=COMMON["slot"], incarnation=1000)
+    uplink = Uplink(rig.config("pass"), first, lambda command: None, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.wait(lambda m: m.incarnation == 1000, "the first message")
+    await rig.coordinator.send(StopJob(exit_code=0, because="a test"))
+    await rig.eventually(lambda: uplink._numbered.received, "a command")
+    rig.coordinator.cut()
+    rig.coordinator.session = "another's"
+    assert await connection is End.LOST
+
+
 async def test_workers_go_on_while_the_connection_is_broken(rig):
     await rig.start("print('here', flush=True); import time; time.sleep(600)")
     await rig.start_worker()
@@ -133,3 +201,21 @@ async def test_a_coordinator_that_sends_what_cannot_be_read_is_not_asked_again(r
     await rig.coordinator.connections(1)
     await rig.coordinator._socket.send_bytes(b"hello")
     assert await asyncio.wait_for(connection, 60) is End.LOST
+
+
+async def test_a_command_that_cannot_be_carried_out_ends_the_agent(rig):
+    """Those that came with it would be lost, if it took the link up again: they have come."""
+
+    def obey(command: StopJob) -> None:
+        if command.exit_code == 1:
+            raise OSError(24, "Too many open files")
+
+    uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=1), obey, 60.0)
+    connection = asyncio.create_task(uplink.run())
+    await rig.coordinator.connections(1)
+    await rig.coordinator.send(*(StopJob(exit_code=number, because="a test") for number in range(3)))
+    again = asyncio.create_task(rig.coordinator.connections(2))
+    await asyncio.wait((connection, again), return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    assert connection.done()
+    assert connection.result() is End.LOST

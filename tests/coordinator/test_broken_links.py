@@ -114,6 +114,76 @@ async def test_an_agent_may_come_back_before_the_coordinator_has_missed_it(journ
                 assert core.names() == ["TrayJoined"]
 
 
+async def test_nothing_is_said_over_a_connection_before_the_welcome() -> None:
+    """A ping is due just when the agent comes back, and it has told something that is not acknowledged yet. Who is not
+    welcomed first closes the connection, and its tray is lost."""
+    link, said = AgentLink(TRAY, "here", 7, 600.0), list[str]()
+    link.numbered.unpack(Numbered().pack([frame(finished(1))]))
+    link.attach(Said(said), None, 0)  # type: ignore[arg-type]
+    await link.ping()
+    await asyncio.sleep(0)
+    await link.ping()
+    link.detach()
+    await link.close()
+    assert said[0] == "text"
+    assert said[-1] == "ping"
+
+
+async def test_who_reads_never_waits_for_an_agent_that_does_not(journal: Journal) -> None:
+    """It would not see the end of the lease, and two ends that wait so for each other do it for ever."""
+    async with coordinator(ScriptedCore(), journal) as c:
+        link, other = AgentLink(TRAY, "here", 7, 600.0), Numbered()
+        link.joined, said = True, list[str]()
+        link.attach(Said(said), None, 0)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        c.server._take_in(link, other.pack([frame(finished(number)) for number in range(100)]))
+        assert said == ["text"], "what has come is not acknowledged by who reads"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert said == ["text", "bytes"], "but by who writes, and soon"
+        link.detach()
+        await link.close()
+
+
+async def test_what_waited_while_a_link_was_broken_unseen_does_not_count_later() -> None:
+    """The agent comes back before its old connection is missed, and more waits for it than is kept without one."""
+    link = AgentLink(TRAY, "here", 7, 600.0)
+    link.numbered = Numbered(kept_max=3)
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    for command in COMMANDS:
+        link.send(frame(command))
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    assert not link.overflowed.is_set()
+    link.detach()
+    assert link.overflowed.is_set()
+    await link.close()
+
+
+async def test_a_connection_may_break_while_its_link_is_closed() -> None:
+    link = AgentLink(TRAY, "here", 7, 600.0)
+    link.attach(Said([]), None, 0)  # type: ignore[arg-type]
+    closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    link.detach()
+    await closing
+
+
+class Said:
+    """A connection that notes what is said over it."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    async def send_str(self, _text: str) -> None:
+        self._said.append("text")
+
+    async def send_bytes(self, _packet: bytes) -> None:
+        self._said.append("bytes")
+
+    async def ping(self) -> None:
+        self._said.append("ping")
+
+
 @pytest.mark.parametrize("times", [20])
 async def test_a_link_may_break_as_often_as_it_likes(journal: Journal, times: int) -> None:
     core = ScriptedCore()
@@ -176,6 +246,19 @@ async def test_who_was_not_heard_because_the_coordinator_stood_still_may_come_ba
                 await broken(c)
             async with agent(c.url, resumes=one):
                 assert core.names() == ["TrayJoined"]
+
+
+async def test_however_long_the_coordinator_stood_still_agents_have_a_lease_to_be_heard(journal: Journal) -> None:
+    async with coordinator(ScriptedCore(), journal) as c:
+        with listening() as at:
+            async with joined(c, at):
+                link, now_s = await link_of(c), asyncio.get_running_loop().time()
+                link.heard_s, link.woke_s, link.stood_s = now_s - 1000.0, now_s, 990.0
+                assert not c.server._lease_is_over(link)
+                link.stood_s = 10.0
+                assert c.server._lease_is_over(link), "of the rest of the time it was silent"
+                link.stood_s, link.woke_s = 990.0, now_s - c.server._lease_s
+                assert c.server._lease_is_over(link)
 
 
 @pytest.mark.parametrize("case", ["another session", "more than was sent", "no number"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,70 @@ def test_a_unit_that_cannot_be_folded_costs_the_bound_and_nothing_else(tmp_path:
     assert "grows with every step" in said[0]
     assert read_report(journal.path).ledger.units == 100
     assert not journal.rows_lost
+
+
+def test_units_whose_folding_was_taken_back_are_folded_later(tmp_path: Path) -> None:
+    """The disk is full for a while. What was not folded then still counts as rows that are there."""
+    journal = Journal(tmp_path / "j", run_id="job-1", keep_rows=10)
+    journal._folding = Folding(journal._telemetry, 10, least_age_ms=0.0)
+    journal._folding.some = taken_back(journal._folding, times=8)  # type: ignore[method-assign]
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 0)
+    for step in range(200):
+        for rank in (0, 1):
+            journal.unit(unit(step, rank, generation=1), 10.0 * step)
+        if step % 10 == 9:
+            journal.flush()
+    journal.close()
+    with closing(sqlite3.connect(journal.path)) as connection:
+        (rows,) = connection.execute("SELECT count(*) FROM units").fetchone()
+    assert rows <= 10 + 2
+    assert read_report(journal.path).ledger.units == 200
+
+
+def test_a_journal_that_grows_because_nothing_can_be_folded_says_so_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    journal = Journal(tmp_path / "j", run_id="job-1", keep_rows=10, on_trouble=said.append)
+    journal._folding = Folding(journal._telemetry, 10, least_age_ms=0.0)
+    journal._folding.some = taken_back(journal._folding, times=10**6)  # type: ignore[method-assign]
+    journal.persist(ResumeGeneration(plan=plan(1, *WORLD), because="begin"), 0)
+    for step in range(20):
+        for rank in (0, 1):
+            journal.unit(unit(step, rank, generation=1), 10.0 * step)
+        journal.flush()
+        assert (step < 10) or len(said) == 1, "twice as many rows as it is to keep"
+    journal.close()
+    assert "disk is full" in said[0]
+
+
+def taken_back(folding: Folding, times: int) -> Callable[[], int]:
+    """`Folding.some`, and then the transaction fails."""
+    some, left = folding.some, [times]
+
+    def fails() -> int:
+        rows = some()
+        if left[0]:
+            left[0] -= 1
+            raise sqlite3.OperationalError("database or disk is full")
+        return rows
+
+    return fails
+
+
+def test_however_many_ranks_are_lost_with_their_rows_the_journal_is_searched_once(tmp_path: Path) -> None:
+    """Who persists a generation waits for it, and each search reads all rows of the ranks that live on."""
+    world = tuple(member(rank, f"t{rank // 4}/{rank % 4}", rank + 1) for rank in range(8))
+    journal = Journal(tmp_path / "j", run_id="job-1")
+    journal.persist(ResumeGeneration(plan=plan(1, *world), because="begin"), 0)
+    journal.persist(ResumeGeneration(plan=plan(2, *world[:4], committed=Position(0)), because="lost"), 0)
+    for rank in range(4):  # the other tray is lost after step 0, with its rows
+        journal.unit(msgspec.structs.replace(unit(0, rank, generation=1), gate=(0.5, 16.0)), 10.0)
+        journal.unit(unit(1, rank, generation=2), 20.0)
+    journal.close()
+    with closing(sqlite3.connect(journal.path, isolation_level=None)) as connection:
+        folding = Folding(connection, 4, least_age_ms=0.0)
+        statements: list[str] = []
+        connection.set_trace_callback(statements.append)
+        assert folding.some() == 4
+        found = [what for (what,) in connection.execute("SELECT what FROM findings WHERE kind = 'by_gate'")]
+    assert len([one for one in statements if "AND generation = 1" in one]) == 1, statements
+    assert "rank 4, 5, 6, 7 was lost with its row" in found[0]

@@ -84,6 +84,17 @@ def test_an_acknowledgement_needs_no_message() -> None:
     assert one.resume(64) == []
 
 
+def test_an_acknowledgement_may_overtake_what_is_sent_again() -> None:
+    one, other = Numbered(), Numbered()
+    one.pack(frames(1, 2))  # lost with its connection
+    one.unpack(other.pack(frames(8)))
+    (again,) = one.resume(other.received)
+    one.unpack(other.pack(frames(9)))
+    assert other.unpack(one.pack()) == []
+    assert other.resume(2) == [], "it acknowledges all the same"
+    assert other.unpack(again) == bodies(1, 2)
+
+
 def test_many_bytes_are_acknowledged_sooner() -> None:
     one, other = Numbered(), Numbered()
     other.unpack(one.pack([frame(StopJob(exit_code=1, because="x" * (1 << 20)))]))
@@ -113,7 +124,7 @@ def test_what_is_sent_again_goes_in_packets_of_a_bounded_size() -> None:
     [
         (b"\0" * 15, "no head"),
         (Numbered().pack([b"\x05\0\0\0hell"]), "after the last whole frame"),
-        (b"\x02" + b"\0" * 15, "message 2 came after message 0"),
+        (b"\x02" + b"\0" * 15 + frames(2)[0], "message 2 came after message 0"),
         (b"\0" * 16, "message 0 came after"),
         (b"\x01" + b"\0" * 7 + b"\x01" + b"\0" * 7, "message 1 is acknowledged, and 0 were sent"),
     ],

@@ -75,6 +75,19 @@ def test_without_lost_ranks_the_others_compute_the_same_bits(seed: int, train: T
     assert not ended.restarted, ended
 
 
+def test_a_world_that_shrinks_is_no_reason_to_wait_longer_for_a_hung_rank(train: Train) -> None:
+    """Nobody takes the lost rank's place, and yet somebody was lost: it was no hang that turned out to be slowness."""
+
+    def tell(run: Run, step: int) -> None:
+        if step == STEPS - 1:
+            say(patience=run._units._pace._patience)
+
+    reference = train(script(before=tell), ranks=RANKS, spares=0, batch=BATCH)
+    ended = train(script(before=tell), kill={2: moments(reference, 2, 1)[0]}, **SHRINK)
+    assert min(sizes(ended)) < RANKS, ended
+    assert {fact["patience"] for fact in ended.said.values()} == {1.0}, ended
+
+
 @pytest.mark.stories
 def test_a_rank_that_comes_back_joins_at_a_step_boundary(train: Train, tmp_path: Path) -> None:
     """Nobody waits for it, and no step is done again for it."""
