@@ -101,6 +101,8 @@ class Undo:
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
         self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
+        self._looked_at: tuple[int, list[torch.Tensor], bytes] | None = None
+        """By `check_stands`, for the unit that begins next: how often the state was filled by then, all parameters, and what is no tensor."""
 
     # -- between units
     def committed(self) -> None:
@@ -115,13 +117,17 @@ class Undo:
     def check_stands(self) -> None:
         """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then."""
         plain, versions, buffers, filled = self._stands
+        self._looked_at = None
         if filled != self._state.filled or not versions:
             return
-        changed = "a parameter" if versions != self.versions() else ""
+        parameters = list(self._state.parameters())
+        changed = "a parameter" if versions != [_version(p) for p in parameters] else ""
         if not changed and buffers != self._buffer_versions():
             changed = "a buffer (by a forward in training mode, perhaps)"
-        if changed or plain != self._state.encode_plain():
+        now = self._state.encode_plain()
+        if changed or plain != now:
             raise changed_between(changed or "tracked state (a scheduler, an optimizer setting, ...)")
+        self._looked_at = filled, parameters, now
 
     def versions(self) -> list[int]:
         """Of all parameters, this rank's part: equal as long as nothing was written to them."""
@@ -159,16 +165,23 @@ class Undo:
         if share != self._share:
             self._share, self._suspect_everywhere = share, bool(self._suspect_at)
         self._modes = [module.training for module in self._submodules]
-        self._saved_plain = self._state.encode_plain()
+        parameters, self._saved_plain = self._now()
         self._found_early.clear()
         self._take()
         self._trained = [(path, weakref.ref(p), _version(p)) for path, p in self._parameters.items()]
-        self._requires_grad = [(p, p.requires_grad) for p in self._state.parameters()]
-        self._grads_present = {id(p): p.grad is not None for p in self._state.parameters()}
-        found = (p for p in self._state.parameters() if p.grad is not None)
+        self._requires_grad = [(p, p.requires_grad) for p in parameters]
+        self._grads_present = {id(p): p.grad is not None for p in parameters}
+        found = (p for p in parameters if p.grad is not None)
         self._grads_found = [
             (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
         ]
+
+    def _now(self) -> tuple[list[torch.Tensor], bytes]:
+        """All parameters, and what is no tensor, as they are now: to walk through a large model takes as long as some kernels do."""
+        known, self._looked_at = self._looked_at, None
+        if known is not None and known[0] == self._state.filled:
+            return known[1:]
+        return list(self._state.parameters()), self._state.encode_plain()
 
     def _forget(self) -> None:
         """The state was filled from outside."""
