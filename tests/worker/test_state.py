@@ -117,7 +117,8 @@ def test_a_newcomer_has_the_groups_that_were_added_since(at: int) -> None:
     assert newcomer.content() == source.content()
     groups = [state.optimizers["optimizer"].param_groups for state in (source, newcomer)]
     assert [[len(group["params"]) for group in some] for some in groups] == [[2, 2][: 2 if at < 3 else 1]] * 2
-    assert all(a is b for a, b in zip(groups[1][-1]["params"], newcomer.modules["net"][0 if at < 3 else 2].parameters()))  # type: ignore[index]
+    own = newcomer.modules["net"][0 if at < 3 else 2].parameters()  # type: ignore[index]
+    assert all(a is b for a, b in zip(groups[1][-1]["params"], own, strict=True))
 
 
 def test_who_goes_back_to_before_a_group_was_added_has_it_no_more() -> None:
@@ -134,7 +135,10 @@ def test_a_newcomer_trains_what_the_others_train_by_now(at: int) -> None:
     source, newcomer = unfrozen(3, at), unfrozen(2, 6 - at if at > 1 else None)
     carried(source, newcomer)
     flags = [
-        ([p.requires_grad for p in state.modules["net"].parameters()], [m.training for m in state.modules["net"].modules()])
+        (
+            [p.requires_grad for p in state.modules["net"].parameters()],
+            [m.training for m in state.modules["net"].modules()],
+        )
         for state in (source, newcomer)
     ]
     assert flags[0] == flags[1]
