@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import calls, grads
+from rackrun.worker.compat import calls, ddp, grads
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
@@ -282,11 +282,21 @@ class ScriptChecks:
         self._reduced.add(id(optimizer))
         elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
+            if self._held_by_ddp().issuperset(map(id, parameters)):
+                raise StepError(
+                    f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel "
+                    "reduces them in the backward pass of the last micro-batch, and this rank made none.",
+                    remedy="call step.backward in every micro-batch, also in one that is to be skipped: with a loss of 0 that is computed from "
+                    "other inputs; and leave no_sync() alone.",
+                )
             raise StepError(
                 f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
                 remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(); "
                 'where ranks are to train apart: @rackrun.elastic(reduction="none").',
             )
+
+    def _held_by_ddp(self) -> set[int]:
+        return {one for wrapper in self._state.wrappers() for one in ddp.parameters_of(wrapper)}
 
     def _say(self, what: str, text: str) -> None:
         if self._world.rank == 0 and self._world.generation and what not in self._said:

@@ -296,11 +296,26 @@ def nobody_reduces(run: Run) -> None:
     script.loop(train_step)
 
 
+def a_bad_batch_is_skipped(run: Run) -> None:
+    script = Script(run)
+
+    def train_step(step: Step) -> None:
+        for number, batch in enumerate(script.data):
+            if number == len(script.data) - 1 and run.rank == 1:
+                continue
+            step.backward(loss_of(script.model, batch))
+        script.optimizer.step()  # here: skip
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
 WORDS = {
     "backward": "step.backward",
     "track": "run.track",
     "loader": "run.loader|micro-batch",
-    "reduce": "reduced",
+    "reduce": "reduced.*wrap the model",
+    "skip": "reduces them in the backward pass of the last micro-batch.*a loss of 0",
 }
 
 
@@ -334,6 +349,7 @@ def marked(main: Callable[[Run], None]) -> tuple[int, str]:
         part_of_the_batch,
         an_update_for_each_micro_batch,
         nobody_reduces,
+        a_bad_batch_is_skipped,
     ],
 )
 def test_what_trains_something_else_is_refused_with_its_line(main: Callable[[Run], None], train: Train) -> None:
