@@ -280,6 +280,7 @@ class ScriptChecks:
         ):
             return
         self._reduced.add(id(optimizer))
+        self._check_none_outside(optimizer, parameters)
         elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
             if self._held_by_ddp().issuperset(map(id, parameters)):
@@ -293,6 +294,25 @@ class ScriptChecks:
                 f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
                 remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(); "
                 'where ranks are to train apart: @rackrun.elastic(reduction="none").',
+            )
+
+    def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP has reduced what it holds, and nothing else was: some parameters of this optimizer are trained outside of it."""
+        wrappers = [
+            wrapper
+            for wrapper in self._state.wrappers()
+            if any(p.grad is not None for p in wrapper.module.parameters())
+        ]
+        held = {id(p): p.numel() for wrapper in wrappers for p in wrapper.module.parameters()}
+        reduced = sum(held[one] for wrapper in wrappers for one in ddp.parameters_of(wrapper))
+        known = self._held_by_ddp().union(*map(ddp.ignored_by, wrappers))
+        outside = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in known]
+        if outside and 0 < reduced <= self._world.traffic < reduced + sum(map(_elements, outside)) / 2:
+            raise StepError(
+                f"{user_line()}: the gradients of {len(outside)} parameter{'s' if len(outside) > 1 else ''} of {type(optimizer).__name__} were "
+                f"not reduced over the ranks, so each would train its own (the first: {self._state.name_of(outside[0])}).",
+                remedy="make DistributedDataParallel of a module that has them, and before a part of it is frozen: it leaves out what has "
+                "requires_grad=False by then. Or all_reduce their gradients before optimizer.step().",
             )
 
     def _held_by_ddp(self) -> set[int]:

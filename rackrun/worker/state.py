@@ -316,6 +316,11 @@ class TrackedState:
             for path, module in root.named_modules():
                 yield f"{name}/{path}", module
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """For people."""
+        paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
+        return next(paths, "of no tracked module").replace("/param/", ".")
+
     def group_sizes(self) -> list[list[int]]:
         """Of each optimizer and group: how many parameters it trains."""
         return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers.values()]

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from scripts import STEPS, WIDTH, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -296,6 +297,41 @@ def nobody_reduces(run: Run) -> None:
     script.loop(train_step)
 
 
+def a_head_outside_of_the_wrapper(run: Run) -> None:
+    head = nn.Linear(WIDTH, WIDTH)
+    script = Script(run, head=head)
+    script.optimizer.add_param_group({"params": list(head.parameters())})
+
+    def train_step(step: Step) -> None:
+        for batch in script.data:
+            step.backward(loss_of(nn.Sequential(script.model, head), batch))
+        script.optimizer.step()  # here: outside
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
+def frozen_when_it_was_wrapped(run: Run) -> None:
+    model = net()
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    optimizer = adam(model)
+    run.track(model=wrapped, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def train_step(step: Step) -> None:
+        first.requires_grad_(int(step) > 0)
+        for batch in data:
+            step.backward(loss_of(wrapped, batch))
+        optimizer.step()  # here: outside
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        train_step(number)
+
+
 def a_bad_batch_is_skipped(run: Run) -> None:
     script = Script(run)
 
@@ -315,6 +351,7 @@ WORDS = {
     "track": "run.track",
     "loader": "run.loader|micro-batch",
     "reduce": "reduced.*wrap the model",
+    "outside": "gradients of [12] parameters? of AdamW were not reduced.*before a part of it is frozen",
     "skip": "reduces them in the backward pass of the last micro-batch.*a loss of 0",
 }
 
@@ -350,6 +387,8 @@ def marked(main: Callable[[Run], None]) -> tuple[int, str]:
         an_update_for_each_micro_batch,
         nobody_reduces,
         a_bad_batch_is_skipped,
+        a_head_outside_of_the_wrapper,
+        frozen_when_it_was_wrapped,
     ],
 )
 def test_what_trains_something_else_is_refused_with_its_line(main: Callable[[Run], None], train: Train) -> None:
@@ -407,6 +446,23 @@ def gradients_weighted_by_hand(run: Run) -> None:
             loss_of(script.model, batch).backward()
         for parameter in script.model.parameters():
             parameter.grad *= step.weight
+            dist.all_reduce(parameter.grad)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
+def a_head_reduced_by_hand(run: Run) -> None:
+    """Beside a model that DDP reduces."""
+    head = nn.Linear(WIDTH, WIDTH)
+    script = Script(run, head=head)
+    script.optimizer.add_param_group({"params": list(head.parameters())})
+
+    def train_step(step: Step) -> None:
+        for batch in script.data:
+            step.backward(loss_of(nn.Sequential(script.model, head), batch))
+        for parameter in head.parameters():
             dist.all_reduce(parameter.grad)
         script.optimizer.step()
         script.optimizer.zero_grad()
@@ -556,6 +612,7 @@ def a_step_that_is_skipped(run: Run) -> None:
         a_gan_with_a_penalty,
         weighted_by_hand,
         gradients_weighted_by_hand,
+        a_head_reduced_by_hand,
         an_attack_first,
         all_tracked,
         a_wrapped_optimizer,
