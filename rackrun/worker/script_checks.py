@@ -157,6 +157,18 @@ class ScriptChecks:
         if self._step is not None:
             self._weight_reads = self._step.weight_reads
 
+    def draws(self, reading: Reading, name: str, generator: Any) -> None:
+        """The data set has drawn from its ``generator``; None: in a process of the loader's."""
+        if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
+            where = "" if generator is not None else " in the loader's processes"
+            self._say(
+                "generator of the data",
+                f"{reading.line}: the data set draws from {name}, a Generator of its own{where}. Unless it is seeded anew for each sample, what a "
+                "sample becomes depends on which samples this process has had before, and is another after a failure. "
+                "Remedy: draw from torch's, numpy's or Python's own random numbers, which are seeded for each sample"
+                + ("; or give the generator to run.track." if generator is not None else "."),
+            )
+
     def read_through(self, reading: Reading) -> None:
         reading.over = True
         if self._step is not None:

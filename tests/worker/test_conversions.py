@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -654,6 +655,41 @@ def test_what_cannot_be_known_is_said_once(train: Train, capfd: pytest.CaptureFi
     assert told.count("no micro-batch of run.loader") == 1, told
     assert told.count("seen['mean']") == told.count("changes count") == 1, told
     assert told.count(HERE) == 2, told
+
+
+class Drawing(Samples):
+    """Of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + float(self.rng.uniform())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_generator_of_the_data_sets_own_is_said_once_unless_it_comes_along(
+    workers: int, tracked: bool, train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(run: Run) -> None:
+        dataset = Drawing()
+        script = Script(run, **{"rng": dataset.rng} if tracked else {})
+        script.data = run.loader(dataset, num_workers=workers)
+
+        def train_step(step: Step) -> None:
+            for batch in script.data:
+                step.backward(loss_of(script.model, batch))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+        script.loop(train_step)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    told = capfd.readouterr().err
+    assert told.count("draws from rng, a Generator of its own") == (0 if tracked and not workers else 1), told
 
 
 def test_the_ids_of_two_data_sets_are_told_apart_and_a_second_pass_counts_once(train: Train) -> None:
