@@ -124,7 +124,7 @@ class ScriptChecks:
         if changed:
             names = ", ".join(change.name for change in changed[:5])
             self._say(
-                "untracked",
+                f"untracked {names}",
                 f"{changed[0].line}: the step function changes {names}{' and more' if len(changed) > 5 else ''}, which run.track was not given. "
                 "A process that takes a rank over has it as it was before run.steps(). Remedy: none if it is only shown; else keep it "
                 "in a buffer of a tracked module, or in a tracked object with state_dict and load_state_dict.",

@@ -657,6 +657,28 @@ def test_what_cannot_be_known_is_said_once(train: Train, capfd: pytest.CaptureFi
     assert told.count(HERE) == 2, told
 
 
+def test_what_begins_to_change_later_is_said_as_well(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    """A counter that is only shown must not hide a loss scale."""
+
+    def main(run: Run) -> None:
+        script, meter, scale = Script(run), {"shown": 0}, {"value": 1.0}
+
+        def train_step(step: Step) -> None:
+            meter["shown"] += 1
+            scale["value"] *= 2 if int(step) > 4 else 1
+            for batch in script.data:
+                step.backward(loss_of(script.model, batch))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+        script.loop(train_step, 17)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    told = capfd.readouterr().err
+    assert told.count("meter['shown']") == told.count("scale['value']") == 1, told
+
+
 class Drawing(Samples):
     """Of a generator of its own."""
 
