@@ -85,7 +85,11 @@ class Culprit:
         if not mark:
             return ""
         if event.failure is not None and event.failure.type in MISUSES:
-            return f"rank {rank} broke a rule, at {event.failure.where}: {event.failure.message}"
+            where, message = event.failure.where, event.failure.message
+            place = message.partition(": ")[0]  # perhaps the same, as seen from the working directory
+            return (
+                f"rank {rank} broke a rule, at {message if place and where.endswith(place) else f'{where}: {message}'}"
+            )
         new = _Seen(mark, event.step, rank, event.incarnation, event.at_ms)
         because = next((why for old in self._seen if (why := self._same(old, new))), "")
         self._seen.append(new)

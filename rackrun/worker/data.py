@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from rackrun.errors import UsageError
 from rackrun.worker.batch_runs import place
 from rackrun.worker.compat.loader import end_workers, leave_no_folders, stay
+from rackrun.worker.data_generators import generators_of, state_of
 from rackrun.worker.rng import derive, reseed
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ __all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
 
 LOADER_BITS = 48
 """An id in the ledger is the sample's number in its data set; from this bit on, the number of its loader among the run's."""
+_LOOKS = 3
+"""At the generators of a data set, in each process: in the first batches that it fetches."""
 
 
 _Key: TypeAlias = tuple[int, tuple[int, int], int]
@@ -160,8 +163,10 @@ class Loader:
             ids = self._plan.ids(begins, shard.index, self._permutation)
             if self._workers:
                 batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
+                self._run.checks.draws(reading, self._workers.drawn, None)
             else:
                 batch = self._fetch(number, ids)
+                self._run.checks.draws(reading, *self._fetch.drawn)
             last = turn == len(shards) - 1
             self._run.begin_shard(step, shard, last=last, ids=self._counted(step, ids))
             self._run.checks.gives(reading)
@@ -217,8 +222,22 @@ class _Fetch:
 
     def __init__(self, dataset: MapDataset, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._looks = 0
+        self.drawn: tuple[str, Any] = "", None
+        """Name of a generator of the data set's own that has moved in this process, and the generator."""
 
     def __call__(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
+        if self._looks == _LOOKS:
+            return self._get(step, ids)
+        self._looks += 1
+        generators = generators_of(self._dataset)
+        before = {name: state_of(generator) for name, generator in generators.items()}
+        batch = self._get(step, ids)
+        moved = [(name, one) for name, one in generators.items() if state_of(one) != before[name]]
+        self.drawn = moved[0] if moved else self.drawn
+        return batch
+
+    def _get(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
         samples = []
         for sample in ids.tolist():
             reseed(self._seed, "sample", step, sample)
@@ -238,6 +257,8 @@ class _Workers:
         self._fetch, self._processes, self._prefetch = fetch, processes, max(prefetch, 1)
         self._stream: Iterator[Any] | None = None
         self._expected: list[_Key] = []
+        self.drawn = ""
+        """Name of a generator of the data set's own that has moved in one of the processes."""
 
     def take(
         self,
@@ -251,7 +272,8 @@ class _Workers:
             self._start(key, ids, upcoming)
         assert self._stream is not None
         while True:  # what a step has left unread is passed over
-            batch = next(self._stream)
+            batch, drawn = next(self._stream)
+            self.drawn = drawn or self.drawn
             if self._expected.pop(0) == key:
                 return batch
 
@@ -296,7 +318,7 @@ class _ByRequest(torch.utils.data.Dataset[Any]):
         self._fetch = fetch
 
     def __getitem__(self, request: tuple[int, np.ndarray[Any, Any]]) -> Any:
-        return self._fetch(*request)
+        return self._fetch(*request), self._fetch.drawn[0]
 
 
 class _Once:

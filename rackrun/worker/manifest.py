@@ -10,7 +10,7 @@ import torch
 from rackrun.core.ids import BEGIN, Position
 from rackrun.worker.shardings import Sharding
 
-__all__ = ["Changes", "Lineage", "Manifest", "TensorInfo"]
+__all__ = ["Changes", "Lineage", "Manifest", "Modes", "TensorInfo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +98,13 @@ class Lineage(msgspec.Struct, frozen=True):
         return max(Position(self.began), self.entered)
 
 
+class Modes(msgspec.Struct, frozen=True):
+    """What a script switches on a model: paths of parameters without ``requires_grad``, and of modules that are in ``eval()``."""
+
+    frozen: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
+
+
 class Manifest(msgspec.Struct, frozen=True):
     tensors: list[TensorInfo]
     plain: bytes
@@ -106,3 +113,5 @@ class Manifest(msgspec.Struct, frozen=True):
     lineage: Lineage = Lineage()
     whole: dict[str, int] = {}
     """Digests of the tensors that this rank has as a whole, where not all ranks are replicas: are they the same on all?"""
+    modes: Modes | None = None
+    """None: of a version that did not tell them."""

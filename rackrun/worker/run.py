@@ -21,6 +21,7 @@ from rackrun.worker.durable import DurableCheckpoints, DurableOptions
 from rackrun.worker.exact import ExactReduction
 from rackrun.worker.leaving import all_leave
 from rackrun.worker.log_values import log_values
+from rackrun.worker.loops import ONE_LOOP, second_loop
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.places import Places
@@ -32,6 +33,7 @@ from rackrun.worker.script_checks import ScriptChecks
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.units import Carried, UnitRunner
+from rackrun.worker.user_line import user_line
 from rackrun.worker.world import Reenter, Scope
 
 __all__ = ["Run", "Steps"]
@@ -242,6 +244,11 @@ class Run:
         """
         if total < 1:
             raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
+        if line := second_loop(user_line()):
+            raise StepError(
+                f"{line}: a second loop over run.steps() follows the first. There is one in main: who takes a rank over goes on inside of it.",
+                remedy=ONE_LOOP,
+            )
         return Steps(self._loop(total), total)
 
     def _loop(self, total: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.compat import calls, grads
+from rackrun.worker.compat import calls, ddp, grads
 from rackrun.worker.loop_names import unbound_without_a_turn
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
@@ -138,7 +138,7 @@ class ScriptChecks:
         if changed:
             names = ", ".join(change.name for change in changed[:5])
             self._say(
-                "untracked",
+                f"untracked {names}",
                 f"{changed[0].line}: the step function changes {names}{' and more' if len(changed) > 5 else ''}, which run.track was not given. "
                 "A process that takes a rank over has it as it was before run.steps(). Remedy: none if it is only shown; else keep it "
                 "in a buffer of a tracked module, or in a tracked object with state_dict and load_state_dict.",
@@ -170,6 +170,18 @@ class ScriptChecks:
         reading.taken += 1
         if self._step is not None:
             self._weight_reads = self._step.weight_reads
+
+    def draws(self, reading: Reading, name: str, generator: Any) -> None:
+        """The data set has drawn from its ``generator``; None: in a process of the loader's."""
+        if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
+            where = "" if generator is not None else " in the loader's processes"
+            self._say(
+                "generator of the data",
+                f"{reading.line}: the data set draws from {name}, a Generator of its own{where}. Unless it is seeded anew for each sample, what a "
+                "sample becomes depends on which samples this process has had before, and is another after a failure. "
+                "Remedy: draw from torch's, numpy's or Python's own random numbers, which are seeded for each sample"
+                + ("; or give the generator to run.track." if generator is not None else "."),
+            )
 
     def read_through(self, reading: Reading) -> None:
         reading.over = True
@@ -294,13 +306,43 @@ class ScriptChecks:
         ):
             return
         self._reduced.add(id(optimizer))
+        self._check_none_outside(optimizer, parameters)
         elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
+            if self._held_by_ddp().issuperset(map(id, parameters)):
+                raise StepError(
+                    f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel "
+                    "reduces them in the backward pass of the last micro-batch, and this rank made none.",
+                    remedy="call step.backward in every micro-batch, also in one that is to be skipped: with a loss of 0 that is computed from "
+                    "other inputs; and leave no_sync() alone.",
+                )
             raise StepError(
                 f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
                 remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(); "
                 'where ranks are to train apart: @rackrun.elastic(reduction="none").',
             )
+
+    def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP has reduced what it holds, and nothing else was: some parameters of this optimizer are trained outside of it."""
+        wrappers = [
+            wrapper
+            for wrapper in self._state.wrappers()
+            if any(p.grad is not None for p in wrapper.module.parameters())
+        ]
+        held = {id(p): p.numel() for wrapper in wrappers for p in wrapper.module.parameters()}
+        reduced = sum(held[one] for wrapper in wrappers for one in ddp.parameters_of(wrapper))
+        known = self._held_by_ddp().union(*map(ddp.ignored_by, wrappers))
+        outside = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in known]
+        if outside and 0 < reduced <= self._world.traffic < reduced + sum(map(_elements, outside)) / 2:
+            raise StepError(
+                f"{user_line()}: the gradients of {len(outside)} parameter{'s' if len(outside) > 1 else ''} of {type(optimizer).__name__} were "
+                f"not reduced over the ranks, so each would train its own (the first: {self._state.name_of(outside[0])}).",
+                remedy="make DistributedDataParallel of a module that has them, and before a part of it is frozen: it leaves out what has "
+                "requires_grad=False by then. Or all_reduce their gradients before optimizer.step().",
+            )
+
+    def _held_by_ddp(self) -> set[int]:
+        return {one for wrapper in self._state.wrappers() for one in ddp.parameters_of(wrapper)}
 
     def _say(self, what: str, text: str) -> None:
         if self._world.rank == 0 and self._world.generation and what not in self._said:

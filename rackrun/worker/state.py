@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
-from rackrun.worker.manifest import Lineage, Manifest, TensorInfo
+from rackrun.worker.groups import OptimizerGroups
+from rackrun.worker.manifest import Lineage, Manifest, Modes, TensorInfo
 from rackrun.worker.plain import flatten, leaves, like, with_tensors, without_tensors
 from rackrun.worker.shardings import Sharding, part_like, take_part
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
@@ -41,6 +42,7 @@ class TrackedState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self._groups: dict[str, OptimizerGroups] = {}
         self.lineage = Lineage()
         self.filled = 0
         """How often it was filled from outside: what was written then has counted no tensor's version up."""
@@ -54,6 +56,7 @@ class TrackedState:
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers[name] = thing
+            self._groups[name] = OptimizerGroups(thing)
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             self.others[name] = thing
         else:
@@ -166,7 +169,7 @@ class TrackedState:
                     None if path in like or path in parameters else Sharding.of(part, parameters),
                 )
             )
-        return Manifest(tensors, self.encode_plain(), replica_class, self.lineage)
+        return Manifest(tensors, self.encode_plain(), replica_class, self.lineage, modes=self._modes())
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
@@ -174,6 +177,7 @@ class TrackedState:
         Existing tensors are kept, so references to them stay good. Raises `StepError` when the script has built another
         model here than there.
         """
+        self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
         parts = self.parts()
         present = {path: local_part(part) for path, part in parts.items()}
         wanted: dict[str, torch.Tensor] = {}
@@ -204,6 +208,7 @@ class TrackedState:
 
     def fitted(self, manifest: Manifest) -> Manifest:
         """``manifest`` of a rank with other shards, as this rank has to allocate it."""
+        self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
         shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
         for name, optimizer in self.optimizers.items():
             for group, of in enumerate(optimizer.param_groups):
@@ -223,6 +228,8 @@ class TrackedState:
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
+        if manifest.modes is not None:
+            self._put_modes(manifest.modes)
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
@@ -290,6 +297,40 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
+    def _modes(self) -> Modes:
+        return Modes(
+            tuple(path for path, parameter in self._parameters_by_path().items() if not parameter.requires_grad),
+            tuple(path for path, module in self._modules_by_path() if not module.training),
+        )
+
+    def _put_modes(self, modes: Modes) -> None:
+        frozen, evaluating = set(modes.frozen), set(modes.evaluating)
+        for path, parameter in self._parameters_by_path().items():
+            if parameter.requires_grad != (path not in frozen):
+                parameter.requires_grad_(path not in frozen)
+        for path, module in self._modules_by_path():
+            module.training = path not in evaluating
+
+    def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, root in self.modules.items():
+            for path, module in root.named_modules():
+                yield f"{name}/{path}", module
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """For people."""
+        paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
+        return next(paths, "of no tracked module").replace("/param/", ".")
+
+    def group_sizes(self) -> list[list[int]]:
+        """Of each optimizer and group: how many parameters it trains."""
+        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers.values()]
+
+    def _put_groups(self, plain: Mapping[str, Any]) -> None:
+        for name, groups in self._groups.items():
+            if name in plain:
+                of = plain[name]
+                groups.put(len(of["groups"]), of.get("params", {}), self._parameters_by_path())
+
     def _names(self) -> list[str]:
         return [*self.modules, *self.optimizers, *self.others]
 
@@ -410,6 +451,9 @@ class TrackedState:
                     if not isinstance(v, torch.Tensor)
                 },
             }
+            if self._groups[name].has_changed():
+                paths = {id(parameter): path for path, parameter in self._parameters_by_path().items()}
+                plain[name]["params"] = self._groups[name].changed(paths)
         for name, other in self.others.items():
             plain[name] = without_tensors(f"{name}/state", other.state_dict())
         for name, module in self.modules.items():
@@ -426,6 +470,7 @@ class TrackedState:
 
     def put_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
         plain = msgspec.msgpack.decode(encoded, strict=False)
+        self._put_groups(plain)
         for name, optimizer in self.optimizers.items():
             for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
                 for key, value in values.items():

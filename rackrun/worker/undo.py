@@ -55,6 +55,7 @@ class Undo:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
+        self._group_sizes: list[list[int]] = []
         self._phase = ""
         self._whole = self._audits = False
         """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
@@ -153,7 +154,7 @@ class Undo:
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
-        if self._filled != self._state.filled:
+        if self._filled != self._state.filled or self._group_sizes != self._state.group_sizes():
             self._forget()
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
@@ -184,8 +185,8 @@ class Undo:
         return list(self._state.parameters()), self._state.encode_plain()
 
     def _forget(self) -> None:
-        """The state was filled from outside."""
-        self._filled = self._state.filled
+        """The state was filled from outside, or optimizers train other parameters than they did."""
+        self._filled, self._group_sizes = self._state.filled, self._state.group_sizes()
         self._copies.clear()
         self._static.clear()
         self._ended.clear()

@@ -33,6 +33,7 @@ from rackrun.worker.exact import ExactReduction
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.learning_rates import LearningRates
+from rackrun.worker.loops import ONE_LOOP
 from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
 from rackrun.worker.parts import Parts
@@ -188,7 +189,7 @@ class UnitRunner:
         if self._begun:
             raise StepError(
                 "run.steps() was called twice.",
-                remedy="use one loop; run.every and run.at_end hold what else needs collectives.",
+                remedy=ONE_LOOP,
             )
         self._begun = True
         self._runtime.at_steps()

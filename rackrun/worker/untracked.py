@@ -8,7 +8,6 @@ A change counts when it is seen twice: caches are filled once.
 from __future__ import annotations
 
 import hashlib
-import random
 import sys
 import types
 from collections import deque
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rackrun.worker.data_generators import GENERATORS, state_of
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import local_part
 from rackrun.worker.user_line import line_of_name
@@ -35,7 +35,6 @@ _SAMPLED = 1024
 _OF_ANY_MODULE = set(vars(nn.Module()))
 _LIBRARIES = {"torch", "numpy", "rackrun", "msgspec"} | sys.stdlib_module_names - {"__main__"}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class _Walk:
             return
         self._seen[id(value)] = value
         self._left -= 1
-        if isinstance(value, (torch.Tensor, np.ndarray, *_GENERATORS)):
+        if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
             if not is_kept(getattr(value, "bit_generator", value), self._state):
                 yield path, value, False
         elif isinstance(value, types.FunctionType | types.MethodType):
@@ -226,17 +225,9 @@ def _mark(thing: Any, state: TrackedState) -> object:
         return tuple(_sample(tensor) for tensor in mine if id(tensor) not in tracked)
     if isinstance(thing, _Listed):
         return thing.length, thing.content
-    if isinstance(thing, _GENERATORS):
-        return _hash(_state_of(thing))
+    if isinstance(thing, GENERATORS):
+        return _hash(state_of(thing))
     return _of_state(thing.state_dict() if _is_keepable(thing) else thing)
-
-
-def _state_of(generator: Any) -> bytes:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state).encode()
-    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state()).encode()
 
 
 def _is_keepable(thing: Any) -> bool:

@@ -652,6 +652,21 @@ def test_what_rackrun_itself_refuses_is_the_scripts_at_once(training: Told) -> N
     assert "broke a rule" in stop.because
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no", "broke a rule, at /a/train.py:1: no"),
+        ("train.py:1: no", "broke a rule, at train.py:1: no"),
+        ("/a/train.py:1: no", "broke a rule, at /a/train.py:1: no"),
+        ("train.py:7: no", "broke a rule, at /a/train.py:1: train.py:7: no"),
+    ],
+)
+def test_the_line_of_a_broken_rule_is_told_once(message: str, told: str, training: Told) -> None:
+    failure = Failure(type="rackrun.errors.StepError", message=message, traceback="", where="/a/train.py:1")
+    event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))
+    assert only(StopJob, training.tell(event)).because.endswith(told)
+
+
 def test_an_error_of_rackruns_own_has_one_remedy_and_it_is_that_of_the_error(training: Told) -> None:
     failure = Failure(type="rackrun.errors.UsageError", message="no. Remedy: this.", traceback="", where="train.py:1")
     event = WorkerExited(**training._who("b/0"), failure=failure, exit_code=1, step=Step(5))

@@ -19,6 +19,11 @@ from tests.strangers.verdict import Verdict, difference, without_faults
 
 KILLED = (Fault(0, "kill", 1, 3, 40, 1, "forward"),)
 MOCO = SCRIPTS / "moco.py"
+CRASH = (
+    'Traceback (most recent call last):\n  File "moco.py", line 12, in <module>\nAttributeError: no attribute\n'
+    "rackrun: stopped (exit code 1): builtins.AttributeError at moco.py:12 on rank 1. Remedy: see the traceback of that rank."
+)
+"""An error that nobody has foreseen, of rackrun's own perhaps."""
 
 
 def said(ranks: int = 2, steps: int = 4, **changed: str) -> list[dict[str, Any]]:
@@ -100,6 +105,7 @@ def test_a_shrunk_world_is_compared_by_what_ranks_share() -> None:
         (1, "at moco.py:12: no. Remedy: another.", 2, "equal", Verdict.REFUSED),
         (1, "at moco.py:12: no. Remedy: another.", 4, "equal", Verdict.BARE_REFUSAL),  # late
         (1, "it does not work", 1, "equal", Verdict.BARE_REFUSAL),
+        (1, CRASH, 1, "equal", Verdict.BARE_REFUSAL),
         (0, "", 4, "said", Verdict.UNNOTICED),
         (0, "moco.py:12: not tracked. Remedy: run.track(it)", 4, "said", Verdict.NAMED),
         (0, "not tracked. Remedy: run.track(it)", 4, "said", Verdict.UNNOTICED),  # without the line

@@ -107,10 +107,11 @@ def without_faults(outcome: Outcome, script: Path, expect: str) -> tuple[Verdict
     tail = last_words(outcome.output)
     steps = steps_said(outcome.lines)
     named = names_line(outcome.output, script)
+    foreseen = bool(re.search(r"Remedy: (?!see the traceback)", outcome.output))
     given_up = GIVEN_UP.findall(outcome.output)
     rows = [
         (outcome.code is None, Verdict.HUNG, f"without a fault: {tail}"),
-        (bool(outcome.code) and named and steps <= 3, Verdict.REFUSED, tail),
+        (bool(outcome.code) and named and foreseen and steps <= 3, Verdict.REFUSED, tail),
         (bool(outcome.code), Verdict.BARE_REFUSAL, f"exit code {outcome.code} after {steps} steps, no fault: {tail}"),
         (bool(given_up), Verdict.UNPROVOKED, " / ".join(given_up[:4])),
         (expect == "said" and named, Verdict.NAMED, tail),

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from scripts import STEPS, WIDTH, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -296,11 +298,62 @@ def nobody_reduces(run: Run) -> None:
     script.loop(train_step)
 
 
+def a_head_outside_of_the_wrapper(run: Run) -> None:
+    head = nn.Linear(WIDTH, WIDTH)
+    script = Script(run, head=head)
+    script.optimizer.add_param_group({"params": list(head.parameters())})
+
+    def train_step(step: Step) -> None:
+        for batch in script.data:
+            step.backward(loss_of(nn.Sequential(script.model, head), batch))
+        script.optimizer.step()  # here: outside
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
+def frozen_when_it_was_wrapped(run: Run) -> None:
+    model = net()
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    optimizer = adam(model)
+    run.track(model=wrapped, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def train_step(step: Step) -> None:
+        first.requires_grad_(int(step) > 0)
+        for batch in data:
+            step.backward(loss_of(wrapped, batch))
+        optimizer.step()  # here: outside
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        train_step(number)
+
+
+def a_bad_batch_is_skipped(run: Run) -> None:
+    script = Script(run)
+
+    def train_step(step: Step) -> None:
+        for number, batch in enumerate(script.data):
+            if number == len(script.data) - 1 and run.rank == 1:
+                continue
+            step.backward(loss_of(script.model, batch))
+        script.optimizer.step()  # here: skip
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
 WORDS = {
     "backward": "step.backward",
     "track": "run.track",
     "loader": "run.loader|micro-batch",
-    "reduce": "reduced",
+    "reduce": "reduced.*wrap the model",
+    "outside": "gradients of [12] parameters? of AdamW were not reduced.*before a part of it is frozen",
+    "skip": "reduces them in the backward pass of the last micro-batch.*a loss of 0",
 }
 
 
@@ -334,6 +387,9 @@ def marked(main: Callable[[Run], None]) -> tuple[int, str]:
         part_of_the_batch,
         an_update_for_each_micro_batch,
         nobody_reduces,
+        a_bad_batch_is_skipped,
+        a_head_outside_of_the_wrapper,
+        frozen_when_it_was_wrapped,
     ],
 )
 def test_what_trains_something_else_is_refused_with_its_line(main: Callable[[Run], None], train: Train) -> None:
@@ -391,6 +447,23 @@ def gradients_weighted_by_hand(run: Run) -> None:
             loss_of(script.model, batch).backward()
         for parameter in script.model.parameters():
             parameter.grad *= step.weight
+            dist.all_reduce(parameter.grad)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
+def a_head_reduced_by_hand(run: Run) -> None:
+    """Beside a model that DDP reduces."""
+    head = nn.Linear(WIDTH, WIDTH)
+    script = Script(run, head=head)
+    script.optimizer.add_param_group({"params": list(head.parameters())})
+
+    def train_step(step: Step) -> None:
+        for batch in script.data:
+            step.backward(loss_of(nn.Sequential(script.model, head), batch))
+        for parameter in head.parameters():
             dist.all_reduce(parameter.grad)
         script.optimizer.step()
         script.optimizer.zero_grad()
@@ -540,6 +613,7 @@ def a_step_that_is_skipped(run: Run) -> None:
         a_gan_with_a_penalty,
         weighted_by_hand,
         gradients_weighted_by_hand,
+        a_head_reduced_by_hand,
         an_attack_first,
         all_tracked,
         a_wrapped_optimizer,
@@ -607,6 +681,63 @@ def test_what_cannot_be_known_is_said_once(train: Train, capfd: pytest.CaptureFi
     assert told.count("no micro-batch of run.loader") == 1, told
     assert told.count("seen['mean']") == told.count("changes count") == 1, told
     assert told.count(HERE) == 2, told
+
+
+def test_what_begins_to_change_later_is_said_as_well(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    """A counter that is only shown must not hide a loss scale."""
+
+    def main(run: Run) -> None:
+        script, meter, scale = Script(run), {"shown": 0}, {"value": 1.0}
+
+        def train_step(step: Step) -> None:
+            meter["shown"] += 1
+            scale["value"] *= 2 if int(step) > 4 else 1
+            for batch in script.data:
+                step.backward(loss_of(script.model, batch))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+        script.loop(train_step, 17)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    told = capfd.readouterr().err
+    assert told.count("meter['shown']") == told.count("scale['value']") == 1, told
+
+
+class Drawing(Samples):
+    """Of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + float(self.rng.uniform())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_generator_of_the_data_sets_own_is_said_once_unless_it_comes_along(
+    workers: int, tracked: bool, train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(run: Run) -> None:
+        dataset = Drawing()
+        script = Script(run, **{"rng": dataset.rng} if tracked else {})
+        script.data = run.loader(dataset, num_workers=workers)
+
+        def train_step(step: Step) -> None:
+            for batch in script.data:
+                step.backward(loss_of(script.model, batch))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+        script.loop(train_step)
+
+    ended = train(main, ranks=2, spares=0)
+    assert ended.exit_code == 0, ended
+    told = capfd.readouterr().err
+    assert told.count("draws from rng, a Generator of its own") == (0 if tracked and not workers else 1), told
 
 
 def test_the_ids_of_two_data_sets_are_told_apart_and_a_second_pass_counts_once(train: Train) -> None:

@@ -83,6 +83,17 @@ def steps_twice(run: Run, step: Any, number: int) -> None:
     next(iter(run.steps(2)))
 
 
+def two_loops(run: Run) -> None:
+    model = net()
+    run.track(model=model)
+    for _ in run.steps(2):
+        raise AssertionError("a step began")
+    if run.is_main:
+        print("the first is over")
+    for _ in run.steps(3):
+        pass
+
+
 def untracked_optimizer(run: Run) -> None:
     model = net()
     run.track(model=model)
@@ -173,6 +184,7 @@ def wrong_shapes(run: Run) -> None:
         (looped(group_after_steps), "after run.steps\\(\\) began"),
         (looped(loader_outside), "outside a step function"),
         (looped(steps_twice), "called twice"),
+        (two_loops, r"test_misuse\.py:\d+: a second loop over run\.steps\(\).*Remedy: .* if step < a else "),
         (untracked_optimizer, "state that is not tracked"),
         (too_little_data, "fewer than one global batch"),
         (zero, "ZeroRedundancyOptimizer"),

@@ -103,6 +103,82 @@ def test_another_model_than_the_sources_is_refused() -> None:
         newcomer.allocate(source.manifest(""))
 
 
+def unfrozen(steps: int, at: int | None, *, between: bool = False) -> TrackedState:
+    """The head is trained alone, until step ``at``; then the body too, in a group of its own."""
+    net = model()
+    net[0].requires_grad_(False)
+    net[1].eval()
+    optimizer = torch.optim.AdamW(net[2].parameters(), lr=0.1)
+    state = TrackedState()
+    state.track("net", net)
+    state.track("optimizer", optimizer)
+    for step in range(steps):
+        if step == at:
+            unfreeze(state)
+        net(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state
+
+
+def unfreeze(state: TrackedState) -> None:
+    body = state.modules["net"][0]  # type: ignore[index]
+    body.requires_grad_(True)
+    state.modules["net"].train()
+    state.optimizers["optimizer"].add_param_group({"params": list(body.parameters()), "lr": 0.01})
+
+
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["long ago", "just now", "not yet"])
+def test_a_newcomer_has_the_groups_that_were_added_since(at: int) -> None:
+    source, newcomer = unfrozen(3, at), unfrozen(0, None)
+    carried(source, newcomer)
+    assert newcomer.content() == source.content()
+    groups = [state.optimizers["optimizer"].param_groups for state in (source, newcomer)]
+    assert [[len(group["params"]) for group in some] for some in groups] == [[2, 2][: 2 if at < 3 else 1]] * 2
+    own = newcomer.modules["net"][0 if at < 3 else 2].parameters()  # type: ignore[index]
+    assert all(a is b for a, b in zip(groups[1][-1]["params"], own, strict=True))
+
+
+def test_who_goes_back_to_before_a_group_was_added_has_it_no_more() -> None:
+    source, ahead = unfrozen(1, None), unfrozen(3, 1)
+    carried(source, ahead)
+    assert ahead.content() == source.content()
+    assert len(ahead.optimizers["optimizer"].param_groups) == 1
+    assert len(ahead.optimizers["optimizer"].state) == 2
+
+
+@pytest.mark.parametrize("at", [1, 5], ids=["thawed", "frozen"])
+def test_a_newcomer_trains_what_the_others_train_by_now(at: int) -> None:
+    """What ``main`` sets before run.steps is of the beginning; what the steps have set since is not in it."""
+    source, newcomer = unfrozen(3, at), unfrozen(2, 6 - at if at > 1 else None)
+    carried(source, newcomer)
+    flags = [
+        (
+            [p.requires_grad for p in state.modules["net"].parameters()],
+            [m.training for m in state.modules["net"].modules()],
+        )
+        for state in (source, newcomer)
+    ]
+    assert flags[0] == flags[1]
+
+
+def test_an_abandoned_step_takes_the_group_back_that_it_has_added() -> None:
+    state = unfrozen(3, None)
+    undo, plain = Undo(state), state.encode_plain()
+    undo.begin()
+    unfreeze(state)
+    undo.discard(backward_open=False)
+    assert state.encode_plain() == plain
+    unfreeze(state)  # the step done again: torch refuses parameters that are in a group already
+
+
+def test_a_group_of_an_untracked_module_is_refused_when_it_is_there() -> None:
+    state = unfrozen(1, None)
+    state.optimizers["optimizer"].add_param_group({"params": list(nn.Linear(2, 2).parameters())})
+    with pytest.raises(StepError, match="no tracked module"):
+        state.encode_plain()
+
+
 def test_tied_weights_are_one_tensor_and_buffers_that_are_not_saved_are_there() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight

@@ -17,7 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
 
-__all__ = ["begin", "clear", "freeze", "hook", "install", "missing", "parameters_of", "reset", "synchronise_gradients"]
+__all__ = [
+    "begin",
+    "clear",
+    "freeze",
+    "hook",
+    "ignored_by",
+    "install",
+    "missing",
+    "parameters_of",
+    "reset",
+    "synchronise_gradients",
+]
 
 
 def missing() -> list[str]:
@@ -43,6 +54,7 @@ def install() -> None:
 
     def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        self._rackrun_left_out = [p for p in self.module.parameters() if not p.requires_grad]  # type: ignore[assignment]
         freeze(self)
 
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
@@ -100,9 +112,15 @@ def hook(
 
 
 def parameters_of(module: DistributedDataParallel) -> set[int]:
-    """The ids of the parameters whose gradients DDP reduces."""
+    """The ids of the parameters whose gradients DDP reduces: not of those that were frozen when it was made."""
+    left_out = {id(parameter) for parameter in getattr(module, "_rackrun_left_out", ())}
+    return {id(p) for p in module.module.parameters()} - left_out - ignored_by(module)
+
+
+def ignored_by(module: DistributedDataParallel) -> set[int]:
+    """The ids of the parameters that DDP was told to leave alone, by those who reduce them elsewhere, or not."""
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-    return {id(parameter) for name, parameter in module.module.named_parameters() if name not in ignored}
+    return {id(parameter) for name, parameter in module.module.named_parameters() if name in ignored}
 
 
 def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:

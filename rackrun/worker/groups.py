@@ -1,0 +1,83 @@
+"""Which parameters each group of an optimizer trains: a script changes that when it unfreezes a part of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rackrun.errors import StepError
+
+__all__ = ["OptimizerGroups"]
+
+
+class OptimizerGroups:
+    """Of one optimizer. What its groups had when it was tracked is the same on every rank; what they have instead by now is told by the paths of
+    parameters, so that a newcomer gets it, and so that an abandoned step takes it back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._at_first = [list(group["params"]) for group in optimizer.param_groups]
+
+    def changed(self, paths: Mapping[int, str]) -> dict[str, list[str]]:
+        """Number of each group with other parameters than at first -> their paths. ``paths``: of all tracked parameters, by ``id``.
+
+        Raises `StepError` when the script has added a parameter of no tracked module.
+        """
+        return {str(index): [self._path(paths, p) for p in self._optimizer.param_groups[index]["params"]]
+                for index in self._changed()}  # fmt: skip
+
+    def has_changed(self) -> bool:
+        return bool(self._changed())
+
+    def put(self, count: int, changed: Mapping[str, Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have ``count`` groups, those of ``changed`` with these parameters and the others as at first. Options of a group that is made are the
+        optimizer's defaults. State of what is trained no more is dropped."""
+        optimizer = self._optimizer
+        for index in range(count):
+            held = optimizer.param_groups[index]["params"] if index < len(optimizer.param_groups) else None
+            wanted = self._wanted(index, changed, parameters)
+            if held is None:
+                optimizer.add_param_group({"params": wanted})
+            elif not _same(held, wanted):
+                optimizer.param_groups[index]["params"] = wanted
+        del optimizer.param_groups[count:]
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in trained]:
+            if isinstance(parameter, torch.Tensor):
+                del optimizer.state[parameter]
+
+    # -- helpers
+    def _changed(self) -> list[int]:
+        first = self._at_first
+        return [
+            index
+            for index, group in enumerate(self._optimizer.param_groups)
+            if index >= len(first) or not _same(group["params"], first[index])
+        ]
+
+    def _wanted(
+        self, index: int, changed: Mapping[str, Sequence[str]], parameters: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        paths = changed.get(str(index))
+        if paths is None and index < len(self._at_first):
+            return self._at_first[index]
+        if paths is None or any(path not in parameters for path in paths):
+            raise StepError(
+                f"parameter group {index} of an optimizer is not to be had on the rank that takes over: {', '.join(paths or ['nothing'])}.",
+                remedy="build the same model and optimizer on every rank and spare; nothing may depend on the rank before run.steps().",
+            )
+        return [parameters[path] for path in paths]
+
+    @staticmethod
+    def _path(paths: Mapping[int, str], parameter: torch.Tensor) -> str:
+        if id(parameter) not in paths:
+            raise StepError(
+                f"a parameter of no tracked module (shape {tuple(parameter.shape)}) was added to a tracked optimizer.",
+                remedy="pass the module that owns it to run.track as well.",
+            )
+        return paths[id(parameter)]
+
+
+def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))

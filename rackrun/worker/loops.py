@@ -1,0 +1,57 @@
+"""A second loop over ``run.steps()`` behind the first: it would be refused when the first is over, which may be after days, so it is looked for before."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator, Sequence
+
+__all__ = ["ONE_LOOP", "second_loop"]
+
+ONE_LOOP = (
+    "use one loop, and two step functions: `for step in run.steps(a + b): first(step) if step < a else second(step)`; "
+    "run.every and run.at_end hold what else needs collectives."
+)
+
+
+def second_loop(line: str) -> str:
+    """``line`` (of `user_line`) begins a loop, or stands in its head. The line of a loop over the same call that surely follows in the
+    same block; empty where there is none, or no source."""
+    name, _, number = line.rpartition(":")
+    try:
+        tree = ast.parse("".join(linecache.getlines(name)))
+    except (SyntaxError, ValueError):
+        return ""
+    for block in _blocks(tree):
+        for index, node in enumerate(block):
+            if (
+                isinstance(node, ast.For)
+                and node.lineno <= int(number) < node.body[0].lineno
+                and (call := _steps(node))
+            ):
+                following = _reached(block[index + 1 :])
+                return next((f"{name}:{later.lineno}" for later in following if _steps(later) == call), "")
+    return ""
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _reached(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in block:
+        if isinstance(node, (ast.Return, ast.Raise)):
+            return
+        yield node
+
+
+def _steps(node: ast.stmt) -> str:
+    """``run.steps``, where that is called in the head of a loop."""
+    if not isinstance(node, ast.For):
+        return ""
+    calls = [inner.func for inner in ast.walk(node.iter) if isinstance(inner, ast.Call)]
+    return next((ast.unparse(call) for call in calls if isinstance(call, ast.Attribute) and call.attr == "steps"), "")
