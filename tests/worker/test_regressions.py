@@ -470,6 +470,8 @@ def test_a_loss_that_is_reduced_to_be_shown_costs_a_sharded_world_nothing(train:
 # -- data -----------------------------------------------------------------------------------------------------------------------
 def test_prefetching_goes_on_after_a_jump_and_after_a_step_that_left_batches_unread() -> None:
     class Fetch:
+        drawn = "", None
+
         def __call__(self, step: int, ids: Any) -> tuple[int, int]:
             return step, int(ids)
 
