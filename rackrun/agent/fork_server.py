@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -81,6 +82,13 @@ def preload(modules: Iterable[str] = ()) -> list[str]:
         except Exception as error:  # noqa: BLE001 - a user's module may raise anything; the script will say it again
             failed.append(f"{name} ({type(error).__name__}: {error})")
     return failed
+
+
+def _forget_finalizers() -> None:
+    """What those that we are a fork of want done at their end: they remove their temporary directories, and close descriptors whose numbers are
+    ours by now."""
+    registry: dict[object, object] = weakref.finalize._registry  # type: ignore[attr-defined]
+    registry.clear()
 
 
 class ForkServer:
@@ -245,6 +253,7 @@ class _Server:
         boot = msgspec.structs.replace(boot, channel_fd=channel, page_fd=page, snapshot_fds=(snapshot_0, snapshot_1))
         if self._fresh:
             exec_fresh(boot, self._script)
+        _forget_finalizers()
         run_worker(boot, self._script)
 
     def _reap(self, pidfd: int) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import aiohttp
@@ -337,6 +338,15 @@ async def test_a_worker_whose_store_is_gone_does_not_start_and_says_so(rig):
     assert "127.0.0.1:9" in ended.failure.message
     assert rig.out.read_text() == ""
     assert await rig.end(3) == 0
+
+
+async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_workers(rig):
+    """Such as to remove a temporary directory, or to close descriptors, whose numbers are others' by now."""
+    with tempfile.TemporaryDirectory() as folder:
+        await rig.start("print('trained', flush=True)")
+        await rig.start_worker(1)
+        assert (await rig.coordinator.exit_of(1)).exit_code == 0
+        assert Path(folder).is_dir()
 
 
 async def test_two_workers_train_with_a_data_loader(rig):
