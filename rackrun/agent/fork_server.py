@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import select
 import signal
@@ -84,11 +85,13 @@ def preload(modules: Iterable[str] = ()) -> list[str]:
     return failed
 
 
-def _forget_finalizers() -> None:
-    """What those that we are a fork of want done at their end: they remove their temporary directories, and close descriptors whose numbers are
-    ours by now."""
-    registry: dict[object, object] = weakref.finalize._registry  # type: ignore[attr-defined]
-    registry.clear()
+def _forget_what_others_end() -> None:
+    """What those that we are a fork of want done at their end: finalizers remove their temporary directories, and log handlers close their
+    files, whose numbers are ours by now (a process group's, say, which ends the process)."""
+    finalizers: dict[object, object] = weakref.finalize._registry  # type: ignore[attr-defined]
+    finalizers.clear()
+    handlers: list[object] = logging._handlerList  # type: ignore[attr-defined]
+    handlers.clear()
 
 
 class ForkServer:
@@ -253,7 +256,7 @@ class _Server:
         boot = msgspec.structs.replace(boot, channel_fd=channel, page_fd=page, snapshot_fds=(snapshot_0, snapshot_1))
         if self._fresh:
             exec_fresh(boot, self._script)
-        _forget_finalizers()
+        _forget_what_others_end()
         run_worker(boot, self._script)
 
     def _reap(self, pidfd: int) -> None:

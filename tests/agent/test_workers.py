@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import re
 import signal
 import tempfile
+import weakref
 from pathlib import Path
 
 import aiohttp
@@ -341,12 +343,20 @@ async def test_a_worker_whose_store_is_gone_does_not_start_and_says_so(rig):
 
 
 async def test_what_the_launcher_wants_done_at_its_own_end_is_not_done_at_a_workers(rig):
-    """Such as to remove a temporary directory, or to close descriptors, whose numbers are others' by now."""
+    """Such as to remove a temporary directory, or to close the files of log handlers, whose numbers are others' by now."""
     with tempfile.TemporaryDirectory() as folder:
+
+        class Log(logging.Handler):
+            def close(self) -> None:
+                Path(folder, str(os.getpid())).touch()
+
+        log = Log()
         await rig.start("print('trained', flush=True)")
         await rig.start_worker(1)
         assert (await rig.coordinator.exit_of(1)).exit_code == 0
         assert Path(folder).is_dir()
+        assert not list(Path(folder).iterdir())
+        logging._removeHandlerRef(weakref.ref(log))
 
 
 async def test_two_workers_train_with_a_data_loader(rig):
