@@ -77,7 +77,7 @@ class ExactReduction:
         if wrappers:
             require("ddp exact")
         for wrapper in wrappers:
-            reducers.update(ddp.parameters_of(wrapper))
+            reducers.update(map(id, ddp.reduced_by(wrapper)))
         sharded: set[int] = set()
         for module in self._state.modules.values():
             fsdp.reshard(module)

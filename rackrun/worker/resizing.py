@@ -37,7 +37,7 @@ def fixed_because(state: TrackedState, world: World) -> str:
     """What holds this script to its number of ranks, in place; "" when nothing does."""
     reduced: set[int] = set()
     for wrapper in state.wrappers():
-        reduced |= ddp.parameters_of(wrapper)
+        reduced.update(map(id, ddp.reduced_by(wrapper)))
     for name, module in state.modules.items():
         for path, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):

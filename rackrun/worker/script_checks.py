@@ -324,15 +324,14 @@ class ScriptChecks:
 
     def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
         """DDP has reduced what it holds, and nothing else was: some parameters of this optimizer are trained outside of it."""
-        wrappers = [
-            wrapper
-            for wrapper in self._state.wrappers()
-            if any(p.grad is not None for p in wrapper.module.parameters())
-        ]
-        held = {id(p): p.numel() for wrapper in wrappers for p in wrapper.module.parameters()}
-        reduced = sum(held[one] for wrapper in wrappers for one in ddp.parameters_of(wrapper))
-        known = self._held_by_ddp().union(*map(ddp.ignored_by, wrappers))
+        known = self._held_by_ddp()
         outside = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in known]
+        if not outside:
+            return
+        used = [one for one in self._state.wrappers() if any(p.grad is not None for p in one.module.parameters())]
+        reduced = sum(p.numel() for wrapper in used for p in ddp.reduced_by(wrapper))
+        ignored = {id(p) for wrapper in used for p in ddp.ignored_by(wrapper)}
+        outside = [p for p in outside if id(p) not in ignored]
         if outside and 0 < reduced <= self._world.traffic < reduced + sum(map(_elements, outside)) / 2:
             raise StepError(
                 f"{user_line()}: the gradients of {len(outside)} parameter{'s' if len(outside) > 1 else ''} of {type(optimizer).__name__} were "
@@ -342,7 +341,7 @@ class ScriptChecks:
             )
 
     def _held_by_ddp(self) -> set[int]:
-        return {one for wrapper in self._state.wrappers() for one in ddp.parameters_of(wrapper)}
+        return {id(p) for wrapper in self._state.wrappers() for p in ddp.reduced_by(wrapper)}
 
     def _say(self, what: str, text: str) -> None:
         if self._world.rank == 0 and self._world.generation and what not in self._said:

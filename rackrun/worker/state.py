@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
+from rackrun.worker import walk
 from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.groups import OptimizerGroups
@@ -336,7 +337,7 @@ class TrackedState:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         for module in self.modules.values():
-            yield from module.parameters()
+            yield from walk.parameters(module)
 
     def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Path -> parameter: those that tracked optimizers train, and all others."""
@@ -404,7 +405,7 @@ class TrackedState:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self.modules.items():
-            for path, buffer in module.named_buffers():
+            for path, buffer in walk.buffers(module):
                 yield f"{name}/{path}", local_part(buffer)
 
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
@@ -447,7 +448,7 @@ class TrackedState:
                 ],
                 "state": {
                     f"{path}/{key}": without_tensors(f"{name}/{path}/{key}", v)
-                    for path, _, key, v in _optimizer_state(optimizer)
+                    for path, _, key, v in _optimizer_state(optimizer, plain_only=True)
                     if not isinstance(v, torch.Tensor)
                 },
             }
@@ -457,7 +458,7 @@ class TrackedState:
         for name, other in self.others.items():
             plain[name] = without_tensors(f"{name}/state", other.state_dict())
         for name, module in self.modules.items():
-            extra = {path: sub.get_extra_state() for path, sub in module.named_modules() if _has_extra_state(sub)}
+            extra = {path: sub.get_extra_state() for path, sub in walk.modules(module) if _has_extra_state(sub)}
             if extra:
                 plain[name] = extra
         try:
@@ -531,14 +532,19 @@ def _shard_of(parameter: torch.Tensor) -> str:
     return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, *, plain_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
     """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
-    and then the list."""
+    and then the list. ``plain_only``: nothing of parameters for which there are tensors alone, which is most."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
+            held = optimizer.state.get(parameter)
+            if not held or (plain_only and all(isinstance(value, torch.Tensor) for value in held.values())):
+                continue
             path = f"state/{group_index}/{index}"
-            for key in sorted(optimizer.state.get(parameter, {})):
-                value = optimizer.state[parameter][key]
+            for key in sorted(held):
+                value = held[key]
                 if not isinstance(value, torch.Tensor):
                     for inner, tensor in flatten(key, value).items():
                         yield path, parameter, inner, tensor

@@ -8,11 +8,12 @@ about the order of backward: in forward order all communication would start only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rackrun.errors import StepError
@@ -25,7 +26,7 @@ __all__ = [
     "ignored_by",
     "install",
     "missing",
-    "parameters_of",
+    "reduced_by",
     "reset",
     "synchronise_gradients",
 ]
@@ -54,7 +55,7 @@ def install() -> None:
 
     def init_frozen(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._rackrun_left_out = [p for p in self.module.parameters() if not p.requires_grad]  # type: ignore[assignment]
+        self._rackrun_reduces = _reduces_now(self)  # type: ignore[assignment]
         freeze(self)
 
     DistributedDataParallel._build_params_for_reducer = build_reversed  # type: ignore[method-assign]
@@ -111,16 +112,22 @@ def hook(
     return held.clear
 
 
-def parameters_of(module: DistributedDataParallel) -> set[int]:
-    """The ids of the parameters whose gradients DDP reduces: not of those that were frozen when it was made."""
-    left_out = {id(parameter) for parameter in getattr(module, "_rackrun_left_out", ())}
-    return {id(p) for p in module.module.parameters()} - left_out - ignored_by(module)
+def reduced_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
+    """The parameters whose gradients DDP reduces: not those that were frozen when it was made."""
+    known: Sequence[nn.Parameter] | None = getattr(module, "_rackrun_reduces", None)
+    return _reduces_now(module) if known is None else known
 
 
-def ignored_by(module: DistributedDataParallel) -> set[int]:
-    """The ids of the parameters that DDP was told to leave alone, by those who reduce them elsewhere, or not."""
+def ignored_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
+    """Those that DDP was told to leave alone, by those who reduce them elsewhere, or not."""
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-    return {id(parameter) for name, parameter in module.module.named_parameters() if name in ignored}
+    return [parameter for name, parameter in module.module.named_parameters() if name in ignored]
+
+
+def _reduces_now(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
+    """What it would reduce if it were made now."""
+    left_alone = {id(parameter) for parameter in ignored_by(module)}
+    return [p for p in module.module.parameters() if p.requires_grad and id(p) not in left_alone]
 
 
 def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import debug
 
+from rackrun.worker import walk
+
 __all__ = [
     "begin",
     "clear_unreduced",
@@ -85,7 +87,8 @@ def forget_meshes() -> None:
 def begin(module: nn.Module) -> None:
     """Before a unit: forget the forward passes that no backward followed (an evaluation's). FSDP would prefetch for them in the
     next backward, and find its root gathered already: all-gathers that a newcomer, which has not evaluated, does not make."""
-    _begin(module, [leaf for param in params(module) for leaf in _leaves(param)])
+    if any(_fsdp_modules(module)):
+        _begin(module, [leaf for param in params(module) for leaf in _leaves(param)])
 
 
 def reset(module: nn.Module) -> None:
@@ -217,7 +220,7 @@ def _reshape_shard(param: Any) -> None:
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
-    return (sub for sub in module.modules() if isinstance(sub, FSDPModule))
+    return (sub for _, sub in walk.modules(module) if isinstance(sub, FSDPModule))
 
 
 def _fsdp_groups(module: nn.Module) -> Iterator[Any]:

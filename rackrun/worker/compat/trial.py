@@ -70,7 +70,7 @@ def _buckets_of_ddp() -> None:
     ddp.reset(module)
     module(torch.ones(())).backward()
     _expect("the gradient after an abandoned forward", _local(module.module.weight), _ONCE)
-    _expect("what DDP reduces", ddp.parameters_of(module), {id(module.module.weight)})
+    _expect("what DDP reduces", [id(p) for p in ddp.reduced_by(module)], [id(module.module.weight)])
 
 
 def _sums_of_ddp() -> None:
