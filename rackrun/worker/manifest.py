@@ -99,10 +99,13 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 class Modes(msgspec.Struct, frozen=True):
-    """What a script switches on a model: paths of parameters without ``requires_grad``, and of modules that are in ``eval()``."""
+    """What steps and phases have switched on a model since ``run.steps``: path -> value. What ``main`` sets before is not in it, so
+    that a job may resume with another choice."""
 
-    frozen: tuple[str, ...] = ()
-    evaluating: tuple[str, ...] = ()
+    requires_grad: dict[str, bool] = {}
+    """Of parameters."""
+    training: dict[str, bool] = {}
+    """Of modules: ``train()`` and ``eval()``."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -113,5 +116,4 @@ class Manifest(msgspec.Struct, frozen=True):
     lineage: Lineage = Lineage()
     whole: dict[str, int] = {}
     """Digests of the tensors that this rank has as a whole, where not all ranks are replicas: are they the same on all?"""
-    modes: Modes | None = None
-    """None: of a version that did not tell them."""
+    modes: Modes = Modes()

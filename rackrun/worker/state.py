@@ -47,6 +47,8 @@ class TrackedState:
         self.lineage = Lineage()
         self.filled = 0
         """How often it was filled from outside: what was written then has counted no tensor's version up."""
+        self._modes_of_main, self._modes_filled = Modes(), Modes()
+        """At ``run.steps``, and as they were switched there where this state was filled from last."""
 
     def track(self, name: str, thing: Any) -> None:
         if name in self.modules or name in self.optimizers or name in self.others:
@@ -70,7 +72,8 @@ class TrackedState:
         return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
 
     def check_complete(self) -> None:
-        """Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
+        """At ``run.steps``. Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
+        self._modes_of_main = self._modes_now()
         known = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
         for name, optimizer in self.optimizers.items():
             strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -229,8 +232,7 @@ class TrackedState:
     def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
-        if manifest.modes is not None:
-            self._put_modes(manifest.modes)
+        self._put_modes(manifest.modes)
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
@@ -298,19 +300,30 @@ class TrackedState:
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     # -- helpers
-    def _modes(self) -> Modes:
+    def _modes_now(self) -> Modes:
         return Modes(
-            tuple(path for path, parameter in self._parameters_by_path().items() if not parameter.requires_grad),
-            tuple(path for path, module in self._modules_by_path() if not module.training),
+            {path: parameter.requires_grad for path, parameter in self._parameters_by_path().items()},
+            {path: module.training for path, module in self._modules_by_path()},
+        )
+
+    def _modes(self) -> Modes:
+        """As switched since ``run.steps``, here or where this state comes from."""
+        now, main, filled = self._modes_now(), self._modes_of_main, self._modes_filled
+        return Modes(
+            _switched(now.requires_grad, main.requires_grad, filled.requires_grad),
+            _switched(now.training, main.training, filled.training),
         )
 
     def _put_modes(self, modes: Modes) -> None:
-        frozen, evaluating = set(modes.frozen), set(modes.evaluating)
+        self._modes_filled = modes
+        trains = {**self._modes_of_main.requires_grad, **modes.requires_grad}
         for path, parameter in self._parameters_by_path().items():
-            if parameter.requires_grad != (path not in frozen):
-                parameter.requires_grad_(path not in frozen)
+            wanted = trains.get(path, parameter.requires_grad)
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+        training = {**self._modes_of_main.training, **modes.training}
         for path, module in self._modules_by_path():
-            module.training = path not in evaluating
+            module.training = training.get(path, module.training)
 
     def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
         for name, root in self.modules.items():
@@ -514,6 +527,10 @@ def _refuse(name: str, thing: Any) -> None:
             f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
             remedy="use fully_shard (FSDP2).",
         )
+
+
+def _switched(now: Mapping[str, bool], main: Mapping[str, bool], filled: Mapping[str, bool]) -> dict[str, bool]:
+    return {path: value for path, value in now.items() if value != main.get(path) or filled.get(path) == value}
 
 
 def _over(present: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -112,6 +112,7 @@ def unfrozen(steps: int, at: int | None, *, between: bool = False) -> TrackedSta
     state = TrackedState()
     state.track("net", net)
     state.track("optimizer", optimizer)
+    state.check_complete()
     for step in range(steps):
         if step == at:
             unfreeze(state)
@@ -147,19 +148,42 @@ def test_who_goes_back_to_before_a_group_was_added_has_it_no_more() -> None:
     assert len(ahead.optimizers["optimizer"].state) == 2
 
 
+def flags_of(state: TrackedState) -> tuple[list[bool], list[bool]]:
+    net = state.modules["net"]
+    return [p.requires_grad for p in net.parameters()], [m.training for m in net.modules()]
+
+
 @pytest.mark.parametrize("at", [1, 5], ids=["thawed", "frozen"])
 def test_a_newcomer_trains_what_the_others_train_by_now(at: int) -> None:
     """What ``main`` sets before run.steps is of the beginning; what the steps have set since is not in it."""
     source, newcomer = unfrozen(3, at), unfrozen(2, 6 - at if at > 1 else None)
     carried(source, newcomer)
-    flags = [
-        (
-            [p.requires_grad for p in state.modules["net"].parameters()],
-            [m.training for m in state.modules["net"].modules()],
-        )
-        for state in (source, newcomer)
-    ]
-    assert flags[0] == flags[1]
+    assert flags_of(newcomer) == flags_of(source)
+
+
+def resumed(source: TrackedState, *, frozen: bool) -> list[bool]:
+    """What of the body trains after a resume with a ``main`` that has frozen it, or not."""
+    later = unfrozen(0, None)
+    later.modules["net"][0].requires_grad_(not frozen)  # type: ignore[index]
+    later.check_complete()
+    carried(source, later)
+    again = unfrozen(0, None)
+    carried(later, again)  # a newcomer, or another resume
+    if frozen:
+        assert flags_of(again) == flags_of(later)
+    return [p.requires_grad for p in later.modules["net"][0].parameters()]  # type: ignore[index]
+
+
+def test_a_resume_with_another_choice_in_main_has_it() -> None:
+    assert resumed(unfrozen(3, None), frozen=True) == [False, False]
+    assert resumed(unfrozen(3, None), frozen=False) == [True, True]
+
+
+def test_a_resume_has_what_steps_have_switched_whatever_main_says() -> None:
+    switched = unfrozen(3, 1)
+    switched.modules["net"][0].requires_grad_(False)  # type: ignore[index]
+    switched.modules["net"][0].bias.requires_grad_(True)  # type: ignore[index,union-attr]
+    assert resumed(switched, frozen=True) == [False, True]
 
 
 def test_an_abandoned_step_takes_the_group_back_that_it_has_added() -> None:
