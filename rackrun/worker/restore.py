@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -27,9 +28,9 @@ from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, Communicator
 from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, pack
+from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, digests, pack
 
-__all__ = ["landing_places", "run_restores", "settle_restores"]
+__all__ = ["Asks", "landing_places", "run_restores", "settle_restores"]
 
 CHUNK_BYTES = 8 * 2**20
 SMALL_BYTES = 64 * 2**10
@@ -48,6 +49,18 @@ def settle_restores() -> None:
         pass
 
 
+@dataclass(frozen=True)
+class Asks:
+    """What a restore asks of the worker, and tells it."""
+
+    overtaken: Callable[[], bool]
+    """Nobody waits for the outcome any more."""
+    reached: Callable[[str], None] = lambda _: None
+    """Told of the stages of the copy (`rackrun.worker.stages`)."""
+    digests_of: Callable[[], Mapping[str, int]] = dict
+    """A source asks, while the newcomer reads, for what is known of its tensors, by path."""
+
+
 def run_restores(
     plan: Plan,
     rank: int,
@@ -55,23 +68,21 @@ def run_restores(
     state: TrackedState,
     replica_class: str,
     device: torch.device,
-    overtaken: Callable[[], bool],
-    reached: Callable[[str], None] = lambda _: None,
+    asks: Asks,
 ) -> Manifest | None:
     """This rank's part in every restore of the plan, as source or as newcomer (which gets the source's manifest back).
 
-    RuntimeError when a peer is lost meanwhile. ``overtaken``: whether nobody waits for the outcome any more. ``reached`` is told of the
-    stages of the copy (`rackrun.worker.stages`).
+    RuntimeError when a peer is lost meanwhile.
     """
     received = None
     for restore in plan.restores:
         if not restore.sources:
             continue  # from a snapshot: rackrun.worker.snapshot
         if rank == restore.rank:
-            received = _receive(restore, world, state, device, overtaken, reached)
+            received = _receive(restore, world, state, device, asks)
         elif rank in restore.sources:
-            _send(restore, rank, world, state, replica_class, device)
-            reached("served")
+            _send(restore, rank, world, state, replica_class, device, asks)
+            asks.reached("served")
     return received
 
 
@@ -111,9 +122,18 @@ class _Layout:
                 )
                 turn += 1
 
-    def digests(self, checker: int, tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, int]:
-        """What ``checker`` vouches for."""
-        found = {path: digest(tensors[path]) for path, source in self.checker.items() if source == checker}
+    def digests(
+        self,
+        checker: int,
+        tensors: dict[str, torch.Tensor],
+        device: torch.device,
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> dict[str, int]:
+        """What ``checker`` vouches for. ``known``: some of them."""
+        mine = [path for path, source in self.checker.items() if source == checker]
+        new = [path for path in mine if path not in known]
+        fresh = {**known, **dict(zip(new, digests([tensors[path] for path in new]), strict=True))}
+        found = {path: fresh[path] for path in mine}
         small = [path for path in self.small if not _is_buffer(path)]
         if small and checker == self.second:
             found[", ".join(small)] = digest(pack([tensors[path] for path in small], device))
@@ -121,7 +141,13 @@ class _Layout:
 
 
 def _send(
-    restore: Restore, rank: int, world: Communicator, state: TrackedState, replica_class: str, device: torch.device
+    restore: Restore,
+    rank: int,
+    world: Communicator,
+    state: TrackedState,
+    replica_class: str,
+    device: torch.device,
+    asks: Asks,
 ) -> None:
     manifest, tensors = state.manifest(replica_class), state.tensors()
     layout = _Layout(manifest, restore.sources)
@@ -138,7 +164,8 @@ def _send(
         if device.type == "cpu":
             told = torch.zeros(4 + len(layout.large), dtype=torch.int64) if offer is None else offer
             works.append(_post(world, "send", told, restore.rank, _OFFER))
-        digests = torch.tensor(list(layout.digests(rank, tensors, device).values()), dtype=torch.int64)
+        vouched = layout.digests(rank, tensors, device, asks.digests_of())
+        digests = torch.tensor(list(vouched.values()), dtype=torch.int64)
         answer = torch.tensor([_SEND])
         if device.type == "cpu":
             _post(world, "recv", answer, restore.rank, _ANSWER).wait()
@@ -165,8 +192,7 @@ def _receive(
     world: Communicator,
     state: TrackedState,
     device: torch.device,
-    overtaken: Callable[[], bool],
-    reached: Callable[[str], None],
+    asks: Asks,
 ) -> Manifest:
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64, device=device)
@@ -192,22 +218,22 @@ def _receive(
         if chunk.source not in neighbours
     ]
     if neighbours:
-        _read(layout, neighbours, flat, overtaken)
+        _read(layout, neighbours, flat, asks.overtaken)
         works += [_post(world, "send", torch.tensor([_HAVE_READ]), source, _ANSWER) for source in neighbours]
     for work in works:
         work.wait()
-    reached("copied")
+    asks.reached("copied")
     with _filling:
-        if overtaken():
+        if asks.overtaken():
             raise RuntimeError("a newer generation was announced")
         for path, block in dense.items():
             if block is None:
                 tensors[path].copy_(layout.infos[path].view(flat[path]))
         copy_bytes(small, [tensors[path] for path in layout.small])
     _verify(restore, layout, tensors, world, device)
-    reached("verified")
+    asks.reached("verified")
     with _filling:
-        if overtaken():
+        if asks.overtaken():
             raise RuntimeError("a newer generation was announced")
         state.load_plain(manifest, tensors)
     return manifest

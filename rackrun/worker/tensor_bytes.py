@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import crc32c
 import torch
 from torch.distributed.tensor import DTensor
 
 __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "local_part", "pack"]
+
+
+_SHARED_BYTES = 32 * 2**20
+"""Some milliseconds of one processor: less is not worth the threads."""
+_THREADS = 8
+"""More would wait for memory."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,8 +46,14 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The same of each. A device is waited for once."""
-    found: list[int | torch.Tensor] = [_digest(tensor) for tensor in tensors]
+    """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
+    found: list[int | torch.Tensor]
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
+    if threads > 1 and sum(one.nbytes for one in tensors if one.device.type == "cpu") >= _SHARED_BYTES:
+        with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
+            found = list(pool.map(_digest, tensors))
+    else:
+        found = [_digest(tensor) for tensor in tensors]
     sums = [one for one in found if isinstance(one, torch.Tensor)]
     read = iter(torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
     return [next(read) if isinstance(one, torch.Tensor) else one for one in found]

@@ -84,6 +84,8 @@ class Undo:
         """The same of everything, in a first step."""
         self._begun: dict[str, int] = {}
         """Digests when the unit began of what optimizers train, where they are asked for."""
+        self._ahead: tuple[int, dict[str, int]] = -1, {}
+        """Those of the attempt to come, and how often the state was filled by then."""
         self._ended: dict[str, int] = {}
         """Of everything, at the end of the unit before, when that was audited."""
         self._found_early: set[str] = set()
@@ -242,9 +244,23 @@ class Undo:
         taken = self._copies.take(now) + self._copies.take(copied, place)
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
         looks = self._audits or bool(self._suspect_at) or bool(self._phase)
-        self._begun = _digests({p: t for p, t in owned.items() if p not in copied}) if looks else {}
+        self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
         self._first = _digests({**owned, **{p: free[p] for p in unknown}}) if self._everywhere else {}
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
+
+    def digests_ahead(self) -> Mapping[str, int]:
+        """Between a unit that was abandoned and the next attempt at it, while this rank waits for others: the digests which that will begin
+        with. Empty where it will need none."""
+        if not self._suspect_at:
+            return {}
+        if self._ahead[0] != self._state.filled:
+            self._ahead = self._state.filled, _digests(self._owned())
+        return self._ahead[1]
+
+    def _digests_at_begin(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        (filled, ahead), self._ahead = self._ahead, (-1, {})
+        known = ahead if filled == self._state.filled and tensors.keys() <= ahead.keys() else {}
+        return {path: known[path] for path in tensors} if known else _digests(tensors)
 
     def _place_for(self, size: int) -> torch.device | None:
         """Raises `NoRoom`."""

@@ -489,3 +489,47 @@ def test_a_tracked_generator_is_put_back_and_given_to_a_newcomer(generator: Any)
     second = draw()
     state.load_plain(manifest, tensors)
     assert draw() == second
+
+
+def abandoned(net: nn.Module) -> tuple[TrackedState, Undo]:
+    """A step without copies of what the optimizer trains was left at its first place."""
+    state = TrackedState()
+    state.track("net", net)
+    state.track("optimizer", torch.optim.SGD(net.parameters(), lr=0.1))
+    undo = Undo(state)
+    undo.begin()
+    undo.at_place()
+    assert undo.discard(backward_open=False) == []
+    return state, undo
+
+
+def test_the_next_attempt_begins_with_digests_that_were_taken_while_others_were_waited_for() -> None:
+    state, undo = abandoned(nn.Linear(4, 4))
+    ahead = undo.digests_ahead()
+    assert ahead.keys() == {"net/param/weight", "net/param/bias"}
+    undo.begin()
+    state.modules["net"].weight.data.add_(1.0)  # type: ignore[operator,union-attr]
+    undo.at_place()
+    undo.before_update()
+    assert undo.not_put_back() == ["net/param/weight"]
+
+
+def test_digests_of_a_state_that_was_replaced_since_are_not_those_of_the_attempt() -> None:
+    state, undo = abandoned(nn.Linear(4, 4))
+    undo.digests_ahead()
+    other = TrackedState()
+    other.track("net", nn.Linear(4, 4))
+    other.track("optimizer", torch.optim.SGD(other.modules["net"].parameters(), lr=0.1))
+    carried(other, state)
+    undo.begin()
+    undo.at_place()
+    undo.before_update()
+    assert undo.not_put_back() == []
+
+
+def test_nobody_takes_digests_ahead_of_a_unit_that_begins_with_none() -> None:
+    _, undo = abandoned(nn.Linear(4, 4))
+    undo.begin()
+    undo.before_update()
+    undo.ended()
+    assert not undo.digests_ahead()

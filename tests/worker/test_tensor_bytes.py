@@ -57,6 +57,14 @@ def test_a_digest_is_of_the_bytes_and_their_number_however_the_tensor_lies() -> 
     assert digest(torch.nn.Parameter(one)) == digest(one)
 
 
+def test_digests_of_much_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared by several threads, in the order in which they were asked for."""
+    monkeypatch.setattr(tensor_bytes, "_SHARED_BYTES", 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(5))
+    many = [torch.arange(size, dtype=torch.float32) for size in range(60)]
+    assert digests(many) == [digest(one) for one in many]
+
+
 @pytest.mark.parametrize("size", [1, 8, 15, 8 * 1021, 8 * 1021 * 3 + 8 * 5 + 3])
 def test_sums_which_take_the_place_of_a_checksum_on_a_device_see_every_change_and_every_exchange(size: int) -> None:
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
