@@ -31,7 +31,7 @@ from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports
 from rackrun.worker.resharding import reshard
 from rackrun.worker.resizing import fixed_because
-from rackrun.worker.restore import Asks, run_restores, settle_restores
+from rackrun.worker.restore import Callbacks, run_restores, settle_restores
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
@@ -58,8 +58,8 @@ class Rejoin:
         self._state, self._snapshots, self._replicas = state, snapshots, replicas
         self._pace, self._durable, self._settle = pace, durable, settle
         self._reports = reports
-        self.digests_of: Callable[[], Mapping[str, int]] = dict
-        """Those of this rank's own tensors, by path, as far as they are known or will be needed."""
+        self.known_digests: Callable[[], Mapping[str, int]] = dict
+        """As `rackrun.worker.restore.Callbacks`."""
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
         self.was_left = False
@@ -176,7 +176,7 @@ class Rejoin:
                     self._state,
                     world.replica_class,
                     self._runtime.device,
-                    Asks(lambda: world.superseded(plan.generation), world.stages.reached, self.digests_of),
+                    Callbacks(lambda: world.superseded(plan.generation), world.stages.reached, self.known_digests),
                 ),
             )
             if manifest is not None:

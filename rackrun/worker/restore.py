@@ -30,7 +30,7 @@ from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, digests, pack
 
-__all__ = ["Asks", "landing_places", "run_restores", "settle_restores"]
+__all__ = ["Callbacks", "landing_places", "run_restores", "settle_restores"]
 
 CHUNK_BYTES = 8 * 2**20
 SMALL_BYTES = 64 * 2**10
@@ -50,15 +50,15 @@ def settle_restores() -> None:
 
 
 @dataclass(frozen=True)
-class Asks:
+class Callbacks:
     """What a restore asks of the worker, and tells it."""
 
     overtaken: Callable[[], bool]
     """Nobody waits for the outcome any more."""
     reached: Callable[[str], None] = lambda _: None
     """Told of the stages of the copy (`rackrun.worker.stages`)."""
-    digests_of: Callable[[], Mapping[str, int]] = dict
-    """A source asks, while the newcomer reads, for what is known of its tensors, by path."""
+    known_digests: Callable[[], Mapping[str, int]] = dict
+    """The digests of this rank's own tensors that are known, by path. Asked of a source, while the newcomer reads."""
 
 
 def run_restores(
@@ -68,7 +68,7 @@ def run_restores(
     state: TrackedState,
     replica_class: str,
     device: torch.device,
-    asks: Asks,
+    callbacks: Callbacks,
 ) -> Manifest | None:
     """This rank's part in every restore of the plan, as source or as newcomer (which gets the source's manifest back).
 
@@ -79,10 +79,10 @@ def run_restores(
         if not restore.sources:
             continue  # from a snapshot: rackrun.worker.snapshot
         if rank == restore.rank:
-            received = _receive(restore, world, state, device, asks)
+            received = _receive(restore, world, state, device, callbacks)
         elif rank in restore.sources:
-            _send(restore, rank, world, state, replica_class, device, asks)
-            asks.reached("served")
+            _send(restore, rank, world, state, replica_class, device, callbacks)
+            callbacks.reached("served")
     return received
 
 
@@ -147,7 +147,7 @@ def _send(
     state: TrackedState,
     replica_class: str,
     device: torch.device,
-    asks: Asks,
+    callbacks: Callbacks,
 ) -> None:
     manifest, tensors = state.manifest(replica_class), state.tensors()
     layout = _Layout(manifest, restore.sources)
@@ -164,7 +164,7 @@ def _send(
         if device.type == "cpu":
             told = torch.zeros(4 + len(layout.large), dtype=torch.int64) if offer is None else offer
             works.append(_post(world, "send", told, restore.rank, _OFFER))
-        vouched = layout.digests(rank, tensors, device, asks.digests_of())
+        vouched = layout.digests(rank, tensors, device, callbacks.known_digests())
         digests = torch.tensor(list(vouched.values()), dtype=torch.int64)
         answer = torch.tensor([_SEND])
         if device.type == "cpu":
@@ -192,7 +192,7 @@ def _receive(
     world: Communicator,
     state: TrackedState,
     device: torch.device,
-    asks: Asks,
+    callbacks: Callbacks,
 ) -> Manifest:
     lead = restore.sources[0]
     header = torch.zeros(1, dtype=torch.int64, device=device)
@@ -218,22 +218,22 @@ def _receive(
         if chunk.source not in neighbours
     ]
     if neighbours:
-        _read(layout, neighbours, flat, asks.overtaken)
+        _read(layout, neighbours, flat, callbacks.overtaken)
         works += [_post(world, "send", torch.tensor([_HAVE_READ]), source, _ANSWER) for source in neighbours]
     for work in works:
         work.wait()
-    asks.reached("copied")
+    callbacks.reached("copied")
     with _filling:
-        if asks.overtaken():
+        if callbacks.overtaken():
             raise RuntimeError("a newer generation was announced")
         for path, block in dense.items():
             if block is None:
                 tensors[path].copy_(layout.infos[path].view(flat[path]))
         copy_bytes(small, [tensors[path] for path in layout.small])
     _verify(restore, layout, tensors, world, device)
-    asks.reached("verified")
+    callbacks.reached("verified")
     with _filling:
-        if asks.overtaken():
+        if callbacks.overtaken():
             raise RuntimeError("a newer generation was announced")
         state.load_plain(manifest, tensors)
     return manifest

@@ -327,7 +327,7 @@ class TrackedState:
 
     def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
         for name, root in self.modules.items():
-            for path, module in root.named_modules():
+            for path, module in walk.modules(root):
                 yield f"{name}/{path}", module
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -530,6 +530,7 @@ def _refuse(name: str, thing: Any) -> None:
 
 
 def _switched(now: Mapping[str, bool], main: Mapping[str, bool], filled: Mapping[str, bool]) -> dict[str, bool]:
+    """What differs from ``main``, and what was switched already where this state was filled from, and still is."""
     return {path: value for path, value in now.items() if value != main.get(path) or filled.get(path) == value}
 
 

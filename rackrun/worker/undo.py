@@ -249,8 +249,8 @@ class Undo:
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
 
     def digests_ahead(self) -> Mapping[str, int]:
-        """Between a unit that was abandoned and the next attempt at it, while this rank waits for others: the digests which that will begin
-        with. Empty where it will need none."""
+        """The digests with which the next attempt at an abandoned unit will begin, taken while this rank waits for others. Empty where that
+        attempt needs none."""
         if not self._suspect_at:
             return {}
         if self._ahead[0] != self._state.filled:

@@ -133,16 +133,9 @@ class UnitRunner:
             self._pace = carried.pace
             self._pace.entered_again(carried.world_size, self._world.size)
         self._rejoin = Rejoin(
-            runtime,
-            state,
-            self._snapshots,
-            self._replicas,
-            self._pace,
-            durable,
-            self._settle,
-            self._reports,
+            runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle, self._reports
         )
-        self._rejoin.digests_of = self._undo.digests_ahead
+        self._rejoin.known_digests = self._undo.digests_ahead
         self._begun = False
         self._between: float | None = None
         """Since when the user's code between two units runs."""

@@ -161,17 +161,21 @@ def test_a_newcomer_trains_what_the_others_train_by_now(at: int) -> None:
     assert flags_of(newcomer) == flags_of(source)
 
 
+def body_of(state: TrackedState) -> nn.Module:
+    return state.modules["net"].get_submodule("0")
+
+
 def resumed(source: TrackedState, *, frozen: bool) -> list[bool]:
     """What of the body trains after a resume with a ``main`` that has frozen it, or not."""
     later = unfrozen(0, None)
-    later.modules["net"][0].requires_grad_(not frozen)  # type: ignore[index]
+    body_of(later).requires_grad_(not frozen)
     later.check_complete()
     carried(source, later)
     again = unfrozen(0, None)
     carried(later, again)  # a newcomer, or another resume
     if frozen:
         assert flags_of(again) == flags_of(later)
-    return [p.requires_grad for p in later.modules["net"][0].parameters()]  # type: ignore[index]
+    return [p.requires_grad for p in body_of(later).parameters()]
 
 
 def test_a_resume_with_another_choice_in_main_has_it() -> None:
@@ -181,8 +185,8 @@ def test_a_resume_with_another_choice_in_main_has_it() -> None:
 
 def test_a_resume_has_what_steps_have_switched_whatever_main_says() -> None:
     switched = unfrozen(3, 1)
-    switched.modules["net"][0].requires_grad_(False)  # type: ignore[index]
-    switched.modules["net"][0].bias.requires_grad_(True)  # type: ignore[index,union-attr]
+    body_of(switched).requires_grad_(False)
+    body_of(switched).get_parameter("bias").requires_grad_(True)
     assert resumed(switched, frozen=True) == [False, True]
 
 
@@ -508,7 +512,7 @@ def test_the_next_attempt_begins_with_digests_that_were_taken_while_others_were_
     ahead = undo.digests_ahead()
     assert ahead.keys() == {"net/param/weight", "net/param/bias"}
     undo.begin()
-    state.modules["net"].weight.data.add_(1.0)  # type: ignore[operator,union-attr]
+    state.modules["net"].get_parameter("weight").data.add_(1.0)
     undo.at_place()
     undo.before_update()
     assert undo.not_put_back() == ["net/param/weight"]
