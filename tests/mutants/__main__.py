@@ -99,7 +99,8 @@ def prepare(mutant: Mutant, reach: Reach, well: Path, tree: Path, budget_s: floa
     if code == 0 and not said.strip().startswith(str(tree)):
         raise SystemExit(f"the copy is not what is imported there, but {said.strip()}")
     module = Path(mutant.module)
-    reaching = reach.tests(module, statement_lines((well / module).read_text(), mutant.line))
+    text = (well / module).read_text()
+    reaching = reach.tests(module, text, statement_lines(text, mutant.line))
     return Climber(tree, rungs_for(tree, module, reaching, budget_s), budget_s)
 
 
