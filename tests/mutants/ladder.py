@@ -59,19 +59,27 @@ def rungs_for(tree: Path, module: Path, reaching: Sequence[str], budget_s: float
 def notices(tree: Path, rung: Rung, well: Path, limit_s: float) -> tuple[str, float]:
     """Who notices the mistake in the ``tree`` ("": nobody), and after how many seconds.
 
-    What fails in the one without it (``well``) too has noticed nothing; that is tried beside, and takes none of the seconds.
+    A test has noticed it that fails twice, and does not in the tree without the mistake (``well``): otherwise it is left out, and the others go on.
+    These second looks are taken beside, and take none of the seconds.
     """
-    began = time.monotonic()
-    code, said = run(tree, rung.command, limit_s)
-    seconds = time.monotonic() - began
-    if code in (0, 5, None):  # 5: no test is selected; None: there was no more time
-        return "", seconds
-    by = failed_in(said) if rung.is_pytest else said.strip().splitlines()[-1][:160] if said.strip() else rung.name
-    if rung.is_pytest:  # also where no test could be found or begun at all
-        again = pytest_command("-m", "", by.partition("[")[0]) if "::" in by else (*rung.command, "--collect-only")
-        if run(well, again, 200)[0] not in (0, None):
-            return "", seconds
-    return by or f"exit code {code}", seconds
+    seconds, left_out = 0.0, list[str]()
+    while seconds < limit_s:
+        began = time.monotonic()
+        code, said = run(tree, (*rung.command, *left_out), limit_s - seconds)
+        seconds += time.monotonic() - began
+        if code in (0, 5, None):  # 5: no test is selected; None: there was no more time
+            break
+        if not rung.is_pytest:
+            return (said.strip().splitlines() or [rung.name])[-1][:160], seconds
+        by = failed_in(said)
+        if "::" not in by:  # no test could be found or begun at all, or one has ended the process
+            collects = run(well, (*rung.command, "--collect-only"), 200)[0] == 0
+            return (by or f"exit code {code}") if collects else "", seconds
+        again = pytest_command("-m", "", by)
+        if run(tree, again, 200)[0] != 0 and run(well, again, 200)[0] == 0:
+            return by, seconds
+        left_out += ["--deselect", by]
+    return "", seconds
 
 
 def run(

@@ -12,10 +12,11 @@ import ast
 import difflib
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import coverage
 
 from tests.mutants import ladder
 
-__all__ = ["Reach", "statement_lines"]
+__all__ = ["Reach", "places", "statement_lines"]
 
 BATCH = 12
 """So many files of tests are run, and what they reach is kept, before others are."""
@@ -71,29 +72,27 @@ class Reach:
         batches = [_read(path) for path in sorted(self._folder.glob("batch-*.json"))]
         known = {item for batch in batches for item in batch.files.items()}
         new = [name for name, digest in files.items() if (name, digest) not in known]
-        for start in range(0, len(new), BATCH):
-            batches.append(self._run(tree, {name: files[name] for name in new[start : start + BATCH]}, sources, jobs))
+        groups = [new[start : start + BATCH] for start in range(0, len(new), BATCH)]
+        batches.extend(self._run(tree, {name: files[name] for name in group}, sources, jobs) for group in groups)
         self._batches, self._seconds = [], {}
         for batch in batches:
             counts = {name for name, digest in batch.files.items() if files.get(name) == digest}
             self._batches.append((batch, counts))
             self._seconds |= {test: took for test, took in batch.seconds.items() if _file(test) in counts}
 
-    def tests(self, module: Path, text: str, lines: Iterable[int]) -> list[str]:
-        """Those that reach one of ``lines`` of the module, whose ``text`` is this, the fastest first. What only an import reaches,
-        any test of the module may notice."""
-        found, anywhere, wanted = set(), set(), set(lines)
-        for batch, counts in self._batches:
-            before = self._texts / batch.modules[str(module)] if str(module) in batch.modules else None
-            there = set(moved(text, before.read_text(), wanted)) if before else wanted
-            data = coverage.CoverageData(str(batch.folder / "lines.coverage"))
-            data.read()
-            for path in data.measured_files():
-                if path.endswith(f"/{module}"):
-                    for line, contexts in data.contexts_by_lineno(path).items():
-                        names = {name for context in contexts if _file(name := _test(context)) in counts or not name}
-                        anywhere |= names
-                        found |= names if line in there else set()
+    def tests(self, tree: Path, shows: Mapping[Path, Iterable[int]]) -> list[str]:
+        """Those that reach one of these lines of modules of ``tree``, the fastest first. What only an import reaches, any test of the modules may
+        notice."""
+        found, anywhere = set(), set()
+        for module, lines in shows.items():
+            text, wanted = (tree / module).read_text(), set(lines)
+            for batch, counts in self._batches:
+                before = self._texts / batch.modules[str(module)] if str(module) in batch.modules else None
+                there = set(moved(text, before.read_text(), wanted)) if before else wanted
+                for line, names in _names(batch, module):
+                    those = {name for name in names if _file(name) in counts or not name}
+                    anywhere |= those
+                    found |= those if line in there else set()
         if not found or "" in found:  # before the first test
             found = anywhere
         known = found & self._seconds.keys() or self._seconds.keys()  # a module without functions: anybody
@@ -144,6 +143,16 @@ def _seen(tree: Path, batch: Batch, sources: Sequence[str], jobs: int) -> dict[s
     return dict(json.loads(durations.read_text()))
 
 
+def _names(batch: Batch, module: Path) -> Iterator[tuple[int, set[str]]]:
+    """Each line of ``module`` that the batch reached, and the tests that did; "": an import before any of them."""
+    data = coverage.CoverageData(str(batch.folder / "lines.coverage"))
+    data.read()
+    for path in data.measured_files():
+        if path.endswith(f"/{module}"):
+            for line, contexts in data.contexts_by_lineno(path).items():
+                yield line, {_test(context) for context in contexts}
+
+
 def moved(text: str, before: str, lines: Iterable[int]) -> list[int]:
     """Where ``lines`` of a ``text`` stood ``before``; of one that is new, those that it was put between."""
     if text == before:
@@ -157,6 +166,44 @@ def moved(text: str, before: str, lines: Iterable[int]) -> list[int]:
         near = (line,) if line in stood else (max(n for n in stood if n < line), min(n for n in stood if n > line))
         found |= {stood[n] for n in near}
     return sorted(found)
+
+
+def places(tree: Path, sources: Sequence[str], module: Path, line: int) -> dict[Path, set[int]]:
+    """Where a mistake at ``line`` of ``module`` shows: module -> lines. A constant, or the default of a field, shows in the functions that say its
+    name, of any module in ``sources``; what else there is, where it stands."""
+    text = (tree / module).read_text()
+    name = _outside_of_functions(text, line)
+    found: dict[Path, set[int]] = {}
+    if name:
+        for path in sorted(path for source in sources for path in (tree / source).rglob("*.py")):
+            if lines := _said_in_functions(path.read_text(), name):
+                found[path.relative_to(tree)] = lines
+    return found or {module: set(statement_lines(text, line))}
+
+
+def _outside_of_functions(text: str, line: int) -> str:
+    """The name that the statement at ``line`` binds; "": it is in a function, or binds none."""
+    name = ""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return ""
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                name = target.id if isinstance(target, ast.Name) else ""
+    return name
+
+
+def _said_in_functions(text: str, name: str) -> set[int]:
+    says = re.compile(rf"\b{re.escape(name)}\b")
+    if not says.search(text):
+        return set()
+    said = {number for number, line in enumerate(text.splitlines(), 1) if says.search(line)}
+    inside: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside |= said & set(range(node.body[0].lineno, (node.end_lineno or 0) + 1))
+    return {one for line in inside for one in statement_lines(text, line)}
 
 
 def statement_lines(text: str, line: int) -> range:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants.__main__ import draw, plant
 from tests.mutants.equivalent import Equivalent, changed_lines, read, why
-from tests.mutants.ladder import Rung, failed_in
+from tests.mutants.ladder import Rung, failed_in, notices, pytest_command
 from tests.mutants.operators import OPERATORS, mutated, sites
 from tests.mutants.rounds import Climber, climb
 
@@ -119,3 +119,33 @@ def test_without_time_nobody_is_said_to_have_noticed(tmp_path: Path) -> None:
     alone = Climber(tmp_path, [rung("raise SystemExit(1)")], 0.0)
     assert climb([alone], tmp_path, 100.0, 2, lambda climber: None) == 0.0
     assert not alone.by
+
+
+def test_a_test_that_fails_without_the_mistake_too_or_only_once_has_noticed_nothing_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    broken, well = tmp_path / "broken", tmp_path / "well"
+    text = """
+from pathlib import Path
+
+def test_always():
+    assert False
+
+def test_once():
+    was = Path("was-here")
+    first = not was.exists()
+    was.touch()
+    assert not first
+
+def test_of_the_mistake():
+    assert Path("mistake").read_text() == "no"
+"""
+    for tree, said in {broken: "yes", well: "no"}.items():
+        tree.mkdir()
+        (tree / "test_it.py").write_text(text)
+        (tree / "mistake").write_text(said)
+        (tree / "pytest.ini").write_text("[pytest]\n")
+    one = Rung("r", pytest_command("test_it.py"), 100.0)
+    by, seconds = notices(broken, one, well, 100.0)
+    assert by == "test_it.py::test_of_the_mistake"
+    assert seconds < 100

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import reach as of_reach
-from tests.mutants.reach import Reach, moved, statement_lines
+from tests.mutants.reach import Reach, moved, places, statement_lines
 
 MODULE = """
 def own(a: int) -> int:
@@ -54,9 +54,10 @@ def tree(tmp_path: Path) -> Path:
 def test_who_runs_a_line_is_known_also_where_another_process_does_and_when_the_line_has_moved(tree: Path) -> None:
     reach = Reach(tree.parent / "map")
     reach.learn(tree, ["part"], jobs=1)
+    module = Path("part/module.py")
     for line, test in {3: "own", 6: "forked", 9: "started"}.items():
-        assert reach.tests(Path("part/module.py"), MODULE, [line]) == [f"{NAME}::test_{test}"]
-    assert len(reach.tests(Path("part/module.py"), MODULE, [2])) == 3, "an import has reached it before any test"
+        assert reach.tests(tree, {module: [line]}) == [f"{NAME}::test_{test}"]
+    assert len(reach.tests(tree, {module: [2]})) == 3, "an import has reached it before any test"
 
     changed = MODULE.replace("def forked", "\ndef new() -> int:\n    return 4\n\n\ndef forked")
     (tree / "part/module.py").write_text(changed)
@@ -64,7 +65,7 @@ def test_who_runs_a_line_is_known_also_where_another_process_does_and_when_the_l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_reach, "_seen", None)  # nothing is run
         again.learn(tree, ["part"], jobs=1)
-    assert again.tests(Path("part/module.py"), changed, [11]) == [f"{NAME}::test_forked"]
+    assert again.tests(tree, {module: [11]}) == [f"{NAME}::test_forked"]
 
 
 def test_what_was_learned_before_an_interruption_is_kept_and_a_test_that_has_changed_is_run_again(
@@ -107,3 +108,17 @@ def test_of_a_line_that_is_new_those_count_that_it_was_put_between() -> None:
 def test_the_lines_of_a_statement_are_those_before_its_body_and_of_a_function_its_body(line: int, lines: range) -> None:
     text = "\nif (a and\n        b):\n    c(1,\n      2)\nd = 3\ndef e() -> None:\n    return\n"
     assert statement_lines(text, line) == lines
+
+
+def test_a_constant_and_the_default_of_a_field_show_where_functions_say_their_names(tmp_path: Path) -> None:
+    texts = {
+        "part/a.py": "PATIENCE_S = 3\n\n\nclass A:\n    meets: bool = False\n\n\ndef f() -> int:\n    return (\n        PATIENCE_S\n    )\n",
+        "part/b.py": "from part.a import PATIENCE_S\n\n\ndef g(one: A) -> bool:\n    return one.meets\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    a, b = map(Path, texts)
+    assert places(tmp_path, ["part"], a, 1) == {a: {9, 10, 11}}
+    assert places(tmp_path, ["part"], a, 5) == {b: {5}}
+    assert places(tmp_path, ["part"], a, 9) == {a: {9, 10, 11}}
