@@ -71,11 +71,11 @@ def notices(tree: Path, rung: Rung, well: Path, limit_s: float) -> tuple[str, fl
             break
         if not rung.is_pytest:
             return (said.strip().splitlines() or [rung.name])[-1][:160], seconds
-        by = failed_in(said)
+        by = failed_in(said, rung.command)
         if "::" not in by:  # no test could be found or begun at all, or one has ended the process
-            collects = run(well, (*rung.command, "--collect-only"), 200)[0] == 0
-            return (by or f"exit code {code}") if collects else "", seconds
-        again = pytest_command("-m", "", by)
+            works = run(well, rung.command, 200)[0] in (0, None)
+            return (by or f"exit code {code}") if works else "", seconds
+        again = pytest_command("-m", "not stories and not soak", by)
         if run(tree, again, 200)[0] != 0 and run(well, again, 200)[0] == 0:
             return by, seconds
         left_out += ["--deselect", by]
@@ -110,11 +110,13 @@ def run(
     return process.returncode, said
 
 
-def failed_in(said: str) -> str:
-    """The first test that failed, as pytest names it."""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+def failed_in(said: str, command: Sequence[str] = ()) -> str:
+    """The first test that failed, as ``command`` names it; else without what it is called with, which may have spaces. "" and no name of a test:
+    none has failed."""
+    found = re.search(r"^(?:FAILED|ERROR) (.*)", said, re.MULTILINE)
     if found:
-        return found[1]
+        named = [word for word in command if "::" in word and found[1].startswith(word)]
+        return max(named, key=len, default=found[1].partition(" ")[0].partition("[")[0])
     lines = [line for line in said.splitlines() if line.strip()]
     return lines[-1][:160] if lines else ""
 

@@ -71,7 +71,10 @@ def test_a_mutant_is_drawn_from_its_seed_and_planted_in_a_copy(tmp_path: Path) -
 
 
 def test_who_has_noticed_is_read_from_what_pytest_says() -> None:
-    assert failed_in("..F\nFAILED tests/a.py::test_b[c] - AssertionError\n1 failed") == "tests/a.py::test_b[c]"
+    said = "..F\nFAILED tests/a.py::test_b[c - d] - AssertionError\n1 failed"
+    assert failed_in(said, ["tests/a.py::test_b[c]", "tests/a.py::test_b[c - d]", "-q"]) == "tests/a.py::test_b[c - d]"
+    assert failed_in(said) == "tests/a.py::test_b"
+    assert failed_in("..") == ".."
 
 
 def change_of(equivalent: Equivalent) -> list[str]:
@@ -128,6 +131,8 @@ def test_a_test_that_fails_without_the_mistake_too_or_only_once_has_noticed_noth
     text = """
 from pathlib import Path
 
+import pytest
+
 def test_always():
     assert False
 
@@ -137,7 +142,8 @@ def test_once():
     was.touch()
     assert not first
 
-def test_of_the_mistake():
+@pytest.mark.parametrize("what", ["the last one"])
+def test_of_the_mistake(what):
     assert Path("mistake").read_text() == "no"
 """
     for tree, said in {broken: "yes", well: "no"}.items():
@@ -145,7 +151,9 @@ def test_of_the_mistake():
         (tree / "test_it.py").write_text(text)
         (tree / "mistake").write_text(said)
         (tree / "pytest.ini").write_text("[pytest]\n")
-    one = Rung("r", pytest_command("test_it.py"), 100.0)
-    by, seconds = notices(broken, one, well, 100.0)
-    assert by == "test_it.py::test_of_the_mistake"
-    assert seconds < 100
+    tests = [f"test_it.py::test_{name}" for name in ("always", "once", "of_the_mistake[the last one]")]
+    for words in (["test_it.py"], tests):
+        (broken / "was-here").unlink(missing_ok=True)
+        by, seconds = notices(broken, Rung("r", pytest_command(*words), 100.0), well, 100.0)
+        assert by == "test_it.py::test_of_the_mistake" + ("[the last one]" if words is tests else "")
+        assert seconds < 100
