@@ -489,8 +489,11 @@ def test_buffers_are_exchanged_for_replicas_alone(parted: bool, train: Train) ->
 
     def main(run: Run) -> None:
         exchanged: list[bool] = []
+
+        def looks(step: int) -> None:
+            exchanged.append(run._units._replicas.unique.exchanges)
+
         model = ddp(run, nn.BatchNorm1d(14))
-        looks: Callable[[int], None] = lambda _: exchanged.append(run._units._replicas.unique.exchanges)
         fit(run, model, adam(model), between=looks, own=Held(run.rank if parted else 0))
         say(exchanged=exchanged)
 
