@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from rackrun.checkpoint import crashpoints
@@ -365,6 +365,13 @@ def test_a_cached_plan_is_refused_because_it_names_an_old_generation(tmp_path: P
             assert "enable_plan_caching" in str(why(raised.value))
         else:
             dcp.save(state_of(1), storage_writer=RackrunStorageWriter(tmp_path / "run"), planner=planner)
+
+
+@pytest.mark.parametrize("whose", [(0,), (1,), (0, 1)])
+def test_a_cached_plan_is_refused_whichever_rank_it_is_of(tmp_path: Path, whose: tuple[int, ...]) -> None:
+    plans = [SavePlan([], usable=rank not in whose) for rank in range(2)]
+    with pytest.raises(CheckpointError, match="a cached plan"):
+        RackrunStorageWriter(tmp_path / "run").prepare_global_plan(plans)
 
 
 def test_ranks_that_do_not_talk_to_each_other_are_refused(tmp_path: Path) -> None:

@@ -395,6 +395,13 @@ def test_one_tray_is_refused_with_a_remedy() -> None:
         place(cluster([3, 1, 1]), Redundancy.xor(8, "tray"))
 
 
+def test_of_many_domains_those_with_the_most_ranks_are_named() -> None:
+    with pytest.raises(
+        PlacementError, match=r"45 ranks on 6 tray\(s\) \(r0/t1: 30, r0/t5: 5, r0/t4: 4, r0/t2: 3, \.\.\.\)"
+    ):
+        place(cluster([1, 30, 3, 2, 4, 5]), Redundancy.xor(8, "tray"))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -47,6 +47,22 @@ def test_a_timer_of_a_former_pause_lifts_nothing() -> None:
     assert not quarantine.lift(SLOT, 10 + 2 * PAUSE_MS)
 
 
+def test_a_pause_is_told_once_and_one_that_was_forgiven_before_it_was_told_never() -> None:
+    quarantine = Quarantine()
+    for slot in (SLOT, SlotId("a/3")):
+        for _ in range(3):
+            quarantine.blame(slot, 0)
+    quarantine.forgive(SLOT)
+    assert quarantine.take_new() == [(SlotId("a/3"), PAUSE_MS)]
+    assert quarantine.take_new() == []
+
+
+def test_the_timer_of_a_pause_is_set_once_however_much_happens_in_it(training: Told) -> None:
+    lost(training, 3)
+    later = [timer for timer in lost(training, 1, "a/1") if timer.name == f"quarantine:{SLOT}"]
+    assert later == []
+
+
 @pytest.mark.parametrize("healthy", [False, True])
 def test_who_trains_long_shows_that_the_slot_is_in_order(healthy: bool) -> None:
     quarantine = Quarantine()

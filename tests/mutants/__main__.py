@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.mutants import equivalent
 from tests.mutants.ladder import run, rungs_for
 from tests.mutants.operators import Site, mutated, sites
-from tests.mutants.reach import Reach, statement_lines
+from tests.mutants.reach import Reach, places
 from tests.mutants.rounds import Climber, climb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def prepare(mutant: Mutant, reach: Reach, well: Path, tree: Path, budget_s: floa
     if code == 0 and not said.strip().startswith(str(tree)):
         raise SystemExit(f"the copy is not what is imported there, but {said.strip()}")
     module = Path(mutant.module)
-    reaching = reach.tests(module, statement_lines((well / module).read_text(), mutant.line))
+    reaching = reach.tests(well, places(well, FOLDERS, module, mutant.line))
     return Climber(tree, rungs_for(tree, module, reaching, budget_s), budget_s)
 
 
@@ -173,9 +173,15 @@ def main() -> None:
         well = Path(folder) / "well"
         copy_tree(well)
         mutants = [draw(given.seed, number, well) for number in numbers if (given.seed, number) not in known]
-        reach = Reach(given.tally.with_suffix(".reach"))
+        reach, changes_nothing = Reach(given.tally.with_suffix(".reach")), equivalent.read()
         reach.learn(well, FOLDERS, given.jobs)
-        climbers = [prepare(one, reach, well, Path(folder) / str(one.number), given.budget_s) for one in mutants]
+        climbers = []
+        for one in mutants:
+            tree = Path(folder) / str(one.number)
+            is_equivalent = equivalent.why(asdict(one), changes_nothing)
+            climbers.append(
+                Climber(tree, (), 0.0) if is_equivalent else prepare(one, reach, well, tree, given.budget_s)
+            )
 
         def keep(mutant: Mutant, climber: Climber) -> None:
             result = asdict(Result(mutant, bool(climber.by), climber.by, climber.rung, climber.seconds))

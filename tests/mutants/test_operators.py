@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants.__main__ import draw, plant
 from tests.mutants.equivalent import Equivalent, changed_lines, read, why
-from tests.mutants.ladder import Rung, failed_in
+from tests.mutants.ladder import Rung, failed_in, notices, pytest_command
 from tests.mutants.operators import OPERATORS, mutated, sites
 from tests.mutants.rounds import Climber, climb
 
@@ -71,7 +71,10 @@ def test_a_mutant_is_drawn_from_its_seed_and_planted_in_a_copy(tmp_path: Path) -
 
 
 def test_who_has_noticed_is_read_from_what_pytest_says() -> None:
-    assert failed_in("..F\nFAILED tests/a.py::test_b[c] - AssertionError\n1 failed") == "tests/a.py::test_b[c]"
+    said = "..F\nFAILED tests/a.py::test_b[c - d] - AssertionError\n1 failed"
+    assert failed_in(said, ["tests/a.py::test_b[c]", "tests/a.py::test_b[c - d]", "-q"]) == "tests/a.py::test_b[c - d]"
+    assert failed_in(said) == "tests/a.py::test_b"
+    assert failed_in("..") == ".."
 
 
 def change_of(equivalent: Equivalent) -> list[str]:
@@ -119,3 +122,38 @@ def test_without_time_nobody_is_said_to_have_noticed(tmp_path: Path) -> None:
     alone = Climber(tmp_path, [rung("raise SystemExit(1)")], 0.0)
     assert climb([alone], tmp_path, 100.0, 2, lambda climber: None) == 0.0
     assert not alone.by
+
+
+def test_a_test_that_fails_without_the_mistake_too_or_only_once_has_noticed_nothing_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    broken, well = tmp_path / "broken", tmp_path / "well"
+    text = """
+from pathlib import Path
+
+import pytest
+
+def test_always():
+    assert False
+
+def test_once():
+    was = Path("was-here")
+    first = not was.exists()
+    was.touch()
+    assert not first
+
+@pytest.mark.parametrize("what", ["the last one"])
+def test_of_the_mistake(what):
+    assert Path("mistake").read_text() == "no"
+"""
+    for tree, said in {broken: "yes", well: "no"}.items():
+        tree.mkdir()
+        (tree / "test_it.py").write_text(text)
+        (tree / "mistake").write_text(said)
+        (tree / "pytest.ini").write_text("[pytest]\n")
+    tests = [f"test_it.py::test_{name}" for name in ("always", "once", "of_the_mistake[the last one]")]
+    for words in (["test_it.py"], tests):
+        (broken / "was-here").unlink(missing_ok=True)
+        by, seconds = notices(broken, Rung("r", pytest_command(*words), 100.0), well, 100.0)
+        assert by == "test_it.py::test_of_the_mistake" + ("[the last one]" if words is tests else "")
+        assert seconds < 100

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended, moments
+from harness import Ended, moments, say
 from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -251,6 +251,19 @@ class AverageByHand:
             self.held[key].copy_(value)
 
 
+class Held:
+    """Tracked, in no module."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
 def batch_norm_averaged_by_hand(run: Run, *, statistics: bool = True) -> None:
     model = ddp(run, nn.BatchNorm1d(14))
     average = AverageByHand(model.module)
@@ -468,6 +481,27 @@ def test_an_object_that_parts_the_ranks_is_named(train: Train, capfd: pytest.Cap
     capfd.readouterr()
     assert train(functools.partial(batch_norm_averaged_by_hand, statistics=False), ranks=3).exit_code == 0
     assert "differs between" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_buffers_are_exchanged_for_replicas_alone(parted: bool, train: Train) -> None:
+    """Whose other state differs from everybody's is nobody's replica: once ranks have been compared, its buffers are of use to nobody."""
+
+    def main(run: Run) -> None:
+        exchanged: list[bool] = []
+
+        def looks(step: int) -> None:
+            exchanged.append(run._units._replicas.unique.exchanges)
+
+        model = ddp(run, nn.BatchNorm1d(14))
+        fit(run, model, adam(model), between=looks, own=Held(run.rank if parted else 0))
+        say(exchanged=exchanged)
+
+    ended = train(main, ranks=2)
+    assert ended.exit_code == 0, ended
+    for said in ended.said.values():
+        assert said["exchanged"][0], "nobody knows yet"
+        assert said["exchanged"][3:] == [not parted] * (STEPS - 3)
 
 
 def test_uneven_micro_batches_are_evened_out_by_ghosts(train: Train) -> None:

@@ -241,11 +241,25 @@ def test_clearing_gradients_at_the_begin_of_a_step_is_as_good(train: Train) -> N
     assert not ended.differences(reference), ended
 
 
-def test_a_stop_drains_at_a_step_boundary(train: Train) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_drains_at_a_step_boundary(ranks: int, train: Train) -> None:
     def main(run: Run) -> None:
         model = ddp(run)
         fit(run, model, adam(model))
 
-    ended = train(main, ranks=2, drain_at=2)
+    ended = train(main, ranks=ranks, drain_at=2)
     assert ended.exit_code == 0, ended
     assert 3 <= len(ended.losses) <= STEPS
+
+
+def test_a_stop_that_one_rank_alone_has_heard_of_ends_all_after_the_same_step(train: Train) -> None:
+    def main(run: Run) -> None:
+        def heard(step: int) -> None:
+            run._world.drain |= step == 2 and run.rank == 1  # of both, the word has come to this one's process first
+
+        model = ddp(run)
+        fit(run, model, adam(model), before=heard)
+
+    ended = train(main, ranks=2)
+    assert ended.exit_code == 0, ended
+    assert max(ended.losses) == 2, ended

@@ -281,19 +281,32 @@ def own_mesh(run: Run) -> nn.Module:
     return fsdp(run, init_device_mesh("cpu", (1, run.world_size), mesh_dim_names=("dp_replicate", "dp_shard")))
 
 
+def own_mesh_beside_a_plain_one(run: Run) -> nn.Module:
+    model = own_mesh(run)
+    model.plain = init_device_mesh("cpu", (run.world_size,))
+    return model
+
+
+def without_any_mesh(run: Run) -> nn.Module:
+    """Its gradients are averaged by hand."""
+    return net().to(run.device)
+
+
 @pytest.mark.parametrize(
     ("make", "mesh", "because"),
     [
         (fsdp, None, ""),
         (hsdp, {"dp_replicate": -1, "dp_shard": 2}, ""),
+        (without_any_mesh, None, ""),
         (own_mesh, None, "it is not known which axes its groups lie along"),
+        (own_mesh_beside_a_plain_one, None, "it is not known which axes its groups lie along"),
         (hsdp, {"dp_replicate": 1, "dp_shard": -1}, "its mesh leaves axis dp_shard open"),
     ],
 )
 def test_it_is_told_whether_main_may_be_entered_again(make: Make, mesh: Any, because: str, train: Any) -> None:
     def main(run: Run) -> None:
         model = make(run)
-        fit(run, model, adam(model), steps=1)
+        fit(run, model, adam(model), steps=1, average=make is without_any_mesh)
 
     ended = train(main, ranks=2, spares=0, mesh=mesh)
     assert ended.exit_code == 0, ended

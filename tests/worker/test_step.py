@@ -321,7 +321,11 @@ def started(command: list[str], script: Path, wrap: str) -> list[str]:
         pytest.param(FSDP_WRAP, id="fsdp", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
-def test_a_script_trains_alike_under_python_and_under_torchrun(wrap: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["of torchrun's agent", "of rank 0"])
+def test_a_script_trains_alike_under_python_and_under_torchrun(
+    wrap: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", str(int(store == "of rank 0")))
     alone = started([sys.executable], tmp_path / "train.py", wrap)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     together = started(torchrun, tmp_path / "train.py", wrap)
