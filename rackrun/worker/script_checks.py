@@ -309,6 +309,13 @@ class ScriptChecks:
         self._check_none_outside(optimizer, parameters)
         elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
         if self._world.traffic * _LITTLE < elements:
+            frozen = [p for wrapper in self._state.wrappers() for p in ddp.reduced_by(wrapper) if not p.requires_grad]
+            if frozen and self._held_by_ddp().issuperset(map(id, parameters)):
+                raise StepError(
+                    f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel waits for "
+                    f"that of {self._state.name_of(frozen[0])}, which was frozen after it was made.",
+                    remedy="freeze parameters before DistributedDataParallel is made, or pass it find_unused_parameters=True.",
+                )
             if self._held_by_ddp().issuperset(map(id, parameters)):
                 raise StepError(
                     f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel "

@@ -333,6 +333,19 @@ def frozen_when_it_was_wrapped(run: Run) -> None:
         train_step(number)
 
 
+def frozen_after_it_was_wrapped(run: Run) -> None:
+    script = Script(run)
+    next(iter(script.model.parameters())).requires_grad_(False)
+
+    def train_step(step: Step) -> None:
+        for batch in script.data:
+            step.backward(loss_of(script.model, batch))
+        script.optimizer.step()  # here: frozen
+        script.optimizer.zero_grad()
+
+    script.loop(train_step)
+
+
 def a_bad_batch_is_skipped(run: Run) -> None:
     script = Script(run)
 
@@ -353,6 +366,7 @@ WORDS = {
     "loader": "run.loader|micro-batch",
     "reduce": "reduced.*wrap the model",
     "outside": "gradients of [12] parameters? of AdamW were not reduced.*before a part of it is frozen",
+    "frozen": "waits for that of .*, which was frozen after it was made.*before DistributedDataParallel is made",
     "skip": "reduces them in the backward pass of the last micro-batch.*a loss of 0",
 }
 
@@ -389,6 +403,7 @@ def marked(main: Callable[[Run], None]) -> tuple[int, str]:
         nobody_reduces,
         a_bad_batch_is_skipped,
         a_head_outside_of_the_wrapper,
+        frozen_after_it_was_wrapped,
         frozen_when_it_was_wrapped,
     ],
 )
