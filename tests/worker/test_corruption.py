@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,19 @@ def fsdp(run: Run) -> nn.Module:
 
 
 READY: list[tuple[Path, int]] = []
-"""A file that grows with every spare that is ready, and how many there are to be before anything is wrong."""
+"""While a job of ``train`` runs: a file that grows with every spare that is ready, and how many there are to be before anything is wrong."""
 
 
 @pytest.fixture
-def train(train: Train, tmp_path: Path) -> Iterator[Train]:
+def train(train: Train, tmp_path: Path) -> Train:
     def run(main: Script, **how: Any) -> Ended:
         READY.append((tmp_path / "ready", how.get("spares", 1)))
-        return train(main, mark=READY[-1][0], **how)
+        try:
+            return train(main, mark=READY[-1][0], **how)
+        finally:
+            READY.clear()
 
-    yield run
-    READY.clear()
+    return run
 
 
 def wait_for_spares(run: Run, step: int) -> None:
