@@ -80,6 +80,8 @@ class Rejoin:
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             mine = self._runtime.member_of(plan)
+            if any(member.fresh for member in plan.members):
+                world.check_newcomers()
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
             if self._leads_out(plan, mine) and not back and stays():
                 return False

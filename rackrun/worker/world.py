@@ -242,10 +242,12 @@ class World:
         if self._after_in is None:
             self._after_in = self.generation
         if self._broken or self.generation != self._after_in:
-            raise CollectiveBroken(
-                "a peer was lost in the code after the loop over run.steps(), which only a new start can run again.",
-                remedy="give what needs collectives to run.at_end(...), which is done again where it broke; or --checkpoint-dir, so that a new start goes on from the last step.",
-            )
+            raise _lost_after_loop()
+
+    def check_newcomers(self) -> None:
+        """Before a generation with newcomers. They begin the code after the loop, and would wait for ever in a collective that this rank has left behind."""
+        if self.scope is Scope.AFTER and self._after_in is not None:
+            raise _lost_after_loop()
 
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
@@ -687,6 +689,13 @@ class World:
                 )
                 self._changed.wait_for(lambda: self._announced != plan.generation)
             raise Superseded
+
+
+def _lost_after_loop() -> CollectiveBroken:
+    return CollectiveBroken(
+        "a peer was lost in the code after the loop over run.steps(), which only a new start can run again.",
+        remedy="give what needs collectives to run.at_end(...), which is done again where it broke; or --checkpoint-dir, so that a new start goes on from the last step.",
+    )
 
 
 def _drop(communicators: list[Communicator | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,33 @@ def dies_after_the_loop(mark: Path, steps: int = 3) -> Callable[[Run], None]:
     return main
 
 
+def dies_when_another_has_returned(mark: Path, gone: Path) -> Callable[[Run], None]:
+    """Rank 1, after a collective that rank 0 needed no more of, the first time."""
+
+    def main(run: Run) -> None:
+        looped(run, 12, lambda _: False)
+        total = total_of(run)
+        if run.rank == 0:
+            gone.touch()
+        elif not mark.exists():
+            while not gone.exists():
+                time.sleep(0.01)
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(total=total)
+
+    return main
+
+
+def test_who_takes_over_after_the_loop_does_not_wait_for_those_that_have_gone_on(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = train(dies_when_another_has_returned(tmp_path / "mark", tmp_path / "gone"), ranks=2, spares=1)
+    assert ended.exit_code == 3, str(ended)
+    assert "CollectiveBroken" in ended.because, ended
+    assert "run.at_end" in capfd.readouterr().err
+
+
 def test_a_loss_after_the_loop_ends_with_its_reason(
     train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,15 +158,19 @@ def test_a_loss_after_the_loop_ends_with_its_reason(
     assert "run.at_end" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("returned", [False, True])
 def test_with_checkpoints_the_code_after_the_loop_runs_again(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    returned: bool, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
-    ended = train(dies_after_the_loop(tmp_path / "mark"), ranks=2, spares=1)
+    mark = tmp_path / "mark"
+    main = dies_when_another_has_returned(mark, tmp_path / "gone") if returned else dies_after_the_loop(mark)
+    ended = train(main, ranks=2, spares=1)
     assert ended.exit_code == 0, ended
-    assert ended.said == {rank: {"first": 3.0, "second": 3.0} for rank in (0, 1)}
+    said = {"total": 3.0} if returned else {"first": 3.0, "second": 3.0}
+    assert ended.said == dict.fromkeys((0, 1), said)
     assert ended.restarted
-    assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(3)}
+    assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12 if returned else 3)}
 
 
 def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Train) -> None:
