@@ -25,6 +25,7 @@ from rackrun.worker.communicator import Communicator
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.fetch import Damaged
+from rackrun.worker.loop_end import LoopEnd
 from rackrun.worker.manifest import Lineage
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
@@ -58,6 +59,7 @@ class Rejoin:
         self._state, self._snapshots, self._replicas = state, snapshots, replicas
         self._pace, self._durable, self._settle = pace, durable, settle
         self._reports = reports
+        self.loop_end = LoopEnd(state)
         self.known_digests: Callable[[], Mapping[str, int]] = dict
         """As `rackrun.worker.restore.Callbacks`."""
         self.leaving = False
@@ -82,6 +84,7 @@ class Rejoin:
             mine = self._runtime.member_of(plan)
             if any(member.fresh for member in plan.members):
                 world.check_newcomers()
+            self.loop_end.check(plan)
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
             if self._leads_out(plan, mine) and not back and stays():
                 return False
@@ -178,7 +181,12 @@ class Rejoin:
                     self._state,
                     world.replica_class,
                     self._runtime.device,
-                    Callbacks(lambda: world.superseded(plan.generation), world.stages.reached, self.known_digests),
+                    Callbacks(
+                        lambda: world.superseded(plan.generation),
+                        world.stages.reached,
+                        self.known_digests,
+                        self.loop_end.source,
+                    ),
                 ),
             )
             if manifest is not None:

@@ -25,6 +25,7 @@ import torch
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, Communicator
+from rackrun.worker.loop_end import Source
 from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.state import TrackedState
@@ -59,6 +60,8 @@ class Callbacks:
     """Told of the stages of the copy (`rackrun.worker.stages`)."""
     known_digests: Callable[[], Mapping[str, int]] = dict
     """The digests of this rank's own tensors that are known, by path. Asked of a source, while the newcomer reads."""
+    source: Callable[[], Source] | None = None
+    """What a source gives, where that is not its state as it is."""
 
 
 def run_restores(
@@ -81,7 +84,8 @@ def run_restores(
         if rank == restore.rank:
             received = _receive(restore, world, state, device, callbacks)
         elif rank in restore.sources:
-            _send(restore, rank, world, state, replica_class, device, callbacks)
+            source = state if callbacks.source is None else callbacks.source()
+            _send(restore, rank, world, source, replica_class, device, callbacks)
             callbacks.reached("served")
     return received
 
@@ -125,7 +129,7 @@ class _Layout:
     def digests(
         self,
         checker: int,
-        tensors: dict[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> dict[str, int]:
@@ -144,12 +148,12 @@ def _send(
     restore: Restore,
     rank: int,
     world: Communicator,
-    state: TrackedState,
+    source: Source,
     replica_class: str,
     device: torch.device,
     callbacks: Callbacks,
 ) -> None:
-    manifest, tensors = state.manifest(replica_class), state.tensors()
+    manifest, tensors = source.manifest(replica_class), source.tensors()
     layout = _Layout(manifest, restore.sources)
     works = []
     if rank == layout.lead:

@@ -295,11 +295,12 @@ class Run:
         self._open = 0
         self._end_loop(total)
 
-    def _end_loop(self, total: int) -> None:
+    def _end_loop(self, total: int, *, late: bool = False) -> None:
+        """``late``: code that follows the loop has run already, and nobody knew that the loop was over."""
         self._looping, self._checks.loop_over = None, True
         self._world.scope = Scope.AFTER
         reseed(self.batch.seed, "after", total)
-        self._units.loop_over()
+        self._units.loop_over(late=late)
 
     def log(self, **values: float | str) -> None:
         """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
@@ -312,7 +313,8 @@ class Run:
     def finish(self) -> None:
         """Used by `rackrun.elastic` when ``main`` has returned."""
         if self._open and not self._units.draining:
-            self._end_loop(self._open)
+            if self._world.scope is not Scope.AFTER:  # who still holds its iterator kept the loop open
+                self._end_loop(self._open, late=True)
             self._units.loop_left()
             # whoever takes over from here on finds the loop done
             step = self._units.passed.step

@@ -119,18 +119,24 @@ class Undo:
 
     def check_stands(self) -> None:
         """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then."""
+        if changed := self.changed_since():
+            raise changed_between(changed)
+
+    def changed_since(self) -> str:
+        """What has changed since the last unit was over, as far as versions tell. "": nothing."""
         plain, versions, buffers, filled = self._stands
         self._looked_at = None
         if filled != self._state.filled or not versions:
-            return
+            return ""
         parameters = list(self._state.parameters())
         changed = "a parameter" if versions != [_version(p) for p in parameters] else ""
         if not changed and buffers != self._buffer_versions():
             changed = "a buffer (by a forward in training mode, perhaps)"
         now = self._state.encode_plain()
         if changed or plain != now:
-            raise changed_between(changed or "tracked state (a scheduler, an optimizer setting, ...)")
+            return changed or "tracked state (a scheduler, an optimizer setting, ...)"
         self._looked_at = filled, parameters, now
+        return ""
 
     def versions(self) -> list[int]:
         """Of all parameters, this rank's part: equal as long as nothing was written to them."""

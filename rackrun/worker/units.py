@@ -345,11 +345,14 @@ class UnitRunner:
         self._owed = self._pause_due = None
         self._left_after = self.passed.step
         self._undo.accept()
+        self._rejoin.loop_end.left()
 
-    def loop_over(self) -> None:
-        """What follows is the script's, and there is no history of it."""
+    def loop_over(self, *, late: bool = False) -> None:
+        """What follows is the script's, and there is no history of it. ``late``: it has run already."""
         self._between = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
+        if self._runtime.boot is not None:
+            self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
         if self.step_in_hand is not None and not self._world.unit_passed:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _SEVERED_S = 0.2
 """A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
 
-__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World"]
+__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World", "lost_after_loop"]
 
 
 T = TypeVar("T")
@@ -242,12 +242,12 @@ class World:
         if self._after_in is None:
             self._after_in = self.generation
         if self._broken or self.generation != self._after_in:
-            raise _lost_after_loop()
+            raise lost_after_loop()
 
     def check_newcomers(self) -> None:
         """Before a generation with newcomers. They begin the code after the loop, and would wait for ever in a collective that this rank has left behind."""
         if self.scope is Scope.AFTER and self._after_in is not None:
-            raise _lost_after_loop()
+            raise lost_after_loop()
 
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
@@ -691,10 +691,12 @@ class World:
             raise Superseded
 
 
-def _lost_after_loop() -> CollectiveBroken:
+def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
+    """In code of the script's own, to end this rank with. ``what_keeps`` it from going on with who takes over: a sentence, or ""."""
     return CollectiveBroken(
-        "a peer was lost in the code after the loop over run.steps(), which only a new start can run again.",
-        remedy="give what needs collectives to run.at_end(...), which is done again where it broke; or --checkpoint-dir, so that a new start goes on from the last step.",
+        f"a peer was lost in the code after the loop over run.steps(), which only a new start can run again.{what_keeps}",
+        remedy="give what needs collectives, or changes tracked state, to run.at_end(...), which is done again where it broke; or --checkpoint-dir, "
+        "so that a new start goes on from the last step.",
     )
 
 

@@ -13,20 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, say
-from scripts import Samples, adam, ddp, loss_of
+from scripts import Samples, adam, ddp, loss_of, net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
-from rackrun.worker import leaving
+from rackrun.worker import leaving, loop_end
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
+from rackrun.worker.tensor_bytes import local_part
+from rackrun.worker.undo_copies import NoRoom
 
 Train = Callable[..., Ended]
 
 
-def looped(run: Run, steps: int, body: Callable[[int], bool]) -> None:
+def looped(run: Run, steps: int, body: Callable[[int], bool], make: Callable[[Run], nn.Module] = ddp) -> nn.Module:
     """``body`` is called after each step; when it says so, the loop is left."""
-    model = ddp(run)
+    model = make(run)
     optimizer = adam(model)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Samples())
@@ -44,6 +48,7 @@ def looped(run: Run, steps: int, body: Callable[[int], bool]) -> None:
         step(number)
         if body(number):
             break
+    return model
 
 
 def total_of(run: Run) -> float:
@@ -186,6 +191,129 @@ def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Tra
     ended = train(main, ranks=2, spares=0)
     assert ended.exit_code == 0, ended
     assert [said["weights"] for said in ended.said.values()] == [140.0, 140.0]
+
+
+MakeModel = Callable[[Run], nn.Module]
+
+
+def changes_after_the_loop(
+    folder: Path,
+    *,
+    change: Callable[[nn.Module], Any],
+    leaves: int | None = None,
+    phase: Callable[[Run], Any] = lambda _: None,
+    make: MakeModel = ddp,
+) -> Callable[[Run], None]:
+    """Rank 1 is killed once, when all others have changed the model and returned from main. ``leaves``: the step after which they leave the
+    loop. ``phase``: follows at the end."""
+
+    def weight(run: Run) -> float:
+        return sum(float(local_part(p).double().sum()) for p in run._state.parameters())
+
+    def main(run: Run) -> None:
+        if leaves is not None:
+            run.at_end(lambda: phase(run))
+        model = looped(run, 12, lambda number: number == leaves, make)
+        if run.rank == 1 and not (folder / "killed").exists():
+            while len(list(folder.glob("changed-*"))) < run.world_size - 1:
+                time.sleep(0.01)
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(before=weight(run), training=model.training)
+        with torch.no_grad():
+            change(model)
+        say(after=weight(run))
+        (folder / f"changed-{run.rank}").touch()
+
+    return main
+
+
+def doubled(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local_part(parameter).mul_(2)
+
+
+def doubled_unseen(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local_part(parameter).data.mul_(2)
+
+
+@pytest.mark.parametrize("leaves", [None, 4])
+@pytest.mark.parametrize("change", [doubled, doubled_unseen, nn.Module.eval, nn.Module.half], ids=lambda f: f.__name__)
+def test_who_takes_over_begins_the_code_after_the_loop_with_what_the_loop_left(
+    change: Callable[[nn.Module], Any], leaves: int | None, train: Train, tmp_path: Path
+) -> None:
+    """Adapters that are merged twice would be saved with exit code 0."""
+    ended = train(changes_after_the_loop(tmp_path, change=change, leaves=leaves), ranks=3, spares=1)
+    assert ended.exit_code == 0, ended
+    assert (tmp_path / "killed").exists()
+    assert ended.said[0] == ended.said[1] == ended.said[2], ended.said
+
+
+@pytest.mark.parametrize("change", [doubled, nn.Module.eval], ids=lambda f: f.__name__)
+def test_without_memory_for_it_a_change_after_the_loop_is_noticed(
+    change: Callable[[nn.Module], Any],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise NoRoom("none is left")
+
+    monkeypatch.setattr(loop_end, "place_for", none)
+    ended = train(changes_after_the_loop(tmp_path, change=change), ranks=2, spares=1)
+    if change is doubled:
+        assert ended.exit_code == 3, ended
+        assert "CollectiveBroken" in ended.because, ended
+        assert "This rank had changed model/" in capfd.readouterr().err
+    else:
+        assert ended.exit_code == 0, ended
+        assert ended.said[0] == ended.said[1], ended.said
+
+
+def test_what_phases_have_changed_since_does_not_go_with_what_the_code_before_them_did(
+    train: Train, tmp_path: Path
+) -> None:
+    """Who takes over in the second phase: nobody has what the first one made of the model without that change."""
+    mark = tmp_path / "mark"
+
+    def phase(run: Run) -> None:
+        with torch.no_grad():
+            doubled(run._state.modules["model"])
+
+    def later(run: Run) -> None:
+        if run.rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def main(run: Run) -> None:
+        run.at_end(lambda: phase(run))
+        run.at_end(lambda: later(run))
+        model = looped(run, 12, lambda number: number == 4)
+        if not (tmp_path / "unchanged").exists():
+            doubled_unseen(model)
+
+    assert train(main, ranks=2, spares=1).exit_code == 3
+    mark.unlink()
+    (tmp_path / "unchanged").touch()
+    assert train(main, ranks=2, spares=1).exit_code == 0
+
+
+def fsdp(_: Run) -> nn.Module:
+    return fully_shard(net())
+
+
+@pytest.mark.parametrize("change", [doubled, nn.Module.eval], ids=lambda f: f.__name__)
+def test_where_all_go_back_no_change_after_the_loop_is_lost_nor_made_twice(
+    change: Callable[[nn.Module], Any], train: Train, tmp_path: Path
+) -> None:
+    """Shards without a copy are those of an older step, from which all do the last steps again. Who has changed its own gives its place up."""
+    main = changes_after_the_loop(tmp_path, change=change, make=fsdp)
+    ended = train(main, ranks=2, spares=1, snapshot_every=5)
+    assert ended.exit_code == 0, ended
+    undisturbed = train(main, ranks=2, spares=0)
+    assert ended.said == undisturbed.said
 
 
 def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:

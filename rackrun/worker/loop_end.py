@@ -1,0 +1,124 @@
+"""The state as the loop over ``run.steps()`` left it: what a newcomer begins the code after the loop with.
+
+That code is the script's own. It may load the best weights, merge adapters, or switch to evaluation, and who takes a rank over runs all of it
+again. So a newcomer is given what the others had when they began it, not what they have by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import torch
+
+from rackrun.core.commands import Plan
+from rackrun.worker.manifest import Manifest
+from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
+from rackrun.worker.world import lost_after_loop
+
+__all__ = ["LoopEnd", "Source"]
+
+
+class Source(Protocol):
+    """What a newcomer is given: the state as it is, or as it was."""
+
+    def manifest(self, replica_class: str) -> Manifest: ...
+
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class LoopEnd:
+    """Everything tracked is copied when the loop is over, where there is memory for it. Else it is digested: a change is noticed, and cannot be
+    taken back."""
+
+    def __init__(self, state: TrackedState) -> None:
+        self._state = state
+        self._manifest: Manifest | None = None
+        self._copies = UndoCopies()
+        self._digests: dict[str, int] = {}
+        self._lost = ""
+        """Something that had been changed before there was a copy of it."""
+        self._left: dict[str, int] = {}
+        """What the code after the loop has made of it, where phases follow that code."""
+
+    def reached(self, changed: str = "") -> None:
+        """The script's own code begins. ``changed``: it ran before, unseen, and has changed this."""
+        self._lost = changed
+        tensors = self._state.tensors()
+        try:
+            place = place_for(sum(tensor.nbytes for tensor in tensors.values()), self._state.device)
+        except NoRoom:
+            self._digests = _digests(tensors)
+        else:
+            self._copies.take(tensors, place)
+        self._manifest = self._state.manifest("")
+
+    def left(self) -> None:
+        """Phases follow the script's own code. What they change is part of the training, and every newcomer gets it, where that code has
+        changed nothing itself."""
+        if self._manifest is None:
+            return
+        if self._changed() or self._manifest.modes != self._state.manifest("").modes:
+            self._left = _digests(self._state.tensors())
+        else:
+            self._manifest = None
+            self._copies.clear()
+
+    def check(self, plan: Plan) -> None:
+        """Whether this rank can take part in it. Raises `CollectiveBroken` where it cannot: its code after the loop has changed what newcomers need
+        as it was, or what all are to go back from."""
+        if self._manifest is None:
+            return
+        all_fill = plan.rollback is not None or plan.reshard is not None
+        if not all_fill and not any(member.fresh for member in plan.members):
+            return
+        changed = self._changed()
+        if changed and (
+            all_fill or self._lost or self._digests or (self._left and self._left != _digests(self._state.tensors()))
+        ):
+            raise lost_after_loop(f" This rank had changed {changed} there.")
+
+    def source(self) -> Source:
+        """After `check`: what a newcomer is to be given."""
+        if self._manifest is None:
+            return self._state
+        tensors = self._state.tensors()
+        if not self._digests:
+            tensors = {path: self._copies.value(path) for path in self._copies}
+        lineage = self._state.lineage
+        return _Kept(msgspec.structs.replace(self._manifest, lineage=lineage), tensors)
+
+    def _changed(self) -> str:
+        """The path of something tracked that is not what it was. "": nothing."""
+        assert self._manifest is not None
+        if self._lost:
+            return self._lost
+        tensors = self._state.tensors()
+        known = self._digests.keys() if self._digests else set(self._copies)
+        if odd := tensors.keys() ^ known:
+            return min(odd)
+        if self._digests:
+            changed = [path for path, digest in _digests(tensors).items() if digest != self._digests[path]]
+        else:
+            changed = [path for path, tensor in tensors.items() if not self._copies.equals(path, tensor)]
+        if changed:
+            return changed[0]
+        return "" if self._state.encode_plain() == self._manifest.plain else "a tracked object"
+
+
+class _Kept:
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._manifest, self._tensors = manifest, tensors
+
+    def manifest(self, replica_class: str) -> Manifest:
+        return msgspec.structs.replace(self._manifest, replica_class=replica_class)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(tensors, digests(list(tensors.values())), strict=True))
