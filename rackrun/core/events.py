@@ -175,6 +175,8 @@ class WorkerParked(OfWorker, frozen=True, kw_only=True):
     layout: Generation | None = Generation(0)
     """Of the state that is in its memory; None: it has none, because it is entering ``main`` again."""
     replica_class: str = ""
+    resumed: Generation = Generation(0)
+    """The newest generation in which it got the state that it has, and told all that it knew. 0: it has its own, or none."""
     good: Position | None = None
     """The last unit after which it knows all replicas to have been equal (``--check-replicas``)."""
 

@@ -61,7 +61,7 @@ class Planner:
         for rank, record in world.members.items():
             record.move(Trigger.RESUME, f"{note}, rank {rank}" if rank in chosen else note)
             record.stateful = record.stateful and rank not in fresh and reshard is None
-            record.finished = record.finished and record.stateful and state.rollback is None
+            record.finished = False  # it says so again, when it has done its part for the others
         world.await_all()
         if state.rollback is not None:
             committed = max(committed, Position(state.rollback))

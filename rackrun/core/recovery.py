@@ -229,12 +229,19 @@ class Recovery:
         record.move(Trigger.PARKED)
         record.parked = event
         world.answered(record.rank)
-        if world.old is not None and event.layout == world.layout and not record.stateful:
-            record.stateful = True  # it had resumed, though it was not heard
+        if not record.stateful and self._had_resumed(record, event):
+            record.stateful = True
             record.resumed_in = world.plan.generation if world.plan is not None else record.resumed_in
         self.learn_class(record, event.replica_class)
         if not world.awaited:
             self.decide(event.at_ms)
+
+    def _had_resumed(self, record: WorkerRecord, event: WorkerParked) -> bool:
+        """In the generation that broke, though it was not heard."""
+        if self.world.old is not None:
+            return event.layout == self.world.layout
+        plan = self.world.plan
+        return plan is not None and record.resumed_in < event.resumed == plan.generation
 
     def learn_class(self, record: WorkerRecord, replica_class: str) -> None:
         if record.rank is not None and replica_class:

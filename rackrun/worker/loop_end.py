@@ -12,7 +12,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from rackrun.core.commands import Plan
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import digests
@@ -61,25 +60,32 @@ class LoopEnd:
         changed nothing itself."""
         if self._manifest is None:
             return
-        if self._changed() or self._manifest.modes != self._state.manifest("").modes:
+        if self.changed() or self._manifest.modes != self._state.manifest("").modes:
             self._left = _digests(self._state.tensors())
         else:
             self._manifest = None
             self._copies.clear()
 
-    def check(self, plan: Plan) -> None:
-        """Whether this rank can take part in it. Raises `CollectiveBroken` where it cannot: its code after the loop has changed what newcomers need
-        as it was, or what all are to go back from."""
-        if self._manifest is None:
-            return
-        all_fill = plan.rollback is not None or plan.reshard is not None
-        if not all_fill and not any(member.fresh for member in plan.members):
-            return
-        changed = self._changed()
-        if changed and (
-            all_fill or self._lost or self._digests or (self._left and self._left != _digests(self._state.tensors()))
-        ):
+    def check(self) -> None:
+        """Before newcomers are given what the loop left. Raises `CollectiveBroken` where nobody has that any more."""
+        changed = self.changed()
+        if changed and (self._lost or self._digests or (self._left and self._left != _digests(self._state.tensors()))):
             raise lost_after_loop(f" This rank had changed {changed} there.")
+
+    def put_back(self) -> bool:
+        """Make the state again what the loop left. False: that cannot be done."""
+        if not self.changed():
+            return True
+        if self._lost or self._digests or self._left:
+            return False
+        assert self._manifest is not None
+        tensors = self._state.tensors()
+        if tensors.keys() != set(self._copies):
+            return False
+        if not all(self._copies.put_back(path, tensor) for path, tensor in tensors.items()):
+            return False
+        self._state.load_plain(self._manifest, tensors)
+        return True
 
     def source(self) -> Source:
         """After `check`: what a newcomer is to be given."""
@@ -91,9 +97,10 @@ class LoopEnd:
         lineage = self._state.lineage
         return _Kept(msgspec.structs.replace(self._manifest, lineage=lineage), tensors)
 
-    def _changed(self) -> str:
-        """The path of something tracked that is not what it was. "": nothing."""
-        assert self._manifest is not None
+    def changed(self) -> str:
+        """The path of something tracked that is not what the loop left. "": nothing, or the loop is not over."""
+        if self._manifest is None:
+            return ""
         if self._lost:
             return self._lost
         tensors = self._state.tensors()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -39,6 +39,8 @@ from rackrun.worker.state import TrackedState
 from rackrun.worker.world import Reenter, Superseded
 
 __all__ = ["Rejoin", "leave"]
+
+_ANOTHER = "another takes its place."
 
 
 class Rejoin:
@@ -82,9 +84,7 @@ class Rejoin:
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
             mine = self._runtime.member_of(plan)
-            if any(member.fresh for member in plan.members):
-                world.check_newcomers()
-            self.loop_end.check(plan)
+            self._check_loop_end(plan)
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
             if self._leads_out(plan, mine) and not back and stays():
                 return False
@@ -111,7 +111,8 @@ class Rejoin:
                         f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
                     )
                 self._restore(plan, fresh=mine.fresh)
-                self._ask_whether_it_was_left(plan, left_after)
+                if not self._agree_after_loop(plan, left_after):
+                    continue
             except Superseded:
                 continue
             except RuntimeError as error:
@@ -126,14 +127,39 @@ class Rejoin:
         world.stages.reached("resumed")
         return True
 
-    def _ask_whether_it_was_left(self, plan: Plan, left_after: int | None) -> None:
-        """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which."""
+    def _check_loop_end(self, plan: Plan) -> None:
+        """What this rank has done in the code after the loop may keep it from taking part: nobody else has, and nobody could do it again."""
+        if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
+            leave(
+                self._world.rank, f"is in the code after the loop, and all go back to step {plan.rollback}; {_ANOTHER}"
+            )
+        if plan.reshard is None and any(member.fresh for member in plan.members):
+            self.loop_end.check()
+
+    def _agree_after_loop(self, plan: Plan, left_after: int | None) -> bool:
+        """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which. Who has called collectives after the loop, which
+        newcomers have yet to call, is replaced by one of them, now that others have its state; this generation ends with that, and the answer is
+        False."""
         world = self._world
         communicator = world.groups[0].communicator
         if communicator is None or not any(member.fresh for member in plan.members):
-            return
-        says = left_after is not None and world.passed == Position(left_after)
-        self.was_left = world.attempt(plan, lambda: _any_says(communicator, says, world.device))
+            return True
+        left = self.was_left or (left_after is not None and world.passed == Position(left_after))
+        met = world.has_met_after
+
+        def ask() -> bool:
+            self.was_left, some_have_met = _any_says(communicator, [left, met], world.device)
+            world.resumed = Generation(plan.generation)
+            if some_have_met:
+                communicator.inner.barrier().wait()  # all have learned it
+            return some_have_met
+
+        if not world.attempt(plan, ask):
+            return True
+        if met:
+            leave(world.rank, f"has called collectives after the loop, where another was lost; {_ANOTHER}")
+        world.wait_broken()
+        return False
 
     def _leads_out(self, plan: Plan, mine: Member) -> bool:
         """Of ``main``, to enter it again."""
@@ -252,6 +278,8 @@ class Rejoin:
         assert of is not None
         settle_restores()
         self._settle()
+        if not mine.fresh and not self.loop_end.put_back():
+            leave(world.rank, f"has changed tracked state after the loop, of which there is no copy; {_ANOTHER}")
         asked = plan.rollback is None and any(where.endswith(self._address(mine)) for where in of.images)
         if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
             try:
@@ -330,7 +358,7 @@ class Rejoin:
         left = left_after == plan.committed.step
         if communicator is not None:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
-            left = world.attempt(plan, lambda: _any_says(communicator, left, world.device))
+            left = world.attempt(plan, lambda: _any_says(communicator, [left], world.device)[0])
         since = manifest.lineage
         self._state.lineage = Lineage(
             began=since.began,
@@ -355,11 +383,11 @@ class Rejoin:
         return f"/{mine.slot}/{mine.incarnation}"
 
 
-def _any_says(communicator: Communicator, says: bool, device: torch.device) -> bool:
-    """A barrier that tells all ranks whether ``says`` is True on one of them."""
-    counted = torch.tensor([float(says)], device=device)
+def _any_says(communicator: Communicator, says: Sequence[bool], device: torch.device) -> list[bool]:
+    """A barrier that tells all ranks of each of ``says`` whether it is True on one of them."""
+    counted = torch.tensor(says, dtype=torch.float32, device=device)
     communicator.inner.allreduce([counted]).wait()
-    return counted.item() > 0
+    return [count > 0 for count in counted.tolist()]
 
 
 def leave(rank: int, because: str) -> None:

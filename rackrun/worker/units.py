@@ -106,7 +106,7 @@ class UnitRunner:
         """Of the step in hand, or of the one before."""
         self._replicas = ReplicaCheck(state, self._world)
         self._late = LateBreaks(state)
-        self._world.broke_late = self._late.broke
+        self._world.broke_late, self._world.rejoin = self._late.broke, self._rejoin_after_loop
         self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
         self._snapshots.become(state)
         self._durable, self._exact = durable, exact
@@ -349,7 +349,7 @@ class UnitRunner:
 
     def loop_over(self, *, late: bool = False) -> None:
         """What follows is the script's, and there is no history of it. ``late``: it has run already."""
-        self._between = None
+        self._between = self._owed = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
@@ -787,6 +787,12 @@ class UnitRunner:
         return self._rejoin.run(
             self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
         )
+
+    def _rejoin_after_loop(self) -> None:
+        while self._world.broken:
+            self._recover()
+            self._catch_up()
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:
         """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:

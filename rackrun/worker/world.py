@@ -93,6 +93,8 @@ class World:
         self.after_update: Callable[[str, Any], None] | None = None
         """Told of every collective of the script, and its result, from then on."""
         self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
+        self.rejoin: Callable[[], None] = lambda: None
+        """Called in code of the script's own: take part in the newest generation."""
         """Told of every collective, by its result, that breaks after that."""
         self.good: Position | None = None
         """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
@@ -120,6 +122,8 @@ class World:
         self.joined: Plan | None = None
         """Of this generation."""
         self._has_state = True
+        self.resumed = Generation(0)
+        """As `rackrun.core.events.WorkerParked`."""
         """Not between leaving ``main`` and being filled again."""
         self._seated: tuple[Member, ...] = ()
         """Who is who, as this worker and its groups count ranks now."""
@@ -237,17 +241,20 @@ class World:
             )
 
     def _check_after(self) -> None:
-        """After the loop, whose end is committed: this code cannot be repeated for who takes over. Where a collective was called already,
-        others would meet it at another place."""
-        if self._after_in is None:
-            self._after_in = self.generation
-        if self._broken or self.generation != self._after_in:
-            raise lost_after_loop()
+        """After the loop, whose end is committed. Who has called no collective there yet goes on with who takes over. Who has stands at another place
+        than a newcomer: it is replaced by one."""
+        if self._broken or self._after_in not in (None, self.generation):
+            if torch._C._current_graph_task_id() != -1:
+                raise lost_after_loop()
+            self.rejoin()
+            if self.has_met_after:
+                raise lost_after_loop()
+        self._after_in = self.generation
 
-    def check_newcomers(self) -> None:
-        """Before a generation with newcomers. They begin the code after the loop, and would wait for ever in a collective that this rank has left behind."""
-        if self.scope is Scope.AFTER and self._after_in is not None:
-            raise lost_after_loop()
+    @property
+    def has_met_after(self) -> bool:
+        """This rank has called a collective in the code after the loop."""
+        return self.scope is not Scope.SETUP and self._after_in is not None
 
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
@@ -441,6 +448,7 @@ class World:
                 snapshots=snapshots(),
                 layout=Generation(self.layout) if self._has_state else None,
                 replica_class=self._class_to_report(),
+                resumed=self.resumed,
                 good=self.good,
             )
             communicators = [group.communicator for group in self.groups if group.communicator]
@@ -553,6 +561,7 @@ class World:
     def let_go(self) -> None:
         """Of the script that was in ``main``."""
         self.broke_late = lambda result: None  # noqa: ARG005
+        self.rejoin = lambda: None
         self.may_leave_phase = lambda: True
         self.may_be_left = lambda: None
         self.flights.new_generation()

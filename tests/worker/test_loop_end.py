@@ -26,9 +26,14 @@ from rackrun.worker.tensor_bytes import local_part
 from rackrun.worker.undo_copies import NoRoom
 
 Train = Callable[..., Ended]
+MakeModel = Callable[[Run], nn.Module]
 
 
-def looped(run: Run, steps: int, body: Callable[[int], bool], make: Callable[[Run], nn.Module] = ddp) -> nn.Module:
+def fsdp(_: Run) -> nn.Module:
+    return fully_shard(net())
+
+
+def looped(run: Run, steps: int, body: Callable[[int], bool], make: MakeModel = ddp) -> nn.Module:
     """``body`` is called after each step; when it says so, the loop is left."""
     model = make(run)
     optimizer = adam(model)
@@ -144,38 +149,77 @@ def dies_when_another_has_returned(mark: Path, gone: Path) -> Callable[[Run], No
     return main
 
 
-def test_who_takes_over_after_the_loop_does_not_wait_for_those_that_have_gone_on(
-    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ended = train(dies_when_another_has_returned(tmp_path / "mark", tmp_path / "gone"), ranks=2, spares=1)
-    assert ended.exit_code == 3, str(ended)
-    assert "CollectiveBroken" in ended.because, ended
-    assert "run.at_end" in capfd.readouterr().err
-
-
-def test_a_loss_after_the_loop_ends_with_its_reason(
-    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody is given another's place there, nor values that were not everybody's."""
-    ended = train(dies_after_the_loop(tmp_path / "mark", 12), ranks=2, spares=1)
-    assert ended.exit_code == 3, str(ended)
-    assert "CollectiveBroken" in ended.because, ended
-    assert "run.at_end" in capfd.readouterr().err
-
-
+@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("returned", [False, True])
-def test_with_checkpoints_the_code_after_the_loop_runs_again(
-    returned: bool, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_after_a_loss_the_code_after_the_loop_runs_again_on_all_ranks(
+    ranks: int, returned: bool, checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    """Who takes over begins it, and would meet the others at another place: each of them is replaced too, from the state that the loop left."""
+    if checkpoints:
+        monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     mark = tmp_path / "mark"
-    main = dies_when_another_has_returned(mark, tmp_path / "gone") if returned else dies_after_the_loop(mark)
+    main = dies_when_another_has_returned(mark, tmp_path / "gone") if returned else dies_after_the_loop(mark, 12)
+    ended = train(main, ranks=ranks, spares=1, batch=(24, 2))
+    assert ended.exit_code == 0, ended
+    total = sum(range(ranks + 1))
+    said = {"total": total} if returned else {"first": total, "second": total}
+    assert ended.said == {rank: said for rank in range(ranks)}
+    assert not ended.restarted
+    assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12)}
+
+
+def dies_between_collectives(
+    folder: Path, ranks: tuple[int, ...], times: int, make: MakeModel
+) -> Callable[[Run], None]:
+    """In the code after the loop, each of ``ranks`` so many times."""
+
+    def main(run: Run) -> None:
+        looped(run, 12, lambda _: False, make)
+        first = total_of(run)
+        deaths = len(list(folder.glob(f"{run.rank}-*")))
+        if run.rank in ranks and deaths < times:
+            (folder / f"{run.rank}-{deaths}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(first=first, second=total_of(run))
+
+    return main
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("make", ["ddp", "fsdp"])
+def test_it_runs_again_without_spares_after_two_losses_and_with_shards(
+    make: str, ranks: tuple[int, ...], train: Train, tmp_path: Path
+) -> None:
+    main = dies_between_collectives(tmp_path, ranks, 1, {"ddp": ddp, "fsdp": fsdp}[make])
+    ended = train(main, ranks=4, spares=0, batch=(24, 2), snapshot_every=5)
+    assert ended.exit_code == 0, ended
+    assert ended.said == {rank: {"first": 10.0, "second": 10.0} for rank in range(4)}
+    assert not ended.restarted
+
+
+def test_a_rank_that_is_lost_there_each_time_ends_the_job(train: Train, tmp_path: Path) -> None:
+    ended = train(dies_between_collectives(tmp_path, (1,), 1000, ddp), ranks=2, spares=1)
+    assert ended.exit_code == 3, ended
+    assert "recoveries without one committed step" in ended.because, ended
+
+
+def test_who_has_met_nobody_after_the_loop_goes_on_with_who_takes_over(train: Train, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def main(run: Run) -> None:
+        looped(run, 12, lambda _: False)
+        if run.rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.rank == 0 and run.generation == 1:
+            run._world.wait_broken()
+        say(total=total_of(run), pid=os.getpid())
+
     ended = train(main, ranks=2, spares=1)
     assert ended.exit_code == 0, ended
-    said = {"total": 3.0} if returned else {"first": 3.0, "second": 3.0}
-    assert ended.said == dict.fromkeys((0, 1), said)
-    assert ended.restarted
-    assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12 if returned else 3)}
+    assert [said["total"] for said in ended.said.values()] == [3.0, 3.0]
+    assert len([event for event in str(ended).splitlines() if "break for generation" in event]) == 1, ended
 
 
 def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Train) -> None:
@@ -191,9 +235,6 @@ def test_what_the_script_does_to_the_model_behind_the_loop_is_its_own(train: Tra
     ended = train(main, ranks=2, spares=0)
     assert ended.exit_code == 0, ended
     assert [said["weights"] for said in ended.said.values()] == [140.0, 140.0]
-
-
-MakeModel = Callable[[Run], nn.Module]
 
 
 def changes_after_the_loop(
@@ -298,10 +339,6 @@ def test_what_phases_have_changed_since_does_not_go_with_what_the_code_before_th
     mark.unlink()
     (tmp_path / "unchanged").touch()
     assert train(main, ranks=2, spares=1).exit_code == 0
-
-
-def fsdp(_: Run) -> nn.Module:
-    return fully_shard(net())
 
 
 @pytest.mark.parametrize("change", [doubled, nn.Module.eval], ids=lambda f: f.__name__)
