@@ -80,6 +80,7 @@ class Process:
         """The generation in which it entered the unit after its history, whose gate it has not seen pass."""
         self.entered_world = 0
         self.layout, self.torn, self.finished = 0, False, False
+        self.resumed = Generation(0)
         self.plan: Plan | None = None
         self.between_units = False
         """It pauses."""
@@ -407,6 +408,7 @@ class Process:
             snapshots=tuple(Step(step) for step in snapshots),
             layout=Generation(self.layout) if self.stateful else None,
             replica_class=self.sim.class_of(self.rank),
+            resumed=self.resumed,
             good=None if self.comparing.good is None else Position(self.comparing.good),
         )
 
@@ -429,7 +431,7 @@ class Process:
         self.state, self.plan, self.rank, self.generation = "resuming", plan, int(me.rank), int(plan.generation)
         if me.fresh or plan.reshard is not None:
             self.history = None
-        self.finished = self.finished and self.stateful and plan.rollback is None
+        self.finished = False
         self.torn = self.stateful and (self.torn or plan.rollback is not None)
         if me.fresh or plan.reshard is not None or plan.rollback is not None:
             self.sealing.break_off()
@@ -530,6 +532,7 @@ class Process:
                 del arena[step]
         self._watch.resumed(nobody_was_lost=not any(member.fresh for member in plan.members))
         self.sim.truth.state(self.generation, self.history)
+        self.resumed = plan.generation
         self.say(WorkerResumed, generation=plan.generation)
         if not self.finished:
             self._compute()

@@ -88,6 +88,7 @@ class Process:
     hung: str = ""  # "", "code" (parks, but never computes), "silent"
     reported: bool = False
     finished: bool = False
+    resumed: Generation = Generation(0)
     told_to_pause: int = -1
     """The generation in which it was."""
     paused: bool = False
@@ -578,6 +579,7 @@ class Cluster:
             snapshots=tuple(Step(step) for step in sorted(arena)),
             layout=Generation(process.layout) if process.stateful else None,
             replica_class=self._class(process.rank),
+            resumed=process.resumed,
         )
 
     def _take(self, process: Process, plan: Plan) -> None:
@@ -595,7 +597,7 @@ class Cluster:
         process.told = plan.committed.step if plan.rollback is None else plan.rollback
         process.state, process.plan, process.rank = "resuming", plan, me.rank
         process.stateful = process.stateful and not me.fresh and plan.reshard is None
-        process.finished = process.finished and process.stateful and plan.rollback is None
+        process.finished = False
         process.generation = plan.generation
         process.reported = False
         process.torn = process.stateful and (process.torn or plan.rollback is not None)
@@ -740,7 +742,7 @@ class Cluster:
         process.entered_in = None
         process.torn = False
         process.stateful = True
-        process.state = "running"
+        process.state, process.resumed = "running", plan.generation
         self._say(process, WorkerResumed, generation=plan.generation)
 
     # -- time ------------------------------------------------------------------------------------------------------

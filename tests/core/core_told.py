@@ -166,7 +166,13 @@ class Told:
         )
 
     def parks(
-        self, slot: str, passed: int = 4, entered: int | None = None, snapshots: Sequence[int] = (), layout: int = 0
+        self,
+        slot: str,
+        passed: int = 4,
+        entered: int | None = None,
+        snapshots: Sequence[int] = (),
+        layout: int = 0,
+        resumed: int = 0,
     ) -> Sequence[Command]:
         return self.tell(
             WorkerParked(
@@ -177,6 +183,7 @@ class Told:
                 gate=(float(passed),),
                 snapshots=tuple(snapshot_id(Generation(layout), Step(step)) for step in snapshots),
                 layout=Generation(layout),
+                resumed=Generation(resumed),
             )
         )
 

@@ -215,13 +215,32 @@ def test_when_all_have_finished_all_are_released_and_the_job_is_done(training: T
     assert stop_in(training.exits("b/1", code=0)).exit_code == 0
 
 
-def test_a_member_lost_before_the_release_is_swapped_and_the_others_stay_finished(training: Told) -> None:
+def test_a_member_lost_before_the_release_is_swapped_and_the_others_say_again_that_they_have_finished(
+    training: Told,
+) -> None:
+    """Some may have to do more for who takes over, and be lost over that."""
     for slot in ("a/0", "a/1", "b/0"):
         training.finishes(slot)
     training.exits("b/1")
     training.park_all()
     training.resume_all()
+    for slot in ("a/0", "a/1", "b/0"):
+        assert not every(ReleaseWorkers, training.finishes(slot))
     assert only(ReleaseWorkers, training.finishes("b/2"))
+
+
+@pytest.mark.parametrize(("resumed", "is_a_source"), [(2, True), (1, False)])
+def test_who_has_its_state_is_a_source_though_nobody_heard_that_it_resumed(
+    training: Told, resumed: int, is_a_source: bool
+) -> None:
+    """Those that gave it may be gone before its word arrives."""
+    training.exits("b/1")
+    training.park_all()
+    for slot in ("a/0", "a/1", "b/0"):
+        training.exits(slot)
+    training.timer("gather")
+    begins_again = every(FenceWorker, training.parks("b/2", resumed=resumed))
+    assert bool(begins_again) is not is_a_source
 
 
 def test_a_bad_exit_after_the_release_is_the_scripts(training: Told) -> None:

@@ -164,7 +164,7 @@ def test_after_a_loss_the_code_after_the_loop_runs_again_on_all_ranks(
     assert ended.exit_code == 0, ended
     total = sum(range(ranks + 1))
     said = {"total": total} if returned else {"first": total, "second": total}
-    assert ended.said == {rank: said for rank in range(ranks)}
+    assert ended.said == dict.fromkeys(range(ranks), said)
     assert not ended.restarted
     assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12)}
 
