@@ -129,11 +129,12 @@ class Rejoin:
 
     def _check_loop_end(self, plan: Plan) -> None:
         """What this rank has done in the code after the loop may keep it from taking part: nobody else has, and nobody could do it again."""
+        if plan.reshard is not None:
+            return  # main is left, and entered again
         if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
-            leave(
-                self._world.rank, f"is in the code after the loop, and all go back to step {plan.rollback}; {_ANOTHER}"
-            )
-        if plan.reshard is None and any(member.fresh for member in plan.members):
+            back = f"all go back to step {plan.rollback}"
+            leave(self._world.rank, f"is in the code after the loop, and {back}; {_ANOTHER}")
+        if any(member.fresh for member in plan.members):
             self.loop_end.check()
 
     def _agree_after_loop(self, plan: Plan, left_after: int | None) -> bool:

@@ -26,9 +26,6 @@ from tests.strangers.verdict import Verdict, difference, inconsistency, last_wor
 
 WHAT = (("kill", 55), ("stop", 20), ("spin", 9), ("sleep", 11), ("gil", 5))
 
-AFTER_THE_LOOP = "a peer was lost in the code after the loop over run.steps(), which only a new start can run again"
-"""A limit that docs/api.md states, for scripts that use collectives there and jobs without checkpoints on disk."""
-
 
 def scripts() -> list[Path]:
     """In an order of no meaning, so that a few seeds in a row are of several kinds."""
@@ -72,7 +69,7 @@ class Campaign:
         setting = setting_of(script)
         reference, _, _, _ = self.reference(script)
         outcome = run_job(script, out, spares=spares, faults=faults, limit_s=self.limit_s)
-        verdict, words = judge(script, setting, spares, faults, reference, outcome)
+        verdict, words = judge(script, setting, spares, reference, outcome)
         if verdict is Verdict.WRONG:
             again = run_job(script, out / "again", spares=0, limit_s=self.limit_s)
             if other := difference(reference.lines, again.lines, exact=True, same_world=True):
@@ -89,9 +86,7 @@ class Campaign:
         }
 
 
-def judge(
-    script: Path, setting: Setting, spares: int, faults: tuple[Fault, ...], reference: Outcome, outcome: Outcome
-) -> tuple[Verdict, str]:
+def judge(script: Path, setting: Setting, spares: int, reference: Outcome, outcome: Outcome) -> tuple[Verdict, str]:
     tail = last_words(outcome.output)
     if outcome.code is None:
         return Verdict.HUNG, f"{steps_said(outcome.lines)} steps in {outcome.seconds:.0f} s: {tail}"
@@ -104,8 +99,6 @@ def judge(
     if outcome.code != 0:
         lost = len(outcome.struck)
         beyond = lost > spares and not (setting.plain or (setting.shrinks and lost < setting.ranks))
-        late = any(fault.place == "after" or fault.delay_s for fault in faults)  # steps may take less than the delay
-        beyond |= AFTER_THE_LOOP in outcome.output and late
         return (
             Verdict.BEYOND if beyond and outcome.code == 3 else Verdict.NEEDLESS_END,
             f"exit code {outcome.code}: {tail}",

@@ -13,11 +13,10 @@ import pytest
 from tests.strangers.__main__ import draw, judge, scripts
 from tests.strangers.hard import HARD
 from tests.strangers.inside import AFTER
-from tests.strangers.job import SCRIPTS, Fault, Outcome, Setting, setting_of
+from tests.strangers.job import SCRIPTS, Outcome, Setting, setting_of
 from tests.strangers.places import find_places
 from tests.strangers.verdict import Verdict, difference, without_faults
 
-KILLED = (Fault(0, "kill", 1, 3, 40, 1, "forward"),)
 MOCO = SCRIPTS / "moco.py"
 CRASH = (
     'Traceback (most recent call last):\n  File "moco.py", line 12, in <module>\nAttributeError: no attribute\n'
@@ -43,7 +42,7 @@ def outcome(lines: list[dict[str, Any]], code: int | None = 0, output: str = "",
 
 
 def verdict_of(run: Outcome, *, spares: int = 1, script: Path = MOCO, setting: Setting | None = None) -> Verdict:
-    return judge(script, setting or Setting(), spares, KILLED, outcome(said(), struck=0), run)[0]
+    return judge(script, setting or Setting(), spares, outcome(said(), struck=0), run)[0]
 
 
 def test_the_same_said_again_is_equal() -> None:

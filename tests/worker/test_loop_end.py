@@ -353,6 +353,23 @@ def test_where_all_go_back_no_change_after_the_loop_is_lost_nor_made_twice(
     assert ended.said == undisturbed.said
 
 
+@pytest.mark.stories
+@pytest.mark.parametrize("snapshot_every", [1, 5])
+def test_where_main_is_entered_again_the_code_after_the_loop_runs_once_on_what_the_loop_left(
+    snapshot_every: int, train: Train, tmp_path: Path
+) -> None:
+    """Nobody takes the lost rank's place: the others cut the model anew, as it was before they changed it."""
+    main = changes_after_the_loop(tmp_path, change=doubled, make=fsdp)
+    how: dict[str, Any] = {"batch": (24, 2), "snapshot_every": snapshot_every, "spares": 0, "reduction": "exact"}
+    ended = train(main, ranks=4, min_ranks=1, policy="swap,shrink,wait", **how)
+    assert ended.exit_code == 0, ended
+    assert len(ended.said) == 3, ended.said
+    undisturbed = train(main, ranks=4, **how)
+    before = sum(said["before"] for said in undisturbed.said.values())
+    assert sum(said["before"] for said in ended.said.values()) == pytest.approx(before, abs=1e-9)
+    assert sum(said["after"] for said in ended.said.values()) == pytest.approx(2 * before, abs=1e-9)
+
+
 def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:
     """As a progress bar does."""
     kept: list[Any] = []
