@@ -289,6 +289,21 @@ class DurableCheckpoints:
             while not flush.copied.wait(_SLICE_S):
                 waiting()
 
+    def make_whole(self, step: int) -> None:
+        """Of a rank that takes a place after the last step, with the state of that step: who had the place may not have written its part. As `save`."""
+        self._own()
+        if not self._look_at(step):
+            self._saved = min(self._saved, step - 1)
+            self.save(step, last=True)
+
+    def is_over(self) -> None:
+        """All ranks have written what they had to."""
+        step = self._saved
+        if self._world.rank == 0 and step > max(self._state.lineage.began, self._given_up) and not self._look_at(step):
+            self._complain(
+                f"the last checkpoint, of step {step}, is not whole: a rank was lost while it wrote its part"
+            )
+
     def finish(self, enough: Callable[[], bool]) -> None:
         """As `wait_written`; the run has come to its end."""
         self.wait_written(enough)

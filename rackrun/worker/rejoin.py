@@ -40,8 +40,6 @@ from rackrun.worker.world import Reenter, Superseded
 
 __all__ = ["Rejoin", "leave"]
 
-_ANOTHER = "another takes its place."
-
 
 class Rejoin:
     """``settle`` waits until no copy of the state is in the making."""
@@ -133,9 +131,20 @@ class Rejoin:
             return  # main is left, and entered again
         if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
             back = f"all go back to step {plan.rollback}"
-            leave(self._world.rank, f"is in the code after the loop, and {back}; {_ANOTHER}")
+            self._give_place_up(f"is in the code after the loop, and {back}")
         if any(member.fresh for member in plan.members):
             self.loop_end.check()
+
+    def _give_place_up(self, because: str) -> None:
+        """All is done that others need of this process, once its part of the last checkpoint is written."""
+
+        def waits() -> bool:
+            self._page.progress()
+            return False
+
+        if self._durable is not None:
+            self._durable.wait_written(waits)
+        leave(self._world.rank, f"{because}; another takes its place.")
 
     def _agree_after_loop(self, plan: Plan, left_after: int | None) -> bool:
         """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which. Who has called collectives after the loop, which
@@ -158,7 +167,7 @@ class Rejoin:
         if not world.attempt(plan, ask):
             return True
         if met:
-            leave(world.rank, f"has called collectives after the loop, where another was lost; {_ANOTHER}")
+            self._give_place_up("has called collectives after the loop, where another was lost")
         world.wait_broken()
         return False
 
@@ -280,7 +289,7 @@ class Rejoin:
         settle_restores()
         self._settle()
         if not mine.fresh and not self.loop_end.put_back():
-            leave(world.rank, f"has changed tracked state after the loop, of which there is no copy; {_ANOTHER}")
+            self._give_place_up("has changed tracked state after the loop, of which there is no copy")
         asked = plan.rollback is None and any(where.endswith(self._address(mine)) for where in of.images)
         if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
             try:

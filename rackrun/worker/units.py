@@ -212,6 +212,7 @@ class UnitRunner:
             left = self._rejoin.arrive(self._carried.left_after)
             self._came_in = self.passed
             self._left_after = self.passed.step if left else None
+            self._make_last_whole()
             self._to_script()
             return
         if not self.waiting_spare:
@@ -230,7 +231,17 @@ class UnitRunner:
         self._came_in = self.passed
         self.waiting_spare = False
         self._left_after = self.passed.step if self._rejoin.was_left else None
+        self._make_last_whole()
         self._to_script()
+
+    def _make_last_whole(self) -> None:
+        """The checkpoint of the last step, by who takes a place after it: what phases have changed since is not that step's any more."""
+        changes = self._state.lineage.changes
+        if self._durable is None or self.passed.step != self._last_step:
+            return
+        if not self.passed.phase or not any(changes.phases.values()):
+            self._durable.make_whole(self._last_step)
+            self._settle()
 
     def _to_script(self) -> None:
         """The user's own code goes on, between two units."""
@@ -333,6 +344,7 @@ class UnitRunner:
             self._page.enter(Activity.WAITING)
         if self._durable is not None:
             self._durable.finish(lambda: False)
+            self._durable.is_over()
         self._world.close()
 
     def expect(self, seconds: float) -> None:
@@ -351,6 +363,7 @@ class UnitRunner:
         """What follows is the script's, and there is no history of it. ``late``: it has run already."""
         self._between = self._owed = None
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
+        self._settle()  # the script may change the state from here on, and a copy of it may be in the making
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
 

@@ -177,6 +177,58 @@ def test_a_checkpoint_that_a_loss_cuts_short_is_begun_again_at_once(
     assert 59 <= min(generations(folder)) < 109
 
 
+def dies_in_its_last_write(
+    make: Callable[[Run], nn.Module], steps: int, phase: Callable[[Run], Any], phases: int = 0
+) -> Script:
+    """Rank 1, when so many ``phases`` have followed the last step."""
+
+    def main(run: Run) -> None:
+        write = GenerationWriter.write_shard
+
+        def lost(self: GenerationWriter, *args: Any, **kwargs: Any) -> bool:
+            if run.rank == 1 and run.generation == 1 and self.step == steps - 1:
+                while run._units.passed.phase < phases:
+                    time.sleep(0.005)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(self, *args, **kwargs)
+
+        GenerationWriter.write_shard = lost  # type: ignore[method-assign]
+        run.at_end(lambda: phase(run))
+        trained(make, steps)(run)
+        if run.generation == 1:
+            run._world.wait_broken()
+
+    return main
+
+
+@pytest.mark.parametrize("make", [sharded, ddp])
+def test_the_last_checkpoint_is_made_whole_by_who_takes_a_place(
+    make: Callable[[Run], nn.Module], folder: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step follows, after which it would be begun again."""
+    ended = train(dies_in_its_last_write(make, 5, lambda _: None))
+    assert ended.exit_code == 0, ended
+    assert len(ended.plans) == 1, ended
+    assert generations(folder)[0] == 4
+    resumed = train(trained(make, 7))
+    assert said(resumed, "done") == [5, 6]
+    monkeypatch.delenv("RACKRUN_CHECKPOINT_DIR")
+    assert said(resumed, "whole") == said(train(trained(make, 7)), "whole")
+
+
+def test_where_a_phase_has_changed_what_the_last_checkpoint_was_to_hold_it_is_said_not_to_be_whole(
+    folder: Path, train: Train, capfd: Any
+) -> None:
+    def phase(run: Run) -> None:
+        with torch.no_grad():
+            next(iter(run._state.parameters())).add_(1.0)
+
+    ended = train(dies_in_its_last_write(ddp, 5, phase, 1))
+    assert ended.exit_code == 0, ended
+    assert 4 not in generations(folder)
+    assert "the last checkpoint, of step 4, is not whole" in capfd.readouterr().err
+
+
 def test_storage_that_answers_with_errors_stops_nobody(folder: Path, train: Train) -> None:
     """Also where it is only asked whether something is there."""
 

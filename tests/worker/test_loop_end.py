@@ -17,9 +17,11 @@ from scripts import Samples, adam, ddp, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from rackrun.checkpoint.durable import DurableStore
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
 from rackrun.worker import leaving, loop_end
+from rackrun.worker.copies import HostCopies
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 from rackrun.worker.tensor_bytes import local_part
@@ -167,6 +169,8 @@ def test_after_a_loss_the_code_after_the_loop_runs_again_on_all_ranks(
     assert ended.said == dict.fromkeys(range(ranks), said)
     assert not ended.restarted
     assert {at for _, at, _ in ended.told if not at.phase} == {Position(step) for step in range(12)}
+    if checkpoints:
+        assert 11 in [info.generation for info in DurableStore(tmp_path / "checkpoints", "run").generations()]
 
 
 def dies_between_collectives(
@@ -368,6 +372,31 @@ def test_where_main_is_entered_again_the_code_after_the_loop_runs_once_on_what_t
     before = sum(said["before"] for said in undisturbed.said.values())
     assert sum(said["before"] for said in ended.said.values()) == pytest.approx(before, abs=1e-9)
     assert sum(said["after"] for said in ended.said.values()) == pytest.approx(2 * before, abs=1e-9)
+
+
+def test_the_last_checkpoint_is_of_the_loop_and_not_of_what_follows(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied while the script goes on."""
+    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path))
+    copy = HostCopies.copy
+
+    def late(*args: Any) -> None:
+        time.sleep(0.3)
+        copy(*args)
+
+    monkeypatch.setattr(HostCopies, "copy", late)
+
+    def main(run: Run) -> None:
+        model = looped(run, 6, lambda _: False)
+        say(weight=float(next(model.parameters()).sum()))
+        doubled_unseen(model)
+
+    first = train(main, ranks=2, spares=0)
+    assert first.exit_code == 0, first
+    again = train(main, ranks=2, spares=0)
+    assert not again.told, "no step is done again"
+    assert again.said == first.said
 
 
 def test_a_break_is_seen_when_the_loop_is_kept_elsewhere(train: Train) -> None:
