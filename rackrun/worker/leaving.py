@@ -26,11 +26,12 @@ def all_leave(world: World, boot: Boot | None, step: int) -> None:
     room = Exchange(boot.exchange, boot.token, f"left/{world.generation}", _CONNECT_S)
     try:
         room.set(str(world.rank), str(step).encode())
+        world.page.collective_entered()  # whoever watches sees that this rank waits for others
         while not world.broken:
             try:
                 room.wait([str(rank) for rank in range(world.size)], _LOOK_S)
             except ExchangeUnreachable:
-                return  # the gate that follows finds out
+                pass  # the gate that follows finds out
             except ExchangeTimeout:
                 if not told and time.monotonic() - began > _TELL_S:
                     told = True
@@ -41,6 +42,7 @@ def all_leave(world: World, boot: Boot | None, step: int) -> None:
                         "the same step. Remedy: decide by what is the same on all ranks, such as step.loss."
                     )
                 continue
+            world.page.collective_completed()
             return
     finally:
         room.close()
