@@ -126,6 +126,10 @@ class _Layout:
                 )
                 turn += 1
 
+    def _lies_elsewhere(self, path: str, tensor: torch.Tensor, device: torch.device) -> bool:
+        """It is a copy on the host of what belongs on ``device``, whose digests are others."""
+        return not self.infos[path].on_host and tensor.device.type != device.type
+
     def digests(
         self,
         checker: int,
@@ -136,7 +140,10 @@ class _Layout:
         """What ``checker`` vouches for. ``known``: some of them."""
         mine = [path for path, source in self.checker.items() if source == checker]
         new = [path for path in mine if path not in known]
-        fresh = {**known, **dict(zip(new, digests([tensors[path] for path in new]), strict=True))}
+        elsewhere = [path for path in new if self._lies_elsewhere(path, tensors[path], device)]
+        here = [path for path in new if path not in elsewhere]
+        fresh = {**known, **dict(zip(here, digests([tensors[path] for path in here]), strict=True))}
+        fresh |= {path: digest(tensors[path].to(device)) for path in elsewhere}  # one at a time: they are large
         found = {path: fresh[path] for path in mine}
         small = [path for path in self.small if not _is_buffer(path)]
         if small and checker == self.second:
