@@ -56,21 +56,17 @@ class LoopEnd:
         self._manifest = self._state.manifest("")
 
     def left(self) -> None:
-        """Phases follow the script's own code. What they change is part of the training, and every newcomer gets it, where that code has
-        changed nothing itself."""
-        if self._manifest is None:
-            return
-        if self.changed() or self._manifest.modes != self._state.manifest("").modes:
+        """Phases follow the script's own code. What they change is part of the training, and there is nobody who has it without that code."""
+        if self._manifest is not None:
             self._left = _digests(self._state.tensors())
-        else:
-            self._manifest = None
-            self._copies.clear()
 
     def check(self) -> None:
-        """Before newcomers are given what the loop left. Raises `CollectiveBroken` where nobody has that any more."""
+        """Before newcomers are given what the loop left. Raises `CollectiveBroken` where nobody has that any more, or it is not all that they need."""
         changed = self.changed()
-        if changed and (self._lost or self._digests or (self._left and self._left != _digests(self._state.tensors()))):
+        if changed and (self._lost or self._digests):
             raise lost_after_loop(f" This rank had changed {changed} there.")
+        if self._left and self._left != _digests(self._state.tensors()):
+            raise lost_after_loop(" A phase that followed it has changed tracked state.")
 
     def put_back(self) -> bool:
         """Make the state again what the loop left. False: that cannot be done."""

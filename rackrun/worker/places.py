@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import torch
-
 from rackrun.worker.reports import say
+from rackrun.worker.rng import undrawn
 from rackrun.worker.user_line import keeps_something, user_line
 
 __all__ = ["MainOnly", "Places"]
@@ -58,25 +55,17 @@ class Places:
                 f"{self._asked}: this process has taken rank 0, and run.is_main was False when it was asked there, before run.steps(): what was "
                 "made for rank 0 only is not here. Remedy: make it with run.main_only(...), or in a function given to run.on_join."
             )
-        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         if self._kept and not self._callbacks and not self._for_main:
             say(
                 f"{self._kept}: made where run.is_main was asked before run.steps(): if rank 0 is replaced, its successor does not have it. "
                 "Remedy: none if it is of no use later; else make it with run.main_only(...), or in a function given to run.on_join."
             )
             self._kept = ""
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts use
-        try:
+        with undrawn():
             for one in self._for_main:
                 one.look()
             for function in self._callbacks:
                 function()
-        finally:
-            if on_devices:
-                torch.cuda.set_rng_state_all(on_devices)
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
-            random.setstate(states[2])
 
 
 class MainOnly:

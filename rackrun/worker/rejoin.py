@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.core.commands import Member, Plan, Restore
@@ -64,8 +65,8 @@ class Rejoin:
         """As `rackrun.worker.restore.Callbacks`."""
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
-        self.was_left = False
-        """The ranks had left their loops early, after the step that was committed when this process joined them last."""
+        self.left_after: int | None = None
+        """The step after which the ranks had left their loops early, when this process joined them last."""
 
     def run(self, came_in: Position, left_after: int | None, stays: Callable[[], bool] = lambda: False) -> bool:
         """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
@@ -109,7 +110,7 @@ class Rejoin:
                         f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
                     )
                 self._restore(plan, fresh=mine.fresh)
-                if not self._agree_after_loop(plan, left_after):
+                if not self._agree_after_loop(plan, left_after, size):
                     continue
             except Superseded:
                 continue
@@ -136,40 +137,45 @@ class Rejoin:
             self.loop_end.check()
 
     def _give_place_up(self, because: str) -> None:
-        """All is done that others need of this process, once its part of the last checkpoint is written."""
-
-        def waits() -> bool:
-            self._page.progress()
-            return False
-
-        if self._durable is not None:
-            self._durable.wait_written(waits)
         leave(self._world.rank, f"{because}; another takes its place.")
 
-    def _agree_after_loop(self, plan: Plan, left_after: int | None) -> bool:
+    def _agree_after_loop(self, plan: Plan, left_after: int | None, size: int) -> bool:
         """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which. Who has called collectives after the loop, which
-        newcomers have yet to call, is replaced by one of them, now that others have its state; this generation ends with that, and the answer is
-        False."""
+        others have yet to call, or stands behind another one, is replaced by a newcomer, now that others have its state; this generation ends
+        with that, and the answer is False. Where all have, the first stays for that long. ``size``: of the world, before; one that has shrunk goes on
+        without those that were lost."""
         world = self._world
         communicator = world.groups[0].communicator
-        if communicator is None or not any(member.fresh for member in plan.members):
+        if communicator is None:
             return True
-        left = self.was_left or (left_after is not None and world.passed == Position(left_after))
-        met = world.has_met_after
+        left = max(_left_by_now(self.left_after, world.passed), _left_by_now(left_after, world.passed))
+        met = world.has_met_after and (size == plan.world_size or any(member.fresh for member in plan.members))
 
-        def ask() -> bool:
-            self.was_left, some_have_met = _any_says(communicator, [left, met], world.device)
+        def ask() -> tuple[int, int]:
+            most_left, some_have_met, not_all_have = _most(communicator, [left, met, not met], world.device)
+            self.left_after = most_left - 1 if most_left else None
             world.resumed = Generation(plan.generation)
             if some_have_met:
                 communicator.inner.barrier().wait()  # all have learned it
-            return some_have_met
+            return some_have_met, not_all_have
 
-        if not world.attempt(plan, ask):
+        some_have_met, not_all_have = world.attempt(plan, ask)
+        if not some_have_met:
             return True
-        if met:
+        self._reports.resumed(Generation(plan.generation))  # how long the others write is nobody's fault
+        self._page.enter(Activity.WAITING, world.passed)
+        if met and (not_all_have or world.rank):
+            self._wait_written(plan)
             self._give_place_up("has called collectives after the loop, where another was lost")
         world.wait_broken()
         return False
+
+    def _wait_written(self, plan: Plan) -> None:
+        """Its part of the last checkpoint. Raises `Superseded` when somebody else is lost meanwhile, whose state this process may have to give."""
+        if self._durable is not None:
+            self._durable.wait_written(lambda: self._world.superseded(plan.generation))
+        if self._world.superseded(plan.generation):
+            raise Superseded
 
     def _leads_out(self, plan: Plan, mine: Member) -> bool:
         """Of ``main``, to enter it again."""
@@ -301,11 +307,11 @@ class Rejoin:
         self.leaving = True
         raise Reenter
 
-    def arrive(self, left_after: int | None) -> bool:
+    def arrive(self, left_after: int | None) -> int | None:
         """At run.steps() of a ``main`` that was entered again: fill the new state. ``left_after``: the step after which this process had left the
-        loop early, before. Returns whether the ranks had, after the step that is committed: a newcomer cannot know. Raises `Reenter` when the world
+        loop early, before. Returns that of the ranks, which a newcomer cannot know; None where they go on with it. Raises `Reenter` when the world
         has changed once more meanwhile, and the ranks, or what the script has done with them, with it."""
-        world, left = self._world, False
+        world, left = self._world, None
         plan = world.joined
         assert plan is not None, "main is entered again for a plan"
         joined = True
@@ -341,7 +347,7 @@ class Rejoin:
         self._reports.resumed(Generation(plan.generation))
         return left
 
-    def _reshard(self, plan: Plan, left_after: int | None) -> bool:
+    def _reshard(self, plan: Plan, left_after: int | None) -> int | None:
         """Fill the state, and seal it as the first snapshot of the new layout. Returns what `arrive` does. Raises `Superseded`."""
         world, of, boot = self._world, plan.reshard, self._runtime.boot
         assert of is not None
@@ -365,10 +371,10 @@ class Rejoin:
             self._reports.damaged(plan.generation, old, damaged.where, str(damaged))
             raise Superseded from damaged
         communicator = world.groups[0].communicator
-        left = left_after == plan.committed.step
+        left = _left_by_now(left_after, plan.committed)
         if communicator is not None:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
-            left = world.attempt(plan, lambda: _any_says(communicator, [left], world.device)[0])
+            left = world.attempt(plan, lambda: _most(communicator, [left], world.device)[0])
         since = manifest.lineage
         self._state.lineage = Lineage(
             began=since.began,
@@ -386,18 +392,25 @@ class Rejoin:
             leave(world.rank, f"has no memory for a snapshot of its new state: {error}")
         if not world.unless_overtaken(plan)(world.has_state_again):
             raise Superseded
-        return left
+        return left - 1 if left else None
 
     def _address(self, mine: Member) -> str:
         """How the address of this process's snapshots ends, whichever agent keeps them."""
         return f"/{mine.slot}/{mine.incarnation}"
 
 
-def _any_says(communicator: Communicator, says: Sequence[bool], device: torch.device) -> list[bool]:
-    """A barrier that tells all ranks of each of ``says`` whether it is True on one of them."""
-    counted = torch.tensor(says, dtype=torch.float32, device=device)
-    communicator.inner.allreduce([counted]).wait()
-    return [count > 0 for count in counted.tolist()]
+def _left_by_now(left_after: int | None, passed: Position) -> int:
+    """One more than the step after which a loop was left early; 0 where it was not, or steps before that are to be done again."""
+    return 0 if left_after is None or passed.step < left_after else left_after + 1
+
+
+def _most(communicator: Communicator, says: Sequence[int], device: torch.device) -> list[int]:
+    """A barrier that tells all ranks the largest of each of ``says``."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    found = torch.tensor(says, dtype=torch.int64, device=device)
+    communicator.inner.allreduce([found], options).wait()
+    return [int(one) for one in found.tolist()]
 
 
 def leave(rank: int, because: str) -> None:

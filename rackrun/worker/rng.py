@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-__all__ = ["derive", "reseed"]
+__all__ = ["derive", "reseed", "undrawn"]
 
 
 def derive(*parts: int | str) -> int:
     """A 63-bit seed from its parts; the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Whatever is drawn inside, what follows draws as if nothing had been."""
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts use
+    try:
+        yield
+    finally:
+        if on_devices:
+            torch.cuda.set_rng_state_all(on_devices)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
 
 
 def reseed(*parts: int | str) -> None:

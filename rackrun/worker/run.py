@@ -280,6 +280,7 @@ class Run:
                 yield number
             except GeneratorExit:
                 if not self._units.leaving:  # else the world is another one's by now, perhaps
+                    self._units.leaves_loop()
                     self._end_loop(total)
                 raise
             if self._looping is not None:

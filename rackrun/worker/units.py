@@ -42,7 +42,7 @@ from rackrun.worker.rejoin import Rejoin, leave
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports, say
 from rackrun.worker.resizing import fixed_because, held_because
-from rackrun.worker.rng import reseed
+from rackrun.worker.rng import reseed, undrawn
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
@@ -209,9 +209,8 @@ class UnitRunner:
         self._world.scope = Scope.OUTSIDE
         self._say_how_it_changes(held_by_mesh)
         if self._carried is not None and not self.waiting_spare:
-            left = self._rejoin.arrive(self._carried.left_after)
+            self._left_after = self._rejoin.arrive(self._carried.left_after)
             self._came_in = self.passed
-            self._left_after = self.passed.step if left else None
             self._make_last_whole()
             self._to_script()
             return
@@ -230,16 +229,16 @@ class UnitRunner:
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False
-        self._left_after = self.passed.step if self._rejoin.was_left else None
+        self._left_after = self._rejoin.left_after
         self._make_last_whole()
         self._to_script()
 
     def _make_last_whole(self) -> None:
         """The checkpoint of the last step, by who takes a place after it: what phases have changed since is not that step's any more."""
         changes = self._state.lineage.changes
-        if self._durable is None or self.passed.step != self._last_step:
+        if self._durable is None or self.left_early or self.passed.step < self._last_step:
             return
-        if not self.passed.phase or not any(changes.phases.values()):
+        if self.passed == Position(self._last_step) or not any(changes.phases.values()):
             self._durable.make_whole(self._last_step)
             self._settle()
 
@@ -351,11 +350,16 @@ class UnitRunner:
         self._pace.expect(seconds)
         self._page.allow(int(1e3 * seconds))
 
+    def leaves_loop(self) -> None:
+        """Before its end, after the step that was committed last."""
+        if self._left_after is None:
+            self._left_after = self.passed.step
+
     def loop_left(self) -> None:
         """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
         any more for what was agreed on in the last step."""
         self._owed = self._pause_due = None
-        self._left_after = self.passed.step
+        self.leaves_loop()
         self._undo.accept()
         self._rejoin.loop_end.left()
 
@@ -802,9 +806,13 @@ class UnitRunner:
         )
 
     def _rejoin_after_loop(self) -> None:
-        while self._world.broken:
-            self._recover()
-            self._catch_up()
+        """In the script's own code, which goes on as if nothing had been."""
+        scope = self._world.scope
+        with undrawn():
+            while self._world.broken:
+                self._recover()
+                self._catch_up()
+        self._world.scope = scope
         self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
 
     def _try_once(self, function: Callable[[Step], Any] | None) -> None:

@@ -122,9 +122,9 @@ class World:
         self.joined: Plan | None = None
         """Of this generation."""
         self._has_state = True
+        """Not between leaving ``main`` and being filled again."""
         self.resumed = Generation(0)
         """As `rackrun.core.events.WorkerParked`."""
-        """Not between leaving ``main`` and being filled again."""
         self._seated: tuple[Member, ...] = ()
         """Who is who, as this worker and its groups count ranks now."""
         self._builder: Builder | None = None
@@ -241,13 +241,14 @@ class World:
             )
 
     def _check_after(self) -> None:
-        """After the loop, whose end is committed. Who has called no collective there yet goes on with who takes over. Who has stands at another place
-        than a newcomer: it is replaced by one."""
-        if self._broken or self._after_in not in (None, self.generation):
-            if torch._C._current_graph_task_id() != -1:
-                raise lost_after_loop()
+        """After the loop, whose end is committed. Who has called no collective there yet goes on with who takes over, as the rank that it was. Who
+        has stands at another place than a newcomer: it is replaced by one. Autograd cannot be left; it gets a loopback's values, and this rank
+        counts as one that has."""
+        gone = self._broken or self._after_in not in (None, self.generation)
+        if gone and torch._C._current_graph_task_id() == -1:
+            before = self.size, self.rank
             self.rejoin()
-            if self.has_met_after:
+            if self.has_met_after or (self.size, self.rank) != before:
                 raise lost_after_loop()
         self._after_in = self.generation
 

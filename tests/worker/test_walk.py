@@ -35,7 +35,7 @@ def attention() -> nn.Module:
 
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is said to be of the past, in a kind of warning that changes with torch
         return torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
