@@ -275,10 +275,8 @@ def test_buffers_async(victims: tuple[int, ...], train: Train, tmp_path: Path) -
         for seed in range(3):  # recalibrate batch norm: forward in training mode changes buffers, DDP broadcasts them
             with torch.no_grad():
                 model(torch.randn(4, 10, generator=torch.Generator().manual_seed(seed + run.rank)))
-        work = []
-        for buffer in model.buffers():
-            if buffer.dtype.is_floating_point:
-                work.append(dist.all_reduce(buffer, async_op=True))
+        floats = [buffer for buffer in model.buffers() if buffer.dtype.is_floating_point]
+        work = [dist.all_reduce(buffer, async_op=True) for buffer in floats]
         if run.rank in victims:
             die_once(tmp_path / f"mark{run.rank}")
         for one in work:
