@@ -335,7 +335,12 @@ def test_fsdp_changes(victims: tuple[int, ...], every: int, meet: bool, train: T
             total_of(run)
         if run.rank in victims:
             die_once(tmp_path / f"mark{run.rank}")
-        if not meet and run.generation == 1 and (tmp_path / "mark1").exists() and "undisturbed" not in os.environ:
+        if (
+            not meet
+            and run.generation == 1
+            and (tmp_path / "mark1").exists()
+            and "RACKRUN_TEST_UNDISTURBED" not in os.environ
+        ):
             run._world.wait_broken()
         model.eval()
         with torch.no_grad():
