@@ -85,7 +85,9 @@ def test_a_world_that_shrinks_is_no_reason_to_wait_longer_for_a_hung_rank(train:
     reference = train(script(before=tell), ranks=RANKS, spares=0, batch=BATCH)
     ended = train(script(before=tell), kill={2: moments(reference, 2, 1)[0]}, **SHRINK)
     assert min(sizes(ended)) < RANKS, ended
-    assert {fact["patience"] for fact in ended.said.values()} == {1.0}, ended
+    told = [fact["patience"] for fact in ended.said.values() if fact]  # who came back for the end did not see that step
+    assert len(told) >= RANKS - 1, ended
+    assert {*told} == {1.0}, ended
 
 
 @pytest.mark.stories

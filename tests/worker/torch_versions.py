@@ -64,9 +64,11 @@ def main() -> int:
     if args.stands:
         return int(f"{BEGIN} {stamp()} -->" not in PAGE.read_text())
     versions = args.only or list(dict.fromkeys([oldest(), pinned(), newest()]))
-    rows = [row(version, BRIEF if args.brief else WORKERS) for version in versions]
-    if not args.brief and not any(cells["failed"] for cells in rows):
-        write(rows)
+    rows = []
+    for version in versions:
+        rows.append(row(version, BRIEF if args.brief else WORKERS))
+        if not args.brief and not rows[-1]["failed"]:
+            write(rows[-1:])
     for cells in rows:
         print(" | ".join(cells[name] for name in COLUMNS))
     return int(any(cells["failed"] for cells in rows))
