@@ -294,15 +294,19 @@ class Rejoin:
         assert of is not None
         settle_restores()
         self._settle()
-        if not mine.fresh and not self.loop_end.put_back():
-            self._give_place_up("has changed tracked state after the loop, of which there is no copy")
+        changed = False
         asked = plan.rollback is None and any(where.endswith(self._address(mine)) for where in of.images)
         if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
+            changed = bool(self.loop_end.changed())
+            if not self.loop_end.put_back():
+                self._give_place_up("has changed tracked state after the loop, of which there is no copy")
             try:
                 self._snapshots.hand_over(plan.committed, world.unless_overtaken(plan))
             except MemoryPlanError as error:
                 leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
         if not world.unless_overtaken(plan)(world.give_up_state):
+            if changed:  # its script counts on what was undone
+                self._give_place_up("had to undo what its script had changed after the loop")
             raise Superseded
         self.leaving = True
         raise Reenter

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from harness import Ended, say
 from test_loop_end import ddp, doubled, fsdp, looped, total_of
 
-from rackrun.checkpoint.durable import DurableStore
 from rackrun.worker.run import Run
 from rackrun.worker.tensor_bytes import local_part
 
@@ -33,7 +32,7 @@ def die_once(mark: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_rollback_of_who_has_met_nobody(lost: bool, train: Train, tmp_path: Path) -> None:
+def test_who_goes_back_goes_on_in_its_own_code_where_it_was(lost: bool, train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     if not lost:
         mark.touch()
@@ -53,58 +52,7 @@ def test_rollback_of_who_has_met_nobody(lost: bool, train: Train, tmp_path: Path
     assert ended.said[0]["drawn"] == ended.said[1]["drawn"], ended.said
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("meet", [False, True])
-@pytest.mark.parametrize("change", [True, False])
-def test_break_change_then_lost_in_at_end(change: bool, meet: bool, victim: int, train: Train, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-
-    def main(run: Run) -> None:
-        ran = []
-
-        def later() -> None:
-            if run.rank == victim:
-                die_once(mark)
-
-        run.at_end(later)
-        run.at_end(lambda: say(saved=weight(run), ran=list(ran)))
-        model = looped(run, 12, lambda number: number == 4)
-        if meet:
-            total_of(run)
-        ran.append(1)
-        say(left=weight(run))
-        if change:
-            with torch.no_grad():
-                doubled(model)
-
-    ended = train(main, ranks=2, spares=1)
-    assert ended.exit_code == 0, ended
-    a, b = ended.said[0], ended.said[1]
-    assert a == b, ended.said
-    assert a["saved"] == pytest.approx(a["left"] * (2 if change else 1)), ended.said
-
-
-def test_break_then_lost_in_at_end_with_checkpoints(train: Train, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "ck"))
-    mark = tmp_path / "mark"
-
-    def main(run: Run) -> None:
-        def later() -> None:
-            if run.rank == 1:
-                die_once(mark)
-
-        run.at_end(later)
-        run.at_end(lambda: say(saved=weight(run)))
-        looped(run, 12, lambda number: number == 4)
-        total_of(run)
-
-    ended = train(main, ranks=2, spares=1)
-    there = [info.generation for info in DurableStore(tmp_path / "ck", "run").generations()]
-    assert ended.exit_code == 0, ended
-    assert 11 not in there, there
-
-
-def test_severed(train: Train, tmp_path: Path) -> None:
+def test_a_collective_that_breaks_between_living_ranks_runs_again(train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
@@ -120,7 +68,7 @@ def test_severed(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meet", [False, True])
-def test_drained(meet: bool, train: Train, tmp_path: Path) -> None:
+def test_a_drained_job_recovers_after_its_loop_as_any_other(meet: bool, train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
@@ -140,7 +88,7 @@ def test_drained(meet: bool, train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["served", "resumed", "broken"])
-def test_second_failure(where: str, train: Train, tmp_path: Path) -> None:
+def test_a_second_rank_is_lost_in_the_recovery(where: str, train: Train, tmp_path: Path) -> None:
     mark, again = tmp_path / "mark", tmp_path / "again"
 
     def main(run: Run) -> None:
@@ -162,36 +110,6 @@ def test_second_failure(where: str, train: Train, tmp_path: Path) -> None:
     ended = train(main, ranks=3, spares=1)
     assert ended.exit_code == 0, ended
     assert ended.said[0] == ended.said[1] == ended.said[2]
-
-
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("rule", ["==", ">="])
-@pytest.mark.parametrize("meet", [False, True])
-def test_break_then_lost_after(
-    meet: bool, rule: str, checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: Any
-) -> None:
-    if checkpoints:
-        monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "ck"))
-    mark = tmp_path / "mark"
-
-    def main(run: Run) -> None:
-        run.at_end(lambda: say(saved=weight(run)))
-        looped(run, 12, lambda number: number == 4 if rule == "==" else number >= 4)
-        if meet:
-            total_of(run)
-        if run.rank == 1:
-            die_once(mark)
-        if not meet and run.generation == 1 and run.rank == 0:
-            run._world.wait_broken()
-        say(total=total_of(run), w=weight(run))
-
-    ended = train(main, ranks=2, spares=1, deadline_s=40)
-    assert ended.exit_code == 0, ended
-    assert ended.said[0] == ended.said[1]
-    assert sorted(ended.losses) == [0, 1, 2, 3, 4], sorted(ended.losses)
-    if checkpoints:
-        there = [info.generation for info in DurableStore(tmp_path / "ck", "run").generations()]
-        assert 11 not in there
 
 
 @pytest.mark.stories
@@ -232,7 +150,7 @@ def test_newcomer_lost_while_the_last_checkpoint_is_written(train: Train, tmp_pa
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_subgroups(victim: int, train: Train, tmp_path: Path) -> None:
+def test_collectives_in_subgroups_count_too(victim: int, train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
@@ -265,7 +183,7 @@ def test_subgroups(victim: int, train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.stories
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 2)], ids=str)
-def test_buffers_async(victims: tuple[int, ...], train: Train, tmp_path: Path) -> None:
+def test_buffers_and_asynchronous_collectives(victims: tuple[int, ...], train: Train, tmp_path: Path) -> None:
     def main(run: Run) -> None:
         from torch import nn
 
@@ -294,38 +212,13 @@ def test_buffers_async(victims: tuple[int, ...], train: Train, tmp_path: Path) -
     assert ended.said == undisturbed.said, [ended.said, undisturbed.said]
 
 
-def test_break_then_merge_meets_gradients(train: Train, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-
-    def main(run: Run) -> None:
-        run.at_end(lambda: None)
-        looped(run, 12, lambda number: number == 4)
-        if run.rank == 1:
-            die_once(mark)
-        if run.generation == 1 and run.rank == 0 and not (tmp_path / "off").exists():
-            run._world.wait_broken()
-        flat = torch.cat([p.detach().reshape(-1) for p in reversed(list(run._state.parameters()))])
-        mine = float(flat.double().abs().sum())
-        dist.all_reduce(flat)
-        flat /= run.world_size
-        with (tmp_path / f"saved-{run.rank}").open("a") as file:
-            file.write(
-                f"{mine} {float(flat.double().abs().sum())} gen {run.generation} step {run._units.passed.step}\n"
-            )
-
-    ended = train(main, ranks=2, spares=1, deadline_s=40)
-    assert ended.exit_code == 0, ended
-    for path in tmp_path.glob("saved-*"):
-        for line in path.read_text().splitlines():
-            mine, merged = line.split()[:2]
-            assert float(mine) == pytest.approx(float(merged)), (path.name, path.read_text())
-
-
 @pytest.mark.stories
 @pytest.mark.parametrize("meet", [False, True])
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("victims", [(1,), (0, 1)], ids=str)
-def test_fsdp_changes(victims: tuple[int, ...], every: int, meet: bool, train: Train, tmp_path: Path) -> None:
+def test_changed_shards_are_those_of_an_undisturbed_run(
+    victims: tuple[int, ...], every: int, meet: bool, train: Train, tmp_path: Path
+) -> None:
     def main(run: Run) -> None:
         model = looped(run, 12, lambda _: False, fsdp)
         before = weight(run)
@@ -361,7 +254,9 @@ def test_fsdp_changes(victims: tuple[int, ...], every: int, meet: bool, train: T
 
 @pytest.mark.stories
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_at_end_then_after(checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: Any) -> None:
+def test_phases_at_the_end_and_the_code_after_them_change_state_once(
+    checkpoints: bool, train: Train, tmp_path: Path, monkeypatch: Any
+) -> None:
     if checkpoints:
         monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "ck"))
     mark = tmp_path / "mark"
@@ -417,7 +312,7 @@ def test_in_a_world_that_shrinks_nobody_goes_on_as_another_rank(train: Train, tm
 
 @pytest.mark.stories
 @pytest.mark.parametrize("meet", [False, True])
-def test_fsdp_reenter(meet: bool, train: Train, tmp_path: Path) -> None:
+def test_a_sharded_world_that_shrinks_begins_with_what_the_loop_left(meet: bool, train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
@@ -447,7 +342,7 @@ def test_fsdp_reenter(meet: bool, train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.stories
-def test_rollback_then_another_loss(train: Train, tmp_path: Path) -> None:
+def test_a_second_rank_is_lost_after_all_went_back(train: Train, tmp_path: Path) -> None:
     def main(run: Run) -> None:
         looped(run, 12, lambda _: False, fsdp)
         if run.rank == 1 and run.generation == 1:
@@ -463,7 +358,7 @@ def test_rollback_then_another_loss(train: Train, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended
 
 
-def test_autograd_after(train: Train, tmp_path: Path) -> None:
+def test_a_backward_of_the_scripts_own_runs_again(train: Train, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def main(run: Run) -> None:
@@ -478,30 +373,7 @@ def test_autograd_after(train: Train, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended
 
 
-@pytest.mark.stories
-@pytest.mark.parametrize("every", [1, 5])
-def test_break_fsdp(every: int, train: Train, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-
-    def main(run: Run) -> None:
-        run.at_end(lambda: say(saved=weight(run)))
-        looped(run, 12, lambda number: number == 7, fsdp)
-        if run.rank == 1:
-            while len(list(tmp_path.glob("r-*"))) < 2 and not mark.exists():
-                time.sleep(0.01)
-            time.sleep(0 if mark.exists() else 0.3)
-            die_once(mark)
-        (tmp_path / f"r-{run.rank}").touch()
-        say(w=weight(run), left=run._units._left_after)
-
-    ended = train(main, ranks=3, spares=1, snapshot_every=every, deadline_s=40)
-    assert ended.exit_code == 0, ended
-    assert sorted(ended.losses) == list(range(8))
-    undisturbed = train(main, ranks=3, spares=0, snapshot_every=every, deadline_s=40)
-    assert {r: s["saved"] for r, s in ended.said.items()} == {r: s["saved"] for r, s in undisturbed.said.items()}
-
-
-def test_finished_ones_die(train: Train, tmp_path: Path) -> None:
+def test_ranks_that_have_returned_are_lost_before_another(train: Train, tmp_path: Path) -> None:
     def main(run: Run) -> None:
         looped(run, 12, lambda _: False)
         total = total_of(run)
@@ -521,7 +393,7 @@ def test_finished_ones_die(train: Train, tmp_path: Path) -> None:
     assert ended.said[0] == ended.said[1] == ended.said[2]
 
 
-def test_other_objects(train: Train, tmp_path: Path) -> None:
+def test_every_kind_of_tracked_object_is_as_the_loop_left_it(train: Train, tmp_path: Path) -> None:
     class Best:
         def __init__(self) -> None:
             self.metric, self.weights = 0.0, {"a": torch.zeros(3)}
@@ -579,45 +451,7 @@ def test_other_objects(train: Train, tmp_path: Path) -> None:
     assert ended.said == undisturbed.said
 
 
-def test_break_by_what_the_last_step_said(train: Train, tmp_path: Path) -> None:
-    """As 14, as a script would do it: main has returned on all others when a rank is lost."""
-
-    def main(run: Run) -> None:
-        from scripts import Samples, adam, loss_of
-
-        run.every(1, lambda: None)
-        model = ddp(run)
-        optimizer = adam(model)
-        run.track(model=model, optimizer=optimizer)
-        data = run.loader(Samples())
-
-        @run.step
-        def step(step: Any) -> None:
-            for batch in data:
-                step.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
-        stop = False
-        for number in run.steps(12):
-            if stop:
-                break
-            step(number)
-            stop = number == 4
-        if run.rank == 1 and not (tmp_path / "mark").exists():
-            while not (tmp_path / "returned").exists():
-                time.sleep(0.01)
-            time.sleep(0.3)
-            die_once(tmp_path / "mark")
-        say(w=weight(run))
-        (tmp_path / "returned").touch()
-
-    ended = train(main, ranks=2, spares=1, deadline_s=20)
-    assert ended.exit_code == 0, ended
-    assert sorted(ended.losses) == [0, 1, 2, 3, 4], sorted(ended.losses)
-
-
-def test_rollback_in_finish(train: Train, tmp_path: Path) -> None:
+def test_all_go_back_where_one_has_returned(train: Train, tmp_path: Path) -> None:
     def main(run: Run) -> None:
         looped(run, 12, lambda _: False, fsdp)
         w = weight(run)
@@ -633,3 +467,46 @@ def test_rollback_in_finish(train: Train, tmp_path: Path) -> None:
     undisturbed = train(main, ranks=2, spares=0, snapshot_every=5, deadline_s=40)
     assert ended.exit_code == 0, ended
     assert ended.differences(undisturbed) == [], ended.differences(undisturbed)
+
+
+@pytest.mark.stories
+def test_another_rank_is_lost_while_one_undoes_its_changes_to_hand_its_shards_over(
+    train: Train, tmp_path: Path
+) -> None:
+    """The worst moment: its script must not go on with what was undone."""
+    undone = tmp_path / "undone"
+
+    def main(run: Run) -> None:
+        world, end = run._world, run._units._rejoin.loop_end
+        put_back = end.put_back
+
+        def slowly() -> bool:
+            if run.rank == 0 and end.changed() and not undone.exists():
+                done = put_back()
+                undone.touch()
+                generation = world._announced
+                while world._announced == generation:
+                    time.sleep(0.01)
+                return done
+            return put_back()
+
+        end.put_back = slowly  # type: ignore[method-assign]
+        model = looped(run, 12, lambda _: False, fsdp)
+        before = weight(run)
+        with torch.no_grad():
+            doubled(model)
+        if run.rank == 1:
+            die_once(tmp_path / "first")
+        if run.rank == 2 and run.generation == 1:
+            world.wait_broken()
+            while not undone.exists():
+                time.sleep(0.01)
+            die_once(tmp_path / "second")
+        say(before=before, after=weight(run))
+
+    how: dict[str, Any] = {"batch": (24, 2), "snapshot_every": 1, "reduction": "exact", "spares": 0}
+    ended = train(main, ranks=4, min_ranks=1, policy="swap,shrink,wait", deadline_s=60, **how)
+    assert ended.exit_code == 0, ended
+    assert undone.exists()
+    for said in ended.said.values():
+        assert said["after"] == pytest.approx(2 * said["before"]), ended.said
