@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.image import write_tensor
 from rackrun.checkpoint.layout import ImageLayout
+from rackrun.checkpoint.registration import register_memory, unregister_memory
 
 __all__ = ["Staging"]
 
@@ -23,14 +23,12 @@ class Staging:
 
     def pin(self, arena: Arena) -> None:
         if self._stream is not None:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.cudart().cudaHostRegister(*arena.memory(), 0)
+            register_memory(*arena.memory())
 
     def unpin(self, arena: Arena) -> None:
         """Before the arena is closed."""
         if self._stream is not None:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.cudart().cudaHostUnregister(arena.memory()[0])
+            unregister_memory(arena.memory()[0])
 
     def ready(self) -> torch.cuda.Event | None:
         """Taken by the thread that trains, when the tensors are as they are to be copied."""

@@ -124,6 +124,7 @@ class ForkServer:
         ours, theirs = _socket_pair()
         command = [sys.executable, "-m", "rackrun.agent.fork_server", str(theirs.fileno()), str(os.getpid())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for GPUs need not initialise CUDA
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
         descriptors.give_back(process.pid)
         theirs.close()
@@ -283,12 +284,17 @@ class _Server:
             socket.send_fds(self._connection, [_encode(answer)], list(fds))
 
 
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""Opened when a process initialises CUDA, whether or not torch has done it, or knows. NVML does without it."""
+
+
 def unsound_because() -> str:
     """Why forks of this process cannot be trusted; "" when they can. A fork itself cannot see what it lost: ask before."""
     if (threads := proc.thread_count()) > 1:
         return f"after the preloads this process has {threads} threads"
     cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and (cuda._is_in_bad_fork() or cuda.is_initialized()):
+    initialised = cuda is not None and (cuda._is_in_bad_fork() or cuda.is_initialized())
+    if initialised or proc.has_open(_CUDA_DEVICE):
         return "a preload has initialised CUDA"
     return ""
 

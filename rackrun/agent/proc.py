@@ -20,6 +20,7 @@ __all__ = [
     "descendants_now",
     "die_with",
     "exit_code_and_signal",
+    "has_open",
     "kill_session",
     "kill_tree",
     "read_stat",
@@ -76,6 +77,15 @@ def exit_code_and_signal(status: int) -> tuple[int | None, int | None]:
 
 def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def has_open(path: str) -> bool:
+    """Whether this process has a file of this name open."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") == path:
+                return True
+    return False
 
 
 def close_other_fds(keep: Iterable[int]) -> None:

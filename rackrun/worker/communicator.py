@@ -12,9 +12,11 @@ on it ends, on this rank, with an error, at once:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -37,6 +39,12 @@ class Communicator(Protocol):
     """One generation's transport of one group."""
 
     inner: Any
+    """Of the device's tensors."""
+    host: Any
+    """Of the host's, and of what the hosts alone have to agree on: the same where the device is the host."""
+
+    def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
+        """A collective of the half that ``on_host`` says. RuntimeError where it is broken."""
 
     def break_(self) -> None:
         """End what is in flight. Any thread, any number of times; never blocks for long."""
@@ -52,7 +60,8 @@ def build_communicator(
     if device.type == "cuda":
         host, port = host_and_port(store.get(TCPSTORE_KEY).decode())  # NCCL's own threads read it, long after
         real = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return NcclCommunicator(device, dist.PrefixStore(prefix, real), rank, size)
+        on_host = GlooCommunicator(store, rank, size, timeout)
+        return NcclCommunicator(device, dist.PrefixStore(prefix, real), rank, size, on_host)
     return GlooCommunicator(store, rank, size, timeout)
 
 
@@ -71,12 +80,16 @@ class GlooCommunicator:
         store.set(f"listening/{rank}", ",".join(map(str, mine)))
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
+        self.host: Any = self.inner
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # all pairs are connected: nobody else has any business here
             for fd, inode in new:
                 _take_no_more(fd, inode)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
         self._mine = frozenset(mine)
         self._peers = frozenset(int(port) for ports in told for port in ports.decode().split(",") if port)
+
+    def call(self, name: str, *args: Any, on_host: bool = False) -> Any:  # noqa: ARG002 - it is the same
+        return getattr(self.inner, name)(*args)
 
     def break_(self) -> None:
         for fd, inode in _sockets().items():
@@ -143,23 +156,73 @@ def _listening_port(fd: int) -> int | None:
 
 
 class NcclCommunicator:
-    """Not reachable without a GPU; the same rules (`docs/architecture.md`, section 5)."""
+    """NCCL for the device's tensors, gloo for the host's. A break ends the hosts' half first: what they agree on, such as a gate, must not pass
+    behind a collective that was left in the middle."""
 
-    def __init__(self, device: torch.device, store: dist.Store, rank: int, size: int) -> None:
-        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-            os.environ[name] = "0"  # or torch's watchdog ends survivors when a peer is lost
+    def __init__(self, device: torch.device, store: dist.Store, rank: int, size: int, host: GlooCommunicator) -> None:
+        torch.cuda.set_device(device)  # of this thread: else it would make a context on the first GPU
         options = dist.ProcessGroupNCCL.Options()
+        options._timeout = COLLECTIVE_TIMEOUT
         options.config.blocking = 0  # an abort must find no thread inside a blocking call
         self.inner: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self.inner.eager_connect_single_device(device)
-
-        self._abort = threading.Thread(target=self.inner.abort, name="rackrun-nccl-abort", daemon=True)
+        self.host: Any = host.inner
+        self._gloo, self._device = host, device
+        self._enqueue = threading.Lock()
+        self._broken = False
+        self._revoke = self._when_ready()
+        self._abort = threading.Thread(target=self._end, name="rackrun-nccl-abort", daemon=True)
         self._once = threading.Lock()
 
+    def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
+        if on_host:
+            return getattr(self.host, name)(*args)
+        with self._enqueue:  # NCCL forbids an abort beside another call
+            if self._broken:
+                raise RuntimeError("the communicator was broken")
+            return getattr(self.inner, name)(*args)
+
     def break_(self) -> None:
+        self._gloo.break_()
         if self._once.acquire(blocking=False):
             self._abort.start()
 
     def drop(self) -> None:
         if not self._once.acquire(blocking=False):
             self._abort.join()
+
+    def _when_ready(self) -> Callable[[], bool]:
+        """Wait for the communicator, which is not there when its constructor returns: before that nothing could break it. Returns what stops its
+        kernels without freeing anything, and tells whether it has."""
+        if not hasattr(self.inner, "_comm_ptr"):
+            return _cannot
+        address = self.inner._comm_ptr()
+        revoke = _loaded_nccl("ncclCommRevoke")
+        return _cannot if revoke is None else lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
+
+    def _end(self) -> None:
+        torch.cuda.set_device(self._device)
+        entered = self._enqueue.acquire(timeout=_ENQUEUE_S)  # whoever is inside for longer may never come out
+        self._broken = True
+        try:
+            self._revoke()
+            self.inner.abort()
+        finally:
+            if entered:
+                self._enqueue.release()
+
+
+_ENQUEUE_S = 0.5
+_NCCL_DONE = (0, 7)
+"""ncclSuccess, ncclInProgress."""
+
+
+def _cannot() -> bool:
+    return False
+
+
+def _loaded_nccl(function: str) -> Any:
+    """Of the library that torch has loaded; None: it has no such function (``ncclCommRevoke`` came with 2.28.7)."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libnccl" in line}
+    return getattr(ctypes.CDLL(min(paths)), function, None) if paths else None

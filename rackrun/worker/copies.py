@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection
 
 import torch
 
 from rackrun.checkpoint.image import write_tensor, write_tensors
+from rackrun.checkpoint.registration import register_memory, unregister_memory
 from rackrun.worker.image import Shard
 
 __all__ = ["HostCopies", "copies_from"]
@@ -52,12 +52,10 @@ class _GpuCopies(HostCopies):
         return event
 
     def pin(self, address: int, size: int) -> None:
-        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
-            with contextlib.suppress(RuntimeError):  # or the next launch would raise what is only slower
-                torch.cuda.synchronize(self._device)
+        register_memory(address, size)
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        unregister_memory(address)
 
     def copy(
         self,

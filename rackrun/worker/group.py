@@ -115,6 +115,7 @@ class ElasticGroup(dist.ProcessGroup):
         loopback: Callable[[], None],
         *args: Any,
         then: Callable[[], None] | None = None,
+        on_host: bool = False,
     ) -> dist.Work:
         generation = self.world.enter_collective(self, name, result)
         communicator = self.communicator
@@ -123,7 +124,7 @@ class ElasticGroup(dist.ProcessGroup):
             self.world.page.collective_completed()
             return Done(result)
         try:
-            work = getattr(communicator.inner, name)(*args)
+            work = communicator.call(name, *args, on_host=on_host or not self._is_of_device(args))
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
@@ -131,7 +132,32 @@ class ElasticGroup(dist.ProcessGroup):
             loopback()
             self.world.page.collective_completed()
             return Done(result)
+        if (
+            work is None
+        ):  # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result
+            work = Done(result)
         return Guarded(self.world, generation, work, result, loopback, then)
+
+    def _is_of_device(self, args: Sequence[Any]) -> bool:
+        """By the first tensor. A barrier has none, and is the hosts'."""
+        while args:
+            first = args[0]
+            if isinstance(first, torch.Tensor):
+                return first.device.type == self.world.device.type
+            args = first if isinstance(first, (list, tuple)) and first else args[1:]
+        return False
+
+    def sum_on_host(self, values: torch.Tensor) -> None:
+        """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
+        opts = dist.AllreduceOptions()
+        self._run(
+            "allreduce",
+            [values],
+            lambda: _sum_of_equals([values], opts, self.size()),
+            [values],
+            opts,
+            on_host=True,
+        ).wait()
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
@@ -292,7 +318,10 @@ class ElasticGroup(dist.ProcessGroup):
 
 
 def _is_misuse(error: RuntimeError) -> bool:
-    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport."""
+    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport. What is no error of the
+    transport at all is said by its type: no memory on the device, a call that the backend does not have."""
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return True
     text = str(error)
     return ("ProcessGroupGloo::" in text or "ProcessGroupGloo.cpp" in text) and "gloo/transport" not in text
 

@@ -152,11 +152,11 @@ class Rejoin:
         met = world.has_met_after and (size == plan.world_size or any(member.fresh for member in plan.members))
 
         def ask() -> tuple[int, int]:
-            most_left, some_have_met, not_all_have = _most(communicator, [left, met, not met], world.device)
+            most_left, some_have_met, not_all_have = _most(communicator, [left, met, not met])
             self.left_after = most_left - 1 if most_left else None
             world.resumed = Generation(plan.generation)
             if some_have_met:
-                communicator.inner.barrier().wait()  # all have learned it
+                communicator.host.barrier().wait()  # all have learned it
             return some_have_met, not_all_have
 
         some_have_met, not_all_have = world.attempt(plan, ask)
@@ -239,7 +239,7 @@ class Rejoin:
         if plan.rollback is not None:
             if communicator is not None:
                 # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
-                world.attempt(plan, lambda: communicator.inner.barrier().wait())
+                world.attempt(plan, lambda: communicator.host.barrier().wait())
             world.stand_at(
                 self._end_of(plan.rollback), ()
             )  # the plan's gate is that of a step which is to be done again
@@ -378,7 +378,7 @@ class Rejoin:
         left = _left_by_now(left_after, plan.committed)
         if communicator is not None:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
-            left = world.attempt(plan, lambda: _most(communicator, [left], world.device)[0])
+            left = world.attempt(plan, lambda: _most(communicator, [left])[0])
         since = manifest.lineage
         self._state.lineage = Lineage(
             began=since.began,
@@ -408,12 +408,12 @@ def _left_by_now(left_after: int | None, passed: Position) -> int:
     return 0 if left_after is None or passed.step < left_after else left_after + 1
 
 
-def _most(communicator: Communicator, says: Sequence[int], device: torch.device) -> list[int]:
+def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
     """A barrier that tells all ranks the largest of each of ``says``."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    found = torch.tensor(says, dtype=torch.int64, device=device)
-    communicator.inner.allreduce([found], options).wait()
+    found = torch.tensor(says, dtype=torch.int64)
+    communicator.host.allreduce([found], options).wait()
     return [int(one) for one in found.tolist()]
 
 

@@ -340,7 +340,7 @@ class _Transfer:
 
 
 def _post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> _Transfer:
-    return _Transfer(getattr(world.inner, kind)([tensor], peer, tag), limited=tensor.device.type == "cpu")
+    return _Transfer(world.call(kind, [tensor], peer, tag), limited=tensor.device.type == "cpu")
 
 
 def _bytes_tensor(data: bytes, device: torch.device) -> torch.Tensor:

@@ -28,6 +28,7 @@ from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
+from rackrun.worker.nccl_environment import prepare_environment
 from rackrun.worker.unit_times import UNKNOWN, Allowance, UnitTimes
 from rackrun.worker.world import World
 
@@ -43,6 +44,7 @@ class Runtime:
                 "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 bypasses registered backends, so groups could not be replaced.",
                 remedy="unset it.",
             )
+        prepare_environment()
         compat.check()
         self.boot = boot
         self._entered_s = time.monotonic()
@@ -170,10 +172,31 @@ def start() -> Runtime:
     return _runtime
 
 
+_SHARE = "RACKRUN_SHARE_GPUS"
+
+
+def _share_gpu(local: int) -> int:
+    """Several ranks on one GPU, for tests: NCCL takes ranks for those of other hosts that say so, and connects them by sockets."""
+    print(
+        f"rackrun: local rank {local} shares a GPU with others ({_SHARE}=1): for tests, and slow",
+        file=sys.stderr,
+        flush=True,
+    )
+    for name, value in {
+        "NCCL_HOSTID": f"rackrun-{local}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    return local % torch.cuda.device_count()
+
+
 def _device(boot: Boot | None) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = boot.local_rank if boot else int(os.environ.get("LOCAL_RANK", "0"))
+    if os.environ.get(_SHARE) == "1" and torch.cuda.device_count():
+        local = _share_gpu(local)
     if local >= torch.cuda.device_count():
         raise UsageError(
             f"local rank {local} has no GPU: this host has {torch.cuda.device_count()}.",

@@ -10,6 +10,8 @@ import crc32c
 import torch
 from torch.distributed.tensor import DTensor
 
+from rackrun.worker.device_digest import device_digest
+
 __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "local_part", "pack"]
 
 
@@ -40,8 +42,8 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host. On a device there is no
-    such kernel, and sums take its place; replicas are on devices of one kind."""
+    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host, `device_digest` elsewhere. Replicas are on
+    devices of one kind."""
     return digests([tensor])[0]
 
 
@@ -66,37 +68,7 @@ def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return crc32c.crc32c(flat.numpy().data) | (flat.numel() % 2**31) << 32
-    return _digest_by_sums(flat)
-
-
-def _digest_by_sums(flat: torch.Tensor) -> torch.Tensor:
-    """About twice the time of reading. A plain sum of words would not see two of them change places."""
-    whole = flat.numel() // 8 * 8
-    mixed = flat[whole:].to(torch.int64).sum() * 257
-    return mixed + _digest_words(flat[:whole].view(torch.int64)) if whole else mixed
-
-
-_DIGEST_COLUMNS = 1021
-"""A prime: no power of two, which is what extents are, divides it."""
-
-
-def _digest_words(words: torch.Tensor) -> torch.Tensor:
-    """Two sums: of the columns when the words are laid out in rows of a prime length, each with its own odd factor; and of
-    the rows, each with its own."""
-    rows = words.numel() // _DIGEST_COLUMNS
-    body = words[: rows * _DIGEST_COLUMNS].view(rows, _DIGEST_COLUMNS)
-    rest = words[rows * _DIGEST_COLUMNS :]
-    total = (rest * _factors(len(rest), words.device)).sum()
-    if rows:
-        total = total + (body.sum(0) * _factors(_DIGEST_COLUMNS, words.device)).sum()
-        total = total + (body.sum(1) * _factors(rows, words.device)).sum() * 31
-    return total
-
-
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern. 64-bit arithmetic wraps, on every device."""
-    places = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    return (places * -7046029254386353131) ^ (places * 4292484099903637661 >> 17) | 1
+    return device_digest(flat)
 
 
 def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Guarded(dist.Work):
         began = time.monotonic()
         if self._future is not None:
             self._future.wait()
-        elif self._world.device.type == "cuda":
+        elif not self._world.queue.is_host:
             self._wait_on_device()
         while not self._over:
             ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
@@ -101,6 +101,8 @@ class Guarded(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
+            if self._over:  # it was waited for
+                return Done(self._result).get_future()
             try:
                 inner = self._work.get_future()
             except RuntimeError:  # gloo's point-to-point works have none
@@ -135,9 +137,7 @@ class Guarded(dist.Work):
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
             self._loopback()
-        if (
-            self._generation == world.generation and world.device.type != "cuda"
-        ):  # a GPU may be far behind: see the gate
+        if self._generation == world.generation and world.queue.is_host:  # a device may be far behind: see the gate
             world.page.collective_completed()
         if self._future is not None:
             world.flights.land(self)

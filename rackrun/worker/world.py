@@ -16,7 +16,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from rackrun.core.commands import BreakGeneration, DealShards, Member, Plan
 from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
@@ -26,6 +25,7 @@ from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
+from rackrun.worker.device_queue import queue_of, wait_until
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
@@ -73,7 +73,7 @@ class World:
         self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str
     ) -> None:
         self.page = page
-        self.device = device
+        self.device, self.queue = device, queue_of(device)
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
         self.families = Families()
@@ -332,6 +332,7 @@ class World:
         all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
         alive saw it pass, everybody does the unit again.
         """
+        self._let_device_come()
         with self._changed:
             if self._broken or not self.generation:
                 raise Abandoned
@@ -359,6 +360,7 @@ class World:
 
     def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
         """What the gate of ``at`` would sum up now. Nothing is committed by it. Raises `Abandoned` when the unit will not count."""
+        self._let_device_come()
         if self._broken or not self.generation:
             raise Abandoned
         values = self._sum(at, mine)
@@ -370,15 +372,19 @@ class World:
     def _sum(self, at: Position, mine: GateSums) -> torch.Tensor:
         values = offered(at, self.order, mine)
         if self.size > 1:
-            on_device = values.to(self.device)
             self._in_gate = True
             try:
-                dist.all_reduce(on_device)
+                self.groups[0].sum_on_host(values)
             finally:
                 self._in_gate = False
-            values = on_device.cpu()
             self.page.collectives_over()
         return values
+
+    def _let_device_come(self) -> None:
+        """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
+        collective leaves is garbage that looks complete. Raises `Abandoned`."""
+        if not wait_until(self.queue.mark(), lambda: self._broken):
+            raise Abandoned
 
     def abandon(self) -> None:
         """Leave the unit in hand."""
@@ -608,7 +614,7 @@ class World:
     def close(self) -> None:
         """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it."""
         if self._fixed is not None:
-            self.groups[0].communicator.inner.barrier().wait()  # type: ignore[union-attr]
+            self.groups[0].communicator.host.barrier().wait()  # type: ignore[union-attr]
         for group in self.groups:
             group.communicator = None
 

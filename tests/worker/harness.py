@@ -39,6 +39,7 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+from nccl_double import install
 
 import rackrun
 from rackrun.checkpoint.durable import DurableStore
@@ -676,8 +677,10 @@ def _live(
             main(run)
             result.update(rank=run.rank, state=_bits(run._state), moments=lived, said=_said)
 
+        mode = os.environ.get("RACKRUN_NCCL_DOUBLE")
         try:
-            started()
+            with install(mode) if mode else contextlib.nullcontext():
+                started()
         except Exception as error:  # noqa: BLE001 - told to the core
             traceback.print_exc()
             frame_ = traceback.extract_tb(error.__traceback__)[-1]

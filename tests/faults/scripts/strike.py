@@ -233,7 +233,7 @@ class Striker:
     def _patch_collectives(self) -> None:
         from rackrun.worker import group, works, world
 
-        run, pass_gate, all_reduce = group.ElasticGroup._run, world.World.pass_gate, world.dist.all_reduce
+        run, pass_gate, sum_on_host = group.ElasticGroup._run, world.World.pass_gate, group.ElasticGroup.sum_on_host
 
         def patched_run(elastic_group: Any, *args: Any, **more: Any) -> Any:
             if not self._in_gate:
@@ -250,17 +250,16 @@ class Striker:
             finally:
                 self._in_gate = False
 
-        def patched_all_reduce(*args: Any, **kwargs: Any) -> Any:
+        def patched_sum_on_host(*args: Any) -> None:
             if self._in_gate:
                 self.here("gate entered")
-            result = all_reduce(*args, **kwargs)
+            sum_on_host(*args)
             if self._in_gate:
                 self.here("gate reduced")
-            return result
 
         group.ElasticGroup._run = patched_run  # type: ignore[method-assign]
         world.World.pass_gate = patched_pass_gate  # type: ignore[method-assign]
-        world.dist.all_reduce = patched_all_reduce
+        group.ElasticGroup.sum_on_host = patched_sum_on_host  # type: ignore[method-assign]
 
     def _patch_snapshots(self) -> None:
         """After its head; its tensors and the seal are to come."""

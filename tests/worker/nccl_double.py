@@ -1,0 +1,259 @@
+"""A double of NCCL's contract, over gloo and the host's memory: what a GPU's collectives do that the host's do not.
+
+- A synchronous call gives None. Any call only enqueues; ``wait()`` makes the stream wait, and passes before there is a result.
+- The collectives of one communicator run one after another, in the order of their calls.
+- A break raises nowhere: what was in flight ends with garbage (NaN, -1), and every wait passes.
+- There is no receive from any source.
+
+A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
+in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
+collective takes a millisecond and more. "stuck": besides, a lost peer is no error, and the collective does not end before it is broken.
+
+What it cannot tell: streams beside the current one, whether a kernel ends when it is aborted, and any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rackrun.worker import builder, restore, tensor_bytes, world
+from rackrun.worker.communicator import GlooCommunicator
+from rackrun.worker.device_digest import device_digest
+
+__all__ = ["MODES", "Double", "Stream", "install"]
+
+MODES = ("late", "stuck")
+_LATE_S = 0.001
+
+
+class Stream:
+    """Of this process: which memory is still being read or written."""
+
+    def __init__(self) -> None:
+        self.read_by_host = False
+        """torch's own code copies to the host before it reads, which is no copy where the memory is the host's: waits are real meanwhile."""
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[LateWork]] = {}
+
+    def enqueue(self, work: LateWork) -> None:
+        with self._lock:
+            for address in work.addresses:
+                self._pending.setdefault(address, []).append(work)
+
+    def over(self, work: LateWork) -> None:
+        with self._lock:
+            for address in work.addresses:
+                held = self._pending.get(address, [])
+                if work in held:
+                    held.remove(work)
+                if not held:
+                    self._pending.pop(address, None)
+        work.over.set()
+
+    def before(self, tensor: torch.Tensor) -> None:
+        """An operation on ``tensor`` stands behind what was enqueued."""
+        if not self._pending:
+            return
+        with self._lock:
+            works = [work for address in _addresses([tensor]) for work in self._pending.get(address, ())]
+        for work in works:
+            work.over.wait()
+
+    def mark(self) -> Callable[[], bool]:
+        with self._lock:
+            works = {id(work): work for held in self._pending.values() for work in held}
+        return lambda: all(work.over.is_set() for work in works.values())
+
+
+class InStream(TorchDispatchMode):
+    """What this thread does with tensors, it enqueues."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(one.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for one in types):
+            return NotImplemented  # a DTensor, say: its own operations on its part come here by themselves
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._stream.before(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+class LateWork(dist.Work):
+    def __init__(self, stream: Stream, outputs: list[torch.Tensor], touched: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._stream = stream
+        self.outputs, self.addresses, self.over = outputs, _addresses(touched), threading.Event()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(outputs)  # NCCL's is complete once it is enqueued
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None or self._stream.read_by_host:
+            self.over.wait(None if timeout is None else timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def is_success(self) -> bool:
+        return self.over.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class Double:
+    """One rank's communicator, over ``inner``."""
+
+    def __init__(self, inner: Any, stream: Stream, mode: str) -> None:
+        self._inner, self._stream, self._stuck = inner, stream, mode == "stuck"
+        self._aborted = threading.Event()
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], LateWork] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nccl-double", daemon=True)
+        self._thread.start()
+
+    def call(self, name: str, *args: Any) -> LateWork | None:
+        if name == "recv_anysource":
+            raise NotImplementedError("Backend nccl does not support recvAnysource")
+        given = [one for one in args if isinstance(one, (torch.Tensor, list, tuple))]
+        outputs = [] if name == "send" else [one for one in tree_leaves(given[:1]) if isinstance(one, torch.Tensor)]
+        work = LateWork(self._stream, outputs, [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)])
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor):
+                self._stream.before(tensor)
+        self._stream.enqueue(work)
+        self._calls.put((name, args, work))
+        return work if getattr(args[-1], "asyncOp", True) else None
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        """Once what was called is over."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            name, args, work = call
+            try:
+                if self._aborted.is_set():
+                    raise RuntimeError("aborted")
+                time.sleep(_LATE_S)
+                getattr(self._inner, name)(*args).wait()
+            except RuntimeError:
+                if self._stuck:
+                    self._aborted.wait()
+                with torch.no_grad():
+                    for tensor in work.outputs:
+                        tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+            self._stream.over(work)
+
+
+class DoubleCommunicator:
+    """As `rackrun.worker.communicator.NcclCommunicator`."""
+
+    def __init__(self, host: GlooCommunicator, device: GlooCommunicator, stream: Stream, mode: str) -> None:
+        self._on_host, self._on_device = host, device
+        self.host, self.inner = host.inner, Double(device.inner, stream, mode)
+
+    def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
+        return getattr(self.host, name)(*args) if on_host else self.inner.call(name, *args)
+
+    def break_(self) -> None:
+        self._on_host.break_()
+        self.inner.abort()
+        self._on_device.break_()
+
+    def drop(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Queue:
+    is_host = False
+
+    def __init__(self, stream: Stream) -> None:
+        self.mark = stream.mark
+
+
+def install(mode: str) -> TorchDispatchMode:
+    """In this process, before it makes its first group. What its main thread does is to run inside of what this returns."""
+    stream = Stream()
+
+    def build(
+        device: torch.device, store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta
+    ) -> DoubleCommunicator:
+        del device, prefix
+        host = GlooCommunicator(dist.PrefixStore("host", store), rank, size, timeout)
+        return DoubleCommunicator(
+            host, GlooCommunicator(dist.PrefixStore("device", store), rank, size, timeout), stream, mode
+        )
+
+    attempt = world.World.attempt
+
+    def attempt_in_stream(self: world.World, plan: Any, transfer: Callable[[], Any]) -> Any:
+        def in_stream() -> Any:
+            with InStream(stream):
+                return transfer()
+
+        return attempt(self, plan, in_stream)
+
+    @contextlib.contextmanager
+    def unreadable(tensors: Any) -> Iterator[None]:
+        del tensors
+        yield None
+
+    verify = dist._verify_params_across_processes
+
+    def verify_on_host(*args: Any) -> Any:
+        stream.read_by_host = True
+        try:
+            return verify(*args)
+        finally:
+            stream.read_by_host = False
+
+    dist._verify_params_across_processes = verify_on_host
+    as_list = torch.Tensor.tolist
+
+    def list_in_stream(self: torch.Tensor) -> Any:
+        """It goes past the dispatcher where the memory is the host's; on a GPU it waits for the stream."""
+        stream.before(self)
+        return as_list(self)
+
+    torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign]
+    builder.build_communicator = build  # type: ignore[assignment]
+    world.queue_of = lambda _: _Queue(stream)  # type: ignore[assignment, return-value]
+    world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
+    restore.readable = unreadable  # type: ignore[assignment]
+    tensor_bytes._digest = _digest_of_device
+    return InStream(stream)
+
+
+def _digest_of_device(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor_bytes.local_part(tensor)
+    flat = tensor_bytes.dense_bytes(tensor)
+    return device_digest(tensor.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
+    found = set()
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no memory
+            if address := tensor.untyped_storage().data_ptr():
+                found.add(address)
+    return found

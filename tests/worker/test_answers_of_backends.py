@@ -1,0 +1,97 @@
+"""What a backend answers when it is called: NCCL gives nothing for a synchronous call, and not every error is a lost peer's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rackrun.core.ids import Generation, Incarnation, SlotId
+from rackrun.link.page import HeartbeatPage
+from rackrun.worker.group import ElasticGroup
+from rackrun.worker.world import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    fd = HeartbeatPage.create("answers")
+    page = HeartbeatPage(fd)
+    os.close(fd)
+    yield World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    page.close()
+
+
+@pytest.fixture
+def group(world: World) -> ElasticGroup:
+    """Of two ranks, in generation 1."""
+    group = world.create_default(0, 2)
+    world.generation, world._broken = Generation(1), False
+    return group
+
+
+def answers(group: ElasticGroup, answer: Callable[..., Any]) -> None:
+    """To every collective."""
+
+    group.communicator = SimpleNamespace(  # type: ignore[assignment]
+        call=answer, break_=lambda: None, drop=lambda: None
+    )
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def answer(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return answer
+
+
+def test_of_a_synchronous_call_that_gives_nothing_there_is_a_work_all_the_same(
+    group: ElasticGroup, world: World
+) -> None:
+    """c10d takes whatever it is given for a work, and would end the process. The call stands in the order of the stream."""
+    answers(group, lambda *_, **__: None)
+    tensor = torch.ones(3)
+    work = group.allreduce([tensor])
+    assert isinstance(work, dist.Work)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait() == [tensor]
+    assert not world.broken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("Backend nccl does not support recvAnysource"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("Tensors must be CUDA and dense"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_error_of_the_transport_is_the_callers(group: ElasticGroup, world: World, error: Exception) -> None:
+    """To take it for a lost peer would break a healthy generation, and the next, for the same call."""
+    answers(group, raises(error))
+    with pytest.raises(type(error)):
+        group.allreduce([torch.ones(3)])
+    assert not world.broken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:555] Connection closed by peer"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        dist.DistNetworkError("connection reset"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_transport_breaks_the_generation(group: ElasticGroup, world: World, error: Exception) -> None:
+    answers(group, raises(error))
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait()
+    assert world.broken
+    assert torch.equal(tensor, torch.full((3,), 2.0)), "every peer equals this one"

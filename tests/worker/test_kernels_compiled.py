@@ -1,0 +1,85 @@
+"""The kernels as code for GPUs that are not here: they compile, spill nothing, and read and write memory in vectors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rackrun.worker import device_digest_triton, fixed_point_triton
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled here is kept nowhere."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+TARGETS = [GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32)]
+
+
+def compiled(
+    kernel: Any, target: GPUTarget, types: dict[str, str], constants: dict[str, Any], *, aligned: bool = True
+) -> Any:
+    """``types``: of the arguments that are not constants. ``aligned``: pointers are multiples of 16."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in pointers if aligned}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False})
+
+
+def widths(code: Any, access: str) -> Counter[str]:
+    """How global memory is read ("ld") or written ("st"): the instruction's form -> how often."""
+    return Counter(re.findall(rf"{access}\.global\.([a-z0-9.:]+)", code.asm["ptx"]))
+
+
+def is_vector(form: str) -> bool:
+    return ".v2" in f".{form}" or ".v4" in f".{form}" or ".v8" in f".{form}"
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
+def test_the_digest_reads_in_vectors(target: GPUTarget) -> None:
+    types = {"words": "*i32", "factors": "*i64", "sums": "*i64", "blocks": "i32"}
+    code = compiled(
+        device_digest_triton._sum_blocks,
+        target,
+        types,
+        {"BLOCK": device_digest_triton._BLOCK, "ROUNDS": device_digest_triton._ROUNDS},
+    )
+    assert all(is_vector(form) for form in widths(code, "ld")), widths(code, "ld")
+    assert code.metadata.num_warps
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
+def test_the_exact_reduction_reads_and_writes_in_vectors_whatever_the_count(
+    values: str, sums: str, fresh: bool, target: GPUTarget
+) -> None:
+    """All but the last block, whose mask is of single elements."""
+    code = compiled(
+        fixed_point_triton._add,
+        target,
+        {"values": values, "sums": sums, "largest": "*i32", "scale": "fp32", "count": "i32"},
+        {"FRESH": fresh, "WIDE": sums == "*i64", "BLOCK": fixed_point_triton._BLOCK},
+    )
+    loads, stores = widths(code, "ld"), widths(code, "st")
+    assert any(is_vector(form) for form in loads), loads
+    assert any(is_vector(form) for form in stores), stores
+    read = compiled(
+        fixed_point_triton._read,
+        target,
+        {"sums": sums, "out": values, "inverse": "*fp32", "count": "i32"},
+        {"BLOCK": fixed_point_triton._BLOCK},
+    )
+    assert any(is_vector(form) for form in widths(read, "ld")), widths(read, "ld")
+    assert any(is_vector(form) for form in widths(read, "st")), widths(read, "st")
