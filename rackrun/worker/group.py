@@ -132,9 +132,8 @@ class ElasticGroup(dist.ProcessGroup):
             loopback()
             self.world.page.collective_completed()
             return Done(result)
-        if (
-            work is None
-        ):  # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result
+        if work is None:
+            # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
         return Guarded(self.world, generation, work, result, loopback, then)
 

@@ -99,9 +99,8 @@ def test_survivors_are_told_of_their_new_place(train: Train, tmp_path: Path) -> 
     how: dict[str, Any] = {"min_ranks": 1, "policy": "swap,shrink,wait", "ranks": 2, "spares": 0}
     ended = train(followed(folder), kill={0: moments(reference, 0, "place")[0]}, **how)
     assert ended.exit_code == 0, ended
-    (told,) = [
-        said for said in ended.said.values() if not said["spare"]
-    ]  # who comes back for rank 0 may be rank 1, too
+    # Who comes back for rank 0 may become rank 1, too.
+    (told,) = [said for said in ended.said.values() if not said["spare"]]
     assert told["joined"][:2] == [[1, 2, False], [0, 1, True]], told
     for said in ended.said.values():
         assert said["joined"][-1][:2] == said["env"] == said["now"], said
