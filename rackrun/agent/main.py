@@ -35,8 +35,7 @@ from rackrun.core.commands import DismissTray, StopJob, WorkerCommand
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined
 from rackrun.core.wire import encode
 from rackrun.link import descriptors
-from rackrun.link.address import join
-from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
+from rackrun.link.exchange import ExchangeServer
 from rackrun.link.listener import RESERVE
 from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
@@ -100,10 +99,8 @@ class _Agent:
         self._stop, self._leave = loop.create_future(), loop.create_future()
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
-        nccl_store = stores.serve() if torch.cuda.is_available() else None
-        presets = {TCPSTORE_KEY: join(config.advertise, nccl_store.port)} if nccl_store else {}
         reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
-        exchange = ExchangeServer(config.advertise, config.token, presets, reserve=reserve)
+        exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, has_gpu=torch.cuda.is_available())
         self._tray = tray = Tray(config, server, stores, logs, devices, fillers)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from rackrun.worker.works import AllOf, Done, Guarded
 
 if TYPE_CHECKING:
-    from rackrun.worker.communicator import Communicator
+    from rackrun.worker.communicator import Communicator, PointToPoint
     from rackrun.worker.world import World
 
 __all__ = ["BACKEND", "ElasticGroup"]
@@ -62,6 +62,15 @@ class ElasticGroup(dist.ProcessGroup):
         return BACKEND
 
     getBackendName = name  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Of whose tensors its collectives are: torch asks before it chooses where objects travel, and before an asynchronous checkpoint."""
+        host = torch.device("cpu")
+        return [host] if self.world.device.type == "cpu" else [torch.device(self.world.device.type), host]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+        return self
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -117,6 +126,19 @@ class ElasticGroup(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         on_host: bool = False,
     ) -> dist.Work:
+        on_host = on_host or not self._is_of_device(args)
+        return self._start(
+            name, result, loopback, lambda communicator: communicator.call(name, *args, on_host=on_host), then
+        )
+
+    def _start(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        call: Callable[[Communicator], dist.Work | None],
+        then: Callable[[], None] | None = None,
+    ) -> dist.Work:
         generation = self.world.enter_collective(self, name, result)
         communicator = self.communicator
         if communicator is None or generation is None:
@@ -124,7 +146,7 @@ class ElasticGroup(dist.ProcessGroup):
             self.world.page.collective_completed()
             return Done(result)
         try:
-            work = communicator.call(name, *args, on_host=on_host or not self._is_of_device(args))
+            work = call(communicator)
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
@@ -311,6 +333,18 @@ class ElasticGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
+
+    def batches(self, device: torch.device) -> bool:
+        """Whether sends and receives of one batch have to be called as one: a device's stand behind each other in its stream."""
+        return device.type == self.world.device.type and not self.world.queue.is_host
+
+    @_not_compiled
+    def batch(self, operations: Sequence[PointToPoint]) -> dist.Work:
+        """All of them at once, whatever their order."""
+        received = [tensor for name, tensor, _, _ in operations if name == "recv"]
+        return self._start(
+            "batch", received, lambda: _zero(received), lambda communicator: communicator.batch(operations)
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())

@@ -21,11 +21,11 @@ from rackrun.core.ids import BEGIN, Incarnation, SlotId, Step, step_in
 from rackrun.errors import UsageError
 from rackrun.link.boot import Boot, current
 from rackrun.link.channel import WorkerChannel
-from rackrun.link.exchange import TCPSTORE_KEY
 from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker import compat
 from rackrun.worker.broadcasts import Broadcasts
-from rackrun.worker.communicator import Communicator, build_communicator
+from rackrun.worker.builder import build_communicator
+from rackrun.worker.communicator import Communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
 from rackrun.worker.nccl_environment import prepare_environment
@@ -150,13 +150,11 @@ class Runtime:
             timeout=timedelta(minutes=10),
         )
         self._store = store
-        store.set(TCPSTORE_KEY, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
         def build(name: str, group_rank: int, group_size: int) -> Communicator:
-            room = f"rackrun/{attempt}/{name}"
-            within = dist.PrefixStore(room, store) if self.device.type == "cpu" else store
-            return build_communicator(self.device, within, room, group_rank, group_size, timedelta(minutes=10))
+            within = dist.PrefixStore(f"rackrun/{attempt}/{name}", store)
+            return build_communicator(self.device, within, group_rank, group_size, timedelta(minutes=10))
 
         self.world.join_fixed(build)
 
