@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from rackrun.worker import builder, group, restore, tensor_bytes, world
@@ -91,7 +91,7 @@ class InStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(one.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for one in types):
+        if any(is_traceable_wrapper_subclass_type(one) for one in types):
             return NotImplemented  # a DTensor, say: its own operations on its part come here by themselves
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
