@@ -50,6 +50,8 @@ class Runtime:
         self._entered_s = time.monotonic()
         self._entries = UnitTimes()
         self.device = _device(boot)
+        if self.device.type == "cuda":
+            compat.require("nccl")
         page_fd = boot.page_fd if boot else HeartbeatPage.create("alone")
         self.page = HeartbeatPage(page_fd)
         self.page.enter(Activity.SETUP, BEGIN, *UNKNOWN)

@@ -1,6 +1,6 @@
 """doubled.py MODE SCRIPT [ARGUMENTS]: a script whose workers have the double of NCCL's contract for their device. MODE is ``late`` or ``stuck``.
 
-    rackctl chaos campaign --seeds 0:50 --tally out/late.jsonl -- tests/worker/doubled.py late examples/chaos/small.py {wrap} {reduction} 40 {out}
+rackctl chaos campaign --seeds 0:50 --tally out/late.jsonl -- tests/worker/doubled.py late examples/chaos/small.py {wrap} {reduction} 40 {out}
 """
 
 from __future__ import annotations

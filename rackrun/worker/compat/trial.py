@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
+from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, nccl, norms
 
 __all__ = ["TRIALS", "known_problems", "problems"]
 
@@ -183,12 +183,19 @@ def _norm_of_sharded_gradients() -> None:
     )
 
 
+def _names_of_nccl() -> None:
+    """A GPU's collectives are NCCL's."""
+    if names := nccl.missing():
+        raise AssertionError("; ".join(names))
+
+
 TRIALS: Mapping[str, tuple[str, Callable[[], None]]] = {
     "ddp": ("DistributedDataParallel", _buckets_of_ddp),
     "ddp exact": ('DistributedDataParallel with reduction="exact"', _sums_of_ddp),
     "fsdp": ("fully_shard (FSDP2)", _going_back_of_fsdp),
     "fsdp place": ("a spare for fully_shard (FSDP2)", _another_place_in_fsdp),
     "fsdp exact": ('fully_shard (FSDP2) with reduction="exact"', _sums_of_fsdp),
+    "nccl": ("GPUs", _names_of_nccl),
     "norm exact": ('clip_grad_norm_ with reduction="exact"', _norm_of_sharded_gradients),
 }
 """Need -> what a script does that needs it, and how it is tried."""
