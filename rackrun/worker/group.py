@@ -117,25 +117,31 @@ class ElasticGroup(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         on_host: bool = False,
     ) -> dist.Work:
-        generation = self.world.enter_collective(self, name, result)
-        communicator = self.communicator
+        world = self.world
+        generation = world.enter_collective(self, name, result)
+        entered, communicator = world.progress.newest, self.communicator
         if communicator is None or generation is None:
             loopback()
-            self.world.page.collective_completed()
+            world.progress.completed(entered)
             return Done(result)
+        on_host = on_host or not self._is_of_device(args)
+        if not (on_host or world.queue.is_host):
+            entered.reached = world.queue.moment()
         try:
-            work = communicator.call(name, *args, on_host=on_host or not self._is_of_device(args))
+            work = communicator.call(name, *args, on_host=on_host)
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
-            self.world.collective_failed(generation, error, result)
+            world.collective_failed(generation, error, result)
             loopback()
-            self.world.page.collective_completed()
+            world.progress.completed(entered)
             return Done(result)
+        if entered.reached is not None:
+            world.enqueued(entered, work, synchronous=work is None or not getattr(args[-1], "asyncOp", True))
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
-        return Guarded(self.world, generation, work, result, loopback, then)
+        return Guarded(world, generation, work, result, loopback, then, entered=entered)
 
     def _is_of_device(self, args: Sequence[Any]) -> bool:
         """By the first tensor. A barrier has none, and is the hosts'."""

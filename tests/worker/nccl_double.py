@@ -9,6 +9,9 @@ A `Stream` stands in for the device's. Torch's operations on a tensor that a col
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
 collective takes a millisecond and more. "stuck": besides, a lost peer is no error, and the collective does not end before it is broken.
 
+The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
+last collective is over that the stream waits for in front of it.
+
 What it cannot tell: streams beside the current one, whether a kernel ends when it is aborted, and any time.
 """
 
@@ -31,7 +34,7 @@ from rackrun.worker import builder, restore, tensor_bytes, world
 from rackrun.worker.communicator import GlooCommunicator
 from rackrun.worker.device_digest import device_digest
 
-__all__ = ["MODES", "Double", "Stream", "install"]
+__all__ = ["MODES", "Double", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
@@ -43,15 +46,19 @@ class Stream:
     def __init__(self) -> None:
         self.read_by_host = False
         """torch's own code copies to the host before it reads, which is no copy where the memory is the host's: waits are real meanwhile."""
+        self.captures = False
+        """A graph."""
         self._lock = threading.Lock()
-        self._pending: dict[int, list[LateWork]] = {}
+        self._pending: dict[int, list[Enqueued]] = {}
+        self._awaited: list[Enqueued] = []
+        """What the stream waits for, and may not have come past."""
 
-    def enqueue(self, work: LateWork) -> None:
+    def enqueue(self, work: Enqueued) -> None:
         with self._lock:
             for address in work.addresses:
                 self._pending.setdefault(address, []).append(work)
 
-    def over(self, work: LateWork) -> None:
+    def over(self, work: Enqueued) -> None:
         with self._lock:
             for address in work.addresses:
                 held = self._pending.get(address, [])
@@ -59,7 +66,28 @@ class Stream:
                     held.remove(work)
                 if not held:
                     self._pending.pop(address, None)
-        work.over.set()
+        work.ends()
+
+    def waits_for(self, work: Enqueued) -> None:
+        """What is enqueued from now on."""
+        with self._lock:
+            self._awaited = [one for one in (*self._awaited, work) if not one.over.is_set()]
+
+    def moment(self) -> Reached:
+        with self._lock:
+            return Reached(time.monotonic(), tuple(self._awaited))
+
+    def synchronise(self) -> None:
+        with self._lock:
+            works = {id(work): work for held in self._pending.values() for work in held}
+        for work in works.values():
+            work.over.wait()
+
+    def hang(self, tensor: torch.Tensor) -> None:
+        """Enqueue a kernel that never ends, and writes to ``tensor``."""
+        kernel = Enqueued([tensor])
+        self.enqueue(kernel)
+        self.waits_for(kernel)
 
     def before(self, tensor: torch.Tensor) -> None:
         """An operation on ``tensor`` stands behind what was enqueued."""
@@ -74,6 +102,34 @@ class Stream:
         with self._lock:
             works = {id(work): work for held in self._pending.values() for work in held}
         return lambda: all(work.over.is_set() for work in works.values())
+
+
+class Enqueued:
+    """What ``touched`` waits for."""
+
+    def __init__(self, touched: list[torch.Tensor]) -> None:
+        self.addresses, self.over, self.over_s = _addresses(touched), threading.Event(), 0.0
+
+    def ends(self) -> None:
+        self.over_s = time.monotonic()
+        self.over.set()
+
+
+class Reached:
+    """A place in a stream, that the host came to at ``at_s``, behind ``works``."""
+
+    def __init__(self, at_s: float, works: tuple[Enqueued, ...]) -> None:
+        self._at_s, self._works = at_s, works
+
+    def passed(self) -> bool:
+        return all(work.over.is_set() for work in self._works)
+
+    def since(self, earlier: Reached) -> float:
+        assert self.passed(), "asked before the device was there"
+        return self._passed_s() - earlier._passed_s()
+
+    def _passed_s(self) -> float:
+        return max([self._at_s, *(work.over_s for work in self._works)])
 
 
 class InStream(TorchDispatchMode):
@@ -98,11 +154,13 @@ class LateWork(dist.Work):
     def __init__(self, stream: Stream, outputs: list[torch.Tensor], touched: list[torch.Tensor]) -> None:
         super().__init__()
         self._stream = stream
-        self.outputs, self.addresses, self.over = outputs, _addresses(touched), threading.Event()
+        self.outputs, self.enqueued = outputs, Enqueued(touched)
+        self.over = self.enqueued.over
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(outputs)  # NCCL's is complete once it is enqueued
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._stream.waits_for(self.enqueued)
         if timeout is not None or self._stream.read_by_host:
             self.over.wait(None if timeout is None else timeout.total_seconds())
         return True
@@ -136,9 +194,12 @@ class Double:
         for tensor in tree_leaves(given):
             if isinstance(tensor, torch.Tensor):
                 self._stream.before(tensor)
-        self._stream.enqueue(work)
+        self._stream.enqueue(work.enqueued)
         self._calls.put((name, args, work))
-        return work if getattr(args[-1], "asyncOp", True) else None
+        if getattr(args[-1], "asyncOp", True):
+            return work
+        self._stream.waits_for(work.enqueued)
+        return None
 
     def abort(self) -> None:
         self._aborted.set()
@@ -162,7 +223,7 @@ class Double:
                 with torch.no_grad():
                     for tensor in work.outputs:
                         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
-            self._stream.over(work)
+            self._stream.over(work.enqueued)
 
 
 class DoubleCommunicator:
@@ -186,9 +247,26 @@ class DoubleCommunicator:
 
 class _Queue:
     is_host = False
+    name = "double of a GPU"
 
     def __init__(self, stream: Stream) -> None:
-        self.mark = stream.mark
+        self._stream = stream
+        self.mark, self.moment, self.synchronise = stream.mark, stream.moment, stream.synchronise
+
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return self._stream.captures
+
+    def use(self) -> None:
+        """There is one device."""
+
+
+def stream_of(world: Any) -> Stream:
+    """For scripts: that of this process's `World`."""
+    stream: Stream = world.queue._stream
+    return stream
 
 
 def install(mode: str) -> TorchDispatchMode:
