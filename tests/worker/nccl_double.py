@@ -1,7 +1,7 @@
 """A double of NCCL's contract, over gloo and the host's memory: what a GPU's collectives do that the host's do not.
 
 - A synchronous call gives None. Any call only enqueues; ``wait()`` makes the stream wait, and passes before there is a result.
-- The collectives of one communicator run one after another, in the order of their calls.
+- The collectives of one communicator run one after another, in the order of their calls, each behind what its stream waits for.
 - A break raises nowhere: what was in flight ends with garbage (NaN, -1), and every wait passes.
 - There is no receive from any source.
 
@@ -38,6 +38,8 @@ __all__ = ["MODES", "Double", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
+_LEAVES_S = 0.02
+"""A kernel sees now and then that it is to leave."""
 
 
 class Stream:
@@ -50,6 +52,7 @@ class Stream:
         """A graph."""
         self._lock = threading.Lock()
         self._pending: dict[int, list[Enqueued]] = {}
+        self._hung: list[torch.Tensor] = []
         self._awaited: list[Enqueued] = []
         """What the stream waits for, and may not have come past."""
 
@@ -83,9 +86,14 @@ class Stream:
         for work in works.values():
             work.over.wait()
 
-    def hang(self, tensor: torch.Tensor) -> None:
-        """Enqueue a kernel that never ends, and writes to ``tensor``."""
-        kernel = Enqueued([tensor])
+    def is_empty(self) -> bool:
+        """Nothing is in flight."""
+        return not self._pending
+
+    def hang(self) -> None:
+        """Enqueue a kernel that never ends, and writes to memory of its own."""
+        self._hung.append(torch.zeros(1))
+        kernel = Enqueued(self._hung)
         self.enqueue(kernel)
         self.waits_for(kernel)
 
@@ -181,7 +189,7 @@ class Double:
     def __init__(self, inner: Any, stream: Stream, mode: str) -> None:
         self._inner, self._stream, self._stuck = inner, stream, mode == "stuck"
         self._aborted = threading.Event()
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], LateWork] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], LateWork, Reached] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nccl-double", daemon=True)
         self._thread.start()
 
@@ -195,7 +203,7 @@ class Double:
             if isinstance(tensor, torch.Tensor):
                 self._stream.before(tensor)
         self._stream.enqueue(work.enqueued)
-        self._calls.put((name, args, work))
+        self._calls.put((name, args, work, self._stream.moment()))
         if getattr(args[-1], "asyncOp", True):
             return work
         self._stream.waits_for(work.enqueued)
@@ -211,8 +219,10 @@ class Double:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            name, args, work = call
+            name, args, work, reached = call
             try:
+                while not (reached.passed() or self._aborted.is_set()):
+                    self._aborted.wait(_LATE_S)
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
@@ -220,6 +230,7 @@ class Double:
             except RuntimeError:
                 if self._stuck:
                     self._aborted.wait()
+                time.sleep(_LEAVES_S)
                 with torch.no_grad():
                     for tensor in work.outputs:
                         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
