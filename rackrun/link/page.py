@@ -34,6 +34,7 @@ _MIRROR_WANTED, _MIRROR_KEEP, _MIRROR_DONE, _MIRROR_GENERATION = range(11, 15)
 _BUSY_MS, _PLACE_ASKED, _PLACE_TOLD, _EARLY = range(15, 19)
 _TO_END = 19
 _LEAST_MS, _OWN_SINCE, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 25)
+_BY_DEVICE, _UNREACHED, _UNPASSED = range(25, 28)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
@@ -144,6 +145,15 @@ class HeartbeatPage:
         self._words[_COMPLETED] = self._words[_ENTERED]
         self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
 
+    @property
+    def called(self) -> int:
+        """How many collectives the host has called for in this generation."""
+        return int(self._words[_ENTERED])
+
+    def by_device(self) -> None:
+        """From now on `device_at` says how far this rank has come: its host is ahead of that."""
+        self._words[_BY_DEVICE] = 1
+
     def new_generation(self, generation: int) -> None:
         self._words[_ENTERED] = self._words[_COMPLETED] = 0
         self._words[_GENERATION] = generation
@@ -215,6 +225,11 @@ class HeartbeatPage:
         self._write_text(_PLACE_TEXT, place, _LIFELINE)
         self._words[_PLACE_TOLD] = asked
 
+    def device_at(self, unreached: int, unpassed: int) -> None:
+        """Of the collectives that the host has called for, by their numbers, from 1: the first to which the device has not come, as it computes what
+        stands before it; and the first that it has not passed. 0: there is none. Written by the control thread, and when all are known to be over."""
+        self._words[_UNREACHED], self._words[_UNPASSED] = unreached, unpassed
+
     def tell_spins(self, since_ns: int, seen_ns: int) -> None:
         """Since when the main thread spins (`rackrun.worker.spins`), as seen at ``seen_ns``; 0: it does not."""
         self._words[_SPINS_SINCE], self._words[_SPINS_SEEN] = since_ns, seen_ns
@@ -273,8 +288,14 @@ class HeartbeatPage:
 
     @property
     def collectives(self) -> tuple[int, int]:
-        """How many were entered and completed in this generation."""
-        return int(self._words[_ENTERED]), int(self._words[_COMPLETED])
+        """How many were entered and completed in this generation; on the device, where there is one."""
+        entered, completed = int(self._words[_ENTERED]), int(self._words[_COMPLETED])
+        if not self._words[_BY_DEVICE]:
+            return entered, completed
+        unreached, unpassed = int(self._words[_UNREACHED]), int(self._words[_UNPASSED])
+        if unreached:
+            entered = unreached - 1
+        return entered, entered - 1 if 0 < unpassed <= entered else entered
 
     @property
     def generation(self) -> int:

@@ -53,6 +53,7 @@ class ControlThread(threading.Thread):
         self._boot, self._channel, self._page, self._world, self._snapshots = boot, channel, page, world, snapshots
 
     def run(self) -> None:
+        self._world.queue.use()
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         spins, watched_until_ns = Spins(threading.main_thread().ident or 0), 0
@@ -64,8 +65,10 @@ class ControlThread(threading.Thread):
             if watched_until_ns:
                 now_ns = time.monotonic_ns()
                 watched_until_ns = watched_until_ns if now_ns < watched_until_ns else 0
-                self._page.tell_spins(spins.look(now_ns) if watched_until_ns else 0, now_ns)
+                since_ns = self._world.stands_since_ns or spins.look(now_ns)
+                self._page.tell_spins(since_ns if watched_until_ns else 0, now_ns)
             if not poll.poll(TICK_MS):
+                self._world.look_at_device()
                 self._world.flights.leave_overdue()
                 if (severed := self._world.severed()) is not None:
                     self._channel.send(severed)

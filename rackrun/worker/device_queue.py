@@ -1,4 +1,4 @@
-"""What a device has yet to do when the host has asked for it: its stream, of which a wait is not the host's.
+"""What a device has yet to do when the host has asked for it: its streams, of which a wait is not the host's.
 
 A collective of NCCL is only enqueued by its call, and its ``wait()`` makes the stream wait. An abort does not raise either: the kernel leaves
 with garbage, and what stands behind it in the stream goes on with that. So whoever draws a conclusion from what was computed lets the
@@ -7,28 +7,71 @@ device come there first, and looks whether the generation is broken afterwards.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-__all__ = ["DeviceQueue", "queue_of", "wait_until"]
+__all__ = ["DeviceQueue", "Moment", "queue_of", "use_device", "wait_until"]
 
 _EAGER_S = 0.002
 _NAP_S = 0.0002
+
+
+class Moment(Protocol):
+    """A place in a stream, and the time at which the device came past it."""
+
+    def passed(self) -> bool:
+        """Any thread that has called `use_device`."""
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds of the device, once both are passed."""
 
 
 class DeviceQueue(Protocol):
     is_host: bool
     """A call has done what it does when it returns, and a wait is the host's."""
 
+    @property
+    def name(self) -> str:
+        """Of the device, for people."""
+
     def mark(self) -> Callable[[], bool]:
-        """Asks whether all is over that this thread has enqueued until now."""
+        """Asks whether all is over that this thread has enqueued in its current stream until now."""
+
+    def moment(self) -> Moment:
+        """Behind all that this thread has enqueued in its current stream until now."""
+
+    def stream(self) -> int:
+        """Which stream is this thread's current one."""
+
+    def is_capturing(self) -> bool:
+        """What this thread enqueues is recorded for later, in a graph."""
+
+    def use(self) -> None:
+        """As `use_device`."""
+
+    def synchronise(self) -> None:
+        """Wait until all is over that anybody has enqueued, in any stream. It cannot be left: for a thread that may be. RuntimeError where the
+        device has failed."""
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
     return _CudaQueue(device) if device.type == "cuda" else _HostQueue()
+
+
+def use_device(device: torch.device) -> None:
+    """First in each thread that may touch ``device``: else CUDA would make a context on the first GPU, which is another rank's. And what this
+    thread asks for does not spoil a CUDA graph that another one captures."""
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    mode = ctypes.c_int(_OF_THIS_THREAD)
+    with contextlib.suppress(OSError, AttributeError):
+        _loaded_runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
@@ -44,8 +87,39 @@ def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool
 class _HostQueue:
     is_host = True
 
+    @property
+    def name(self) -> str:
+        return "the host's processors"
+
     def mark(self) -> Callable[[], bool]:
         return _over
+
+    def moment(self) -> Moment:
+        return _HostMoment()
+
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def use(self) -> None:
+        """Nothing to set."""
+
+    def synchronise(self) -> None:
+        """All is over."""
+
+
+class _HostMoment:
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+
+    def passed(self) -> bool:
+        return True
+
+    def since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, _HostMoment), "a moment of this queue"
+        return self._at_s - earlier._at_s
 
 
 class _CudaQueue:
@@ -54,10 +128,58 @@ class _CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @property
+    def name(self) -> str:
+        properties = torch.cuda.get_device_properties(self._device)
+        uuid = getattr(properties, "uuid", "")
+        return f"GPU {self._device.index} ({properties.name}{f', GPU-{uuid}' if uuid else ''})"
+
     def mark(self) -> Callable[[], bool]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.query
+
+    def moment(self) -> Moment:
+        return _CudaMoment(self._device)
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).stream_id)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def use(self) -> None:
+        use_device(self._device)
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class _CudaMoment:
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+    def since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, _CudaMoment), "a moment of this queue"
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+_OF_THIS_THREAD = 1
+"""cudaStreamCaptureModeThreadLocal: of captures, only this thread's own forbid it anything. By default an event that is asked for, beside a
+capture of any other thread, ends that capture with an error."""
+
+
+def _loaded_runtime() -> ctypes.CDLL:
+    """The library that torch has loaded. OSError: there is none."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
+    if not paths:
+        raise OSError("no libcudart is loaded")
+    return ctypes.CDLL(min(paths))
 
 
 def _over() -> bool:

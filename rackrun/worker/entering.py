@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from rackrun.link.page import Activity
-from rackrun.worker.rejoin import leave
+from rackrun.worker.ends import leave
 from rackrun.worker.run import Run
 from rackrun.worker.runtime import Runtime
 from rackrun.worker.units import Carried

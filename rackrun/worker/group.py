@@ -126,9 +126,14 @@ class ElasticGroup(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         on_host: bool = False,
     ) -> dist.Work:
-        on_host = on_host or not self._is_of_device(args)
         return self._start(
-            name, result, loopback, lambda communicator: communicator.call(name, *args, on_host=on_host), then
+            name,
+            result,
+            loopback,
+            lambda communicator, on_host: communicator.call(name, *args, on_host=on_host),
+            then,
+            on_host=on_host or not self._is_of_device(args),
+            synchronous=not getattr(args[-1], "asyncOp", True),
         )
 
     def _start(
@@ -136,28 +141,37 @@ class ElasticGroup(dist.ProcessGroup):
         name: str,
         result: Any,
         loopback: Callable[[], None],
-        call: Callable[[Communicator], dist.Work | None],
+        call: Callable[[Communicator, bool], dist.Work | None],
         then: Callable[[], None] | None = None,
+        *,
+        on_host: bool = False,
+        synchronous: bool = False,
     ) -> dist.Work:
-        generation = self.world.enter_collective(self, name, result)
-        communicator = self.communicator
+        """``call`` is told whether the hosts' half is to do it."""
+        world = self.world
+        generation = world.enter_collective(self, name, result)
+        entered, communicator = world.progress.newest, self.communicator
         if communicator is None or generation is None:
             loopback()
-            self.world.page.collective_completed()
+            world.progress.completed(entered)
             return Done(result)
+        if not (on_host or world.queue.is_host):
+            entered.reached = world.queue.moment()
         try:
-            work = call(communicator)
+            work = call(communicator, on_host)
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
-            self.world.collective_failed(generation, error, result)
+            world.collective_failed(generation, error, result)
             loopback()
-            self.world.page.collective_completed()
+            world.progress.completed(entered)
             return Done(result)
+        if entered.reached is not None:
+            world.enqueued(entered, work, synchronous=work is None or synchronous)
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
-        return Guarded(self.world, generation, work, result, loopback, then)
+        return Guarded(world, generation, work, result, loopback, then, entered=entered)
 
     def _is_of_device(self, args: Sequence[Any]) -> bool:
         """By the first tensor. A barrier has none, and is the hosts'."""
@@ -343,7 +357,7 @@ class ElasticGroup(dist.ProcessGroup):
         """All of them at once, whatever their order."""
         received = [tensor for name, tensor, _, _ in operations if name == "recv"]
         return self._start(
-            "batch", received, lambda: _zero(received), lambda communicator: communicator.batch(operations)
+            "batch", received, lambda: _zero(received), lambda communicator, _: communicator.batch(operations)
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -26,7 +26,7 @@ def all_leave(world: World, boot: Boot | None, step: int) -> None:
     room = Exchange(boot.exchange, boot.token, f"left/{world.generation}", _CONNECT_S)
     try:
         room.set(str(world.rank), str(step).encode())
-        world.page.collective_entered()  # whoever watches sees that this rank waits for others
+        entered = world.progress.enter()  # whoever watches sees that this rank waits for others
         while not world.broken:
             try:
                 room.wait([str(rank) for rank in range(world.size)], _LOOK_S)
@@ -42,7 +42,7 @@ def all_leave(world: World, boot: Boot | None, step: int) -> None:
                         "the same step. Remedy: decide by what is the same on all ranks, such as step.loss."
                     )
                 continue
-            world.page.collective_completed()
+            world.progress.completed(entered)
             return
     finally:
         room.close()

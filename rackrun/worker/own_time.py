@@ -6,29 +6,45 @@ for the futures of its buckets without asking us. That one is bounded by two sta
 is computed, and the futures' own completion. A wait that nobody sees counts as the rank's own: it makes the fast look as slow as
 the slowest, and never one slower than the others.
 
-On a GPU the host does not wait; there nothing is told yet.
+On a GPU the host does not wait, its stream does. There the stamps are events in the stream, on both sides of each of its waits, and the engine
+calls back before and after those of a backward pass. They are read when a unit is committed, by when the device has come past all that
+stands before the gate, so nothing waits for them. Those behind the gate, in an optimizer's update, have not been passed then: they count for the next
+unit, in which the host waits for the device. Waits in other streams than the unit's own are no waits of what it computes, and are not counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import Variable
 
+from rackrun.worker.device_queue import DeviceQueue, Moment
+
 __all__ = ["OwnTime"]
 
 
-class OwnTime:
-    """Of the unit in hand. Times are seconds."""
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Of a stream."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    before: Moment
+    after: Moment
+    in_passes: bool
+
+
+class OwnTime:
+    """Of the unit in hand. Times are seconds. ``queue``: of the device that computes; None: the host does."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, queue: DeviceQueue | None = None) -> None:
         self._clock = clock
+        self._queue = None if queue is None or queue.is_host else queue
         self.passes = 0
         """Micro-batches so far, ghosts included."""
         self.in_passes = 0.0
-        """Of this rank's own time, what these took; known when they are over."""
+        """Of this rank's own time, what these took; known when they are over, and on a device when `of` has been asked."""
         self._first = (0.0, 0.0)
         """When the first began, and what was waited before."""
         self._waited = 0.0
@@ -38,24 +54,47 @@ class OwnTime:
         self._graph = -1
         self._disturbed = False
 
+        self._stream = 0
+        """The one that computes the unit."""
+        self._waits: list[_Wait] = []
+        """Of that stream, also of units before; those that are not read yet."""
+        self._passes_from: Moment | None = None
+        self._passes_until: Moment | None = None
+        self._waited_in_passes = 0.0
+        """By the host."""
+        self._ends_backward = False
+        """What is waited now counts as the end of a backward pass."""
+
     def begin(self) -> None:
         self.passes = 0
         self.in_passes = 0.0
         self._waited = 0.0
         self._computed = None
+        if self._disturbed:
+            self._waits.clear()
         self._disturbed = False
+        self._passes_from = self._passes_until = None
+        self._ends_backward = False
+        if self._queue is not None:
+            self._stream = self._queue.stream()
 
     def next_pass(self) -> None:
         """A micro-batch begins."""
         self.goes_on()
         if not self.passes:
             self._first = self._clock(), self._waited
+            if self._queue is not None:
+                self._passes_from = self._queue.moment()
         self.passes += 1
 
     def passes_over(self) -> None:
         """What follows is the same however many they were."""
         self.goes_on()
-        if self.passes and not self.in_passes:
+        if self._queue is not None:
+            if self.passes and self._passes_until is None:
+                self._passes_until = self._queue.moment()
+                self._waited_in_passes = self._waited - self._first[1]
+        elif self.passes and not self.in_passes:
             began, waited = self._first
             self.in_passes = max(0.0, self._clock() - began - (self._waited - waited))
 
@@ -64,8 +103,14 @@ class OwnTime:
         self._disturbed = True
 
     def waited(self, seconds: float) -> None:
-        """In a collective, for its result."""
+        """By the host, in a collective, for its result."""
         self._waited += seconds
+
+    def stream_waited(self, before: Moment, after: Moment) -> None:
+        """By this thread's current stream, between those places of it."""
+        assert self._queue is not None, "the host has no stream"
+        if self._queue.stream() == self._stream and not self._ends_backward:
+            self._waits.append(_Wait(before, after, self.passes > 0 and self._passes_until is None))
 
     def future_given(self) -> None:
         """Somebody will wait for a collective's future: in a backward pass, its engine, once all is computed."""
@@ -87,7 +132,35 @@ class OwnTime:
     def of(self, seconds: float) -> float:
         """This rank's part of a unit that took ``seconds``; 0 when it is not known."""
         self.goes_on()
-        return 0.0 if self._disturbed else max(0.0, seconds - self._waited)
+        waited = self._waited + self._read_stream()
+        return 0.0 if self._disturbed else max(0.0, seconds - waited)
+
+    def _read_stream(self) -> float:
+        """Seconds that the unit's stream has waited since it was asked last, as far as the device has come."""
+        total = in_passes = 0.0
+        ahead = []
+        for wait in self._waits:
+            if not wait.after.passed():
+                ahead.append(wait)
+                continue
+            seconds = max(0.0, wait.after.since(wait.before))
+            total += seconds
+            in_passes += seconds if wait.in_passes else 0.0
+        self._waits = ahead
+        first, last = self._passes_from, self._passes_until
+        if first is not None and last is not None and last.passed():
+            self.in_passes = max(0.0, last.since(first) - in_passes - self._waited_in_passes)
+        return total
 
     def _backward_computed(self) -> None:
-        self._computed = self._clock()
+        if self._queue is None:
+            self._computed = self._clock()
+            return
+        before, self._ends_backward = self._queue.moment(), True
+        # Behind the callbacks that are there by now, such as DDP's, which waits for all buckets.
+        Variable._execution_engine.queue_callback(lambda: self._backward_over(before))
+
+    def _backward_over(self, before: Moment) -> None:
+        assert self._queue is not None, "the host has no stream"
+        self._ends_backward = False
+        self.stream_waited(before, self._queue.moment())

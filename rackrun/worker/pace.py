@@ -128,6 +128,11 @@ class Pace:
     def median_s(self) -> float:
         return statistics.median(self._seconds) if self._seconds else 0.0
 
+    @property
+    def slowest_s(self) -> float:
+        """Of the steps that are known; 0: none is."""
+        return max(self._seconds, default=0.0)
+
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
     """Linear between the two nearest. (NumPy's imports 90 ms of modules at its first call, in every rank's first step.)"""

@@ -10,8 +10,6 @@ the old ranks stay, and a newer plan names them again.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,6 +23,7 @@ from rackrun.link.page import Activity
 from rackrun.worker.communicator import Communicator
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
+from rackrun.worker.ends import leave
 from rackrun.worker.fetch import Damaged
 from rackrun.worker.loop_end import LoopEnd
 from rackrun.worker.manifest import Lineage
@@ -39,7 +38,7 @@ from rackrun.worker.snapshot import Snapshots
 from rackrun.worker.state import TrackedState
 from rackrun.worker.world import Reenter, Superseded
 
-__all__ = ["Rejoin", "leave"]
+__all__ = ["Rejoin"]
 
 
 class Rejoin:
@@ -82,6 +81,7 @@ class Rejoin:
                 # The time of the unit that broke is over, and this rank does not answer for how long a plan takes.
                 self._page.enter(Activity.RECOVERING, world.passed)
             plan = world.wait_plan()
+            world.let_device_return()
             mine = self._runtime.member_of(plan)
             self._check_loop_end(plan)
             back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
@@ -415,12 +415,6 @@ def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
     found = torch.tensor(says, dtype=torch.int64)
     communicator.host.allreduce([found], options).wait()
     return [int(one) for one in found.tolist()]
-
-
-def leave(rank: int, because: str) -> None:
-    """What this process has is of no use to the world: end it, so that the world goes on from another copy."""
-    print(f"rackrun: rank {rank} {because}", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hosts(restore: Restore | None) -> str:

@@ -29,6 +29,7 @@ from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.corruption import CorruptionCheck
 from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
+from rackrun.worker.ends import leave
 from rackrun.worker.exact import ExactReduction
 from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
@@ -38,7 +39,7 @@ from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
 from rackrun.worker.parts import Parts
 from rackrun.worker.pause import Pause
-from rackrun.worker.rejoin import Rejoin, leave
+from rackrun.worker.rejoin import Rejoin
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports, say
 from rackrun.worker.resizing import fixed_because, held_because
@@ -193,6 +194,7 @@ class UnitRunner:
                 remedy=ONE_LOOP,
             )
         self._begun = True
+        self._world.returns.unit_s = lambda: self._pace.slowest_s
         self._runtime.at_steps()
         self._reports.setup_ms = self._runtime.setup_ms
         self._last_step = total - 1
@@ -452,6 +454,7 @@ class UnitRunner:
             self._world.in_phase = False
             self._world.after_update = None
             self._rates.restore_all()
+        self._world.let_device_return()
         if self._late.any:
             self._judge_late_breaks(at)
         if self._world.unit_passed:
@@ -692,8 +695,7 @@ class UnitRunner:
             self._pace.took(seconds)
         elif attempt == 0:
             self._pace.unit_took(self._phase(at, name), seconds)
-        known = attempt == 0 and self._world.device.type == "cpu"
-        own = self._world.own_time.of(seconds) if known else 0.0
+        own = self._world.own_time.of(seconds) if attempt == 0 else 0.0
         self._reports.committed(at, attempt, seconds, own, self._delivered_ids())
         self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
         for values in self._logs:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rackrun.errors import CollectiveBroken
 
 if TYPE_CHECKING:
+    from rackrun.worker.progress import Entered
     from rackrun.worker.world import World
 
 __all__ = ["AllOf", "Done", "Guarded"]
@@ -50,6 +51,9 @@ class Guarded(dist.Work):
 
     gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
     gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
+
+    On a device the stream waits, and the host goes on. What a broken collective leaves there is garbage that looks complete: in a step
+    only the gate draws a conclusion, and it looks. In a phase, and outside of both, the script does: there the host waits too.
     """
 
     def __init__(
@@ -60,9 +64,12 @@ class Guarded(dist.Work):
         result: Any,
         loopback: Callable[[], None],
         then: Callable[[], None] | None = None,
+        *,
+        entered: Entered,
     ) -> None:
         """``then`` makes ``result`` of what ``work`` gave."""
         super().__init__()
+        self._entered, self._on_device = entered, entered.reached is not None
         self._world, self._generation, self._work = world, generation, work
         self._result, self._loopback, self._then = result, loopback, then
         self._future: torch.futures.Future[Any] | None = None
@@ -71,11 +78,17 @@ class Guarded(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
+        if self._on_device:
+            self._wait_on_device()
+        else:
+            self._wait_on_host()
+        self._world.leave_phase()
+        return True
+
+    def _wait_on_host(self) -> None:
         began = time.monotonic()
         if self._future is not None:
             self._future.wait()
-        elif not self._world.queue.is_host:
-            self._wait_on_device()
         while not self._over:
             ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
             try:
@@ -87,21 +100,35 @@ class Guarded(dist.Work):
                 elif self._world.leave_behind(self._generation):
                     self.leave()
         self._world.own_time.waited(time.monotonic() - began)
-        self._world.leave_phase()
-        return True
 
     def _wait_on_device(self) -> None:
         """NCCL's wait makes the stream wait, not the host; given a time limit it would block, and abort its communicator.
         After an abort nothing waits any more."""
-        try:
-            self._work.wait()
-            self._settle(None)
-        except RuntimeError as error:
-            self._settle(error)
+        error: Exception | None = None
+        queue, after = self._world.queue, self._entered.passed
+        if after is None or not isinstance(self._work, Done):
+            before = queue.moment()
+            try:
+                if self._future is not None:
+                    self._future.wait()
+                else:
+                    self._work.wait()
+            except RuntimeError as failed:
+                error = failed
+            after = queue.moment()
+            self._entered.waited(after)
+            self._world.own_time.stream_waited(before, after)
+        if self._world.script_reads and not self._world.device_comes(after, self._generation):
+            error = error or CollectiveBroken("left in the middle")
+        self._settle(error)
+        self._world.leave_setup()
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             if self._over:  # it was waited for
+                return Done(self._result).get_future()
+            if self._on_device and self._world.script_reads:
+                self.wait()
                 return Done(self._result).get_future()
             try:
                 inner = self._work.get_future()
@@ -136,9 +163,11 @@ class Guarded(dist.Work):
         world = self._world
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
+            if self._on_device:
+                _zero(self._result)  # garbage, perhaps, of which a loopback in place would make more
             self._loopback()
-        if self._generation == world.generation and world.queue.is_host:  # a device may be far behind: see the gate
-            world.page.collective_completed()
+        if self._generation == world.generation and not self._on_device:
+            world.progress.completed(self._entered)
         if self._future is not None:
             world.flights.land(self)
             world.own_time.landed()
@@ -173,6 +202,16 @@ class AllOf(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _zero(result: Any) -> None:
+    """All tensors of a collective's result."""
+    if isinstance(result, torch.Tensor):
+        with torch.no_grad():
+            result.zero_()
+    elif isinstance(result, (list, tuple)):
+        for one in result:
+            _zero(one)
 
 
 def _devices(result: Any) -> list[int | str | torch.device]:

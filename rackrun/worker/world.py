@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from rackrun.core.commands import BreakGeneration, DealShards, Member, Plan
 from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
@@ -25,13 +26,15 @@ from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
-from rackrun.worker.device_queue import queue_of, wait_until
+from rackrun.worker.device_queue import Moment, queue_of, use_device, wait_until
+from rackrun.worker.device_return import DeviceReturn
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
+from rackrun.worker.progress import Entered, Progress
 from rackrun.worker.stages import RecoveryStages
 
 if TYPE_CHECKING:
@@ -103,7 +106,8 @@ class World:
         """Elements that collectives of the unit in hand have written, on this rank."""
         self.flights = Flights()
         self.order = CollectiveOrder()
-        self.own_time = OwnTime()
+        self.own_time = OwnTime(queue=self.queue)
+        self.progress = Progress(page, self.queue)
         self.stages = RecoveryStages()
         self.meetings = Meetings()
         self.deals = Deals()
@@ -136,6 +140,9 @@ class World:
         self.in_phase = False
         self.waited_s = 0.0
         """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
+        self.stands_since_ns = 0
+        """The main thread does nothing but wait for the device, since then; 0: it does not."""
+        self.returns = DeviceReturn(self.queue, lambda: self.rank)
         self.may_leave_phase: Callable[[], bool] = lambda: True
         self.may_be_left: Callable[[], None] = lambda: None
         """Told of every place at which a step that will not count is left."""
@@ -155,11 +162,11 @@ class World:
             raise StepError(
                 "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
             )
-        self.page.collective_entered()  # to make one is to wait for its other ranks
+        entered = self.progress.enter()  # to make one is to wait for its other ranks
         try:
             return self._new_group(ranks, name, desc)
         finally:
-            self.page.collective_completed()
+            self.progress.completed(entered)
 
     def _new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
         with self._changed:
@@ -213,7 +220,8 @@ class World:
             )
         if self.scope is Scope.AFTER and self.size > 1:
             self._check_after()
-        self.page.collective_entered()
+        self._refuse_capture(group, name)
+        self.progress.enter()
         self.own_time.goes_on()
         if group.size() == self.size:
             self.order.called(name, result)
@@ -256,6 +264,50 @@ class World:
     def has_met_after(self) -> bool:
         """This rank has called a collective in the code after the loop."""
         return self.scope is not Scope.SETUP and self._after_in is not None
+
+    def _refuse_capture(self, group: ElasticGroup, name: str) -> None:
+        """A graph would go on using the communicator of this generation, which the next frees; or a loopback, in which nobody else takes part."""
+        if self.queue.is_capturing() and (group.size() > 1 or self._plan is not None):
+            raise StepError(
+                f"a collective ({name}) was called while a CUDA graph is captured: after a failure it would be replayed on a "
+                "communicator that is gone.",
+                remedy="capture compute only: end the capture before the collective, and begin another behind it.",
+            )
+
+    def enqueued(self, entered: Entered, work: dist.Work | None, *, synchronous: bool) -> None:
+        """On the device; a ``synchronous`` one on this thread's current stream, which waits for the other ranks in it."""
+        assert entered.reached is not None, "a collective of the device"
+        if synchronous:
+            after = self.queue.moment()
+            entered.waited(after)
+            self.own_time.stream_waited(entered.reached, after)
+        else:
+            entered.work = work
+
+    @property
+    def script_reads(self) -> bool:
+        """What a collective gives is the script's to use, for good: no gate of a step comes before that."""
+        return self.in_phase or self.scope is not Scope.UNIT
+
+    def device_comes(self, moment: Moment, generation: int) -> bool:
+        """Whether the device has come past ``moment`` before ``generation`` was broken. What it has computed by then is good."""
+        came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
+        return came and not self._is_gone(generation)
+
+    def _is_gone(self, generation: int) -> bool:
+        return self._broken or generation != self.generation
+
+    def _wait_for_device(self, passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
+        self.stands_since_ns = time.monotonic_ns()
+        try:
+            return wait_until(passed, gives_up)
+        finally:
+            self.stands_since_ns = 0
+
+    def leave_setup(self) -> None:
+        """As `leave_phase`, before run.steps()."""
+        if self.scope is Scope.SETUP:
+            self._check_whole()
 
     def leave_phase(self) -> None:
         """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
@@ -377,13 +429,13 @@ class World:
                 self.groups[0].sum_on_host(values)
             finally:
                 self._in_gate = False
-            self.page.collectives_over()
+            self.progress.all_completed()
         return values
 
     def _let_device_come(self) -> None:
         """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
         collective leaves is garbage that looks complete. Raises `Abandoned`."""
-        if not wait_until(self.queue.mark(), lambda: self._broken):
+        if not self._wait_for_device(self.queue.mark(), lambda: self._broken):
             raise Abandoned
 
     def abandon(self) -> None:
@@ -463,10 +515,25 @@ class World:
             self._changed.notify_all()
         for communicator in communicators:
             communicator.break_()
+        self.returns.broke()
         self.stages.reached("broken")
         if builder is not None:
             builder.abandon()
         return report
+
+    def look_at_device(self) -> None:
+        """Asked by the control thread, now and then: how far it is, and whether it has come back after a break. Ends the process if it has not."""
+        self.progress.look()
+        self.returns.look()
+
+    def let_device_return(self) -> None:
+        """After a break, before anything is done again: what was in flight on the device is over then. The process ends if that takes too long."""
+        if self.queue.is_host or not self._broken or not self.generation:
+            return
+        with self.page.no_deadline():
+            with self._changed:  # a collective that failed by itself is broken on the device only when all are told
+                self._changed.wait_for(lambda: self._announced > self.generation or self._released)
+            self.returns.wait()
 
     def _class_to_report(self) -> str:
         """What was equal at the start may have parted in the first step; until that is checked, nobody is a replica."""
@@ -538,6 +605,7 @@ class World:
         """Adopt the communicators of ``plan``; raises `Superseded` when a newer generation was announced meanwhile."""
         builder = self._builder
         assert builder is not None, "a plan without a build"
+        self.returns.wait()
         self._wait_built(plan, builder)
         with self._changed:
             if self._announced != plan.generation:
@@ -553,9 +621,12 @@ class World:
             self._seated = plan.members
             self._broken = False
             self._failed = None
+            self.own_time.disturbed()
             self.flights.new_generation()
-            self.page.new_generation(plan.generation)
-        threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()  # 3 to 30 ms each
+            self.progress.new_generation(plan.generation)
+        threading.Thread(
+            target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True
+        ).start()  # 3 to 30 ms each
         del dropped
 
     def give_up_state(self) -> None:
@@ -602,7 +673,7 @@ class World:
             self.scope, self.met, self._after_in = Scope.SETUP, 0, None
             self.unit_passed = self.updated = self.in_phase = False
             self.order = CollectiveOrder()
-        threading.Thread(target=_drop, args=[dropped], name="rackrun-drop", daemon=True).start()
+        threading.Thread(target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True).start()
         del dropped
 
     def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
@@ -647,6 +718,7 @@ class World:
 
         def run() -> None:
             try:
+                use_device(self.device)
                 ended.append(transfer())
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 ended.append(error)
@@ -716,7 +788,8 @@ def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
     )
 
 
-def _drop(communicators: list[Communicator | None]) -> None:
+def _drop(communicators: list[Communicator | None], device: torch.device) -> None:
+    use_device(device)
     for communicator in communicators:
         if communicator is not None:
             communicator.drop()

@@ -231,6 +231,9 @@ class TinyCluster:
     ``slow``: when somebody tells of a unit as committed, which ranks are found to be slow from then on, and how many times: they get fewer
     micro-batches."""
 
+    turn_ms = 60_000
+    """Nothing is waited for longer than that in one turn."""
+
     def __init__(
         self,
         main: Callable[[Run], None],
@@ -332,7 +335,8 @@ class TinyCluster:
         for fd in (*sources, *exits):
             poll.register(fd, select.POLLIN)
         now = self._now_ms()
-        ready = [fd for fd, _ in poll.poll(max(self._timers[0][0] - now, 0) if self._timers else 100)]
+        next_ms = max(self._timers[0][0] - now, 0) if self._timers else 100
+        ready = [fd for fd, _ in poll.poll(min(next_ms, self.turn_ms))]
         for fd in ready:
             if fd in sources:
                 sources[fd]()

@@ -1,15 +1,17 @@
 """A double of NCCL's contract, over gloo and the host's memory: what a GPU's collectives do that the host's do not.
 
 - A synchronous call gives None. Any call only enqueues; ``wait()`` makes the stream wait, and passes before there is a result.
-- The collectives of one communicator run one after another, in the order of their calls.
+- The collectives of one communicator run one after another, in the order of their calls, each behind what its stream waits for.
 - A break raises nowhere: what was in flight ends with garbage (NaN, -1), and every wait passes.
 - There is no receive from any source.
-
 - What is on the host goes over gloo: the tensors of torch's own collectives of objects.
 
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
 collective takes a millisecond and more. "stuck": besides, a lost peer is no error, and the collective does not end before it is broken.
+
+The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
+last collective is over that the stream waits for in front of it.
 
 What it cannot tell: streams beside the current one, whether a kernel ends when it is aborted, and any time.
 """
@@ -36,10 +38,12 @@ from rackrun.worker.communicator import PointToPoint
 from rackrun.worker.device_digest import device_digest
 from rackrun.worker.gloo import GlooCommunicator
 
-__all__ = ["MODES", "Double", "Stream", "install"]
+__all__ = ["MODES", "Double", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
+_LEAVES_S = 0.02
+"""A kernel sees now and then that it is to leave."""
 
 
 class Stream:
@@ -48,15 +52,20 @@ class Stream:
     def __init__(self) -> None:
         self.read_by_host = False
         """torch's own code copies to the host before it reads, which is no copy where the memory is the host's: waits are real meanwhile."""
+        self.captures = False
+        """A graph."""
         self._lock = threading.Lock()
-        self._pending: dict[int, list[LateWork]] = {}
+        self._pending: dict[int, list[Enqueued]] = {}
+        self._hung: list[torch.Tensor] = []
+        self._awaited: list[Enqueued] = []
+        """What the stream waits for, and may not have come past."""
 
-    def enqueue(self, work: LateWork) -> None:
+    def enqueue(self, work: Enqueued) -> None:
         with self._lock:
             for address in work.addresses:
                 self._pending.setdefault(address, []).append(work)
 
-    def over(self, work: LateWork) -> None:
+    def over(self, work: Enqueued) -> None:
         with self._lock:
             for address in work.addresses:
                 held = self._pending.get(address, [])
@@ -64,7 +73,33 @@ class Stream:
                     held.remove(work)
                 if not held:
                     self._pending.pop(address, None)
-        work.over.set()
+        work.ends()
+
+    def waits_for(self, work: Enqueued) -> None:
+        """What is enqueued from now on."""
+        with self._lock:
+            self._awaited = [one for one in (*self._awaited, work) if not one.over.is_set()]
+
+    def moment(self) -> Reached:
+        with self._lock:
+            return Reached(time.monotonic(), tuple(self._awaited))
+
+    def synchronise(self) -> None:
+        with self._lock:
+            works = {id(work): work for held in self._pending.values() for work in held}
+        for work in works.values():
+            work.over.wait()
+
+    def is_empty(self) -> bool:
+        """Nothing is in flight."""
+        return not self._pending
+
+    def hang(self) -> None:
+        """Enqueue a kernel that never ends, and writes to memory of its own."""
+        self._hung.append(torch.zeros(1))
+        kernel = Enqueued(self._hung)
+        self.enqueue(kernel)
+        self.waits_for(kernel)
 
     def before(self, tensor: torch.Tensor) -> None:
         """An operation on ``tensor`` stands behind what was enqueued."""
@@ -79,6 +114,34 @@ class Stream:
         with self._lock:
             works = {id(work): work for held in self._pending.values() for work in held}
         return lambda: all(work.over.is_set() for work in works.values())
+
+
+class Enqueued:
+    """What ``touched`` waits for."""
+
+    def __init__(self, touched: list[torch.Tensor]) -> None:
+        self.addresses, self.over, self.over_s = _addresses(touched), threading.Event(), 0.0
+
+    def ends(self) -> None:
+        self.over_s = time.monotonic()
+        self.over.set()
+
+
+class Reached:
+    """A place in a stream, that the host came to at ``at_s``, behind ``works``."""
+
+    def __init__(self, at_s: float, works: tuple[Enqueued, ...]) -> None:
+        self._at_s, self._works = at_s, works
+
+    def passed(self) -> bool:
+        return all(work.over.is_set() for work in self._works)
+
+    def since(self, earlier: Reached) -> float:
+        assert self.passed(), "asked before the device was there"
+        return self._passed_s() - earlier._passed_s()
+
+    def _passed_s(self) -> float:
+        return max([self._at_s, *(work.over_s for work in self._works)])
 
 
 class InStream(TorchDispatchMode):
@@ -103,11 +166,13 @@ class LateWork(dist.Work):
     def __init__(self, stream: Stream, outputs: list[torch.Tensor], touched: list[torch.Tensor]) -> None:
         super().__init__()
         self._stream = stream
-        self.outputs, self.addresses, self.over = outputs, _addresses(touched), threading.Event()
+        self.outputs, self.enqueued = outputs, Enqueued(touched)
+        self.over = self.enqueued.over
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(outputs)  # NCCL's is complete once it is enqueued
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._stream.waits_for(self.enqueued)
         if timeout is not None or self._stream.read_by_host:
             self.over.wait(None if timeout is None else timeout.total_seconds())
         return True
@@ -128,7 +193,8 @@ class Double:
     def __init__(self, inner: Any, stream: Stream, mode: str) -> None:
         self._inner, self._stream, self._stuck = inner, stream, mode == "stuck"
         self._aborted = threading.Event()
-        self._calls: queue.SimpleQueue[tuple[list[tuple[str, tuple[Any, ...]]], LateWork] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[list[tuple[str, tuple[Any, ...]]], LateWork, Reached] | None]
+        self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nccl-double", daemon=True)
         self._thread.start()
 
@@ -141,9 +207,12 @@ class Double:
         for tensor in tree_leaves(given):
             if isinstance(tensor, torch.Tensor):
                 self._stream.before(tensor)
-        self._stream.enqueue(work)
-        self._calls.put(([(name, args)], work))
-        return work if getattr(args[-1], "asyncOp", True) else None
+        self._stream.enqueue(work.enqueued)
+        self._calls.put(([(name, args)], work, self._stream.moment()))
+        if getattr(args[-1], "asyncOp", True):
+            return work
+        self._stream.waits_for(work.enqueued)
+        return None
 
     def batch(self, operations: Sequence[PointToPoint]) -> LateWork:
         """All start before any is waited for."""
@@ -151,8 +220,9 @@ class Double:
         work = LateWork(self._stream, received, [tensor for _, tensor, _, _ in operations])
         for _, tensor, _, _ in operations:
             self._stream.before(tensor)
-        self._stream.enqueue(work)
-        self._calls.put(([(name, ([tensor], peer, tag)) for name, tensor, peer, tag in operations], work))
+        self._stream.enqueue(work.enqueued)
+        together = [(name, ([tensor], peer, tag)) for name, tensor, peer, tag in operations]
+        self._calls.put((together, work, self._stream.moment()))
         return work
 
     def abort(self) -> None:
@@ -165,8 +235,10 @@ class Double:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            together, work = call
+            together, work, reached = call
             try:
+                while not (reached.passed() or self._aborted.is_set()):
+                    self._aborted.wait(_LATE_S)
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
@@ -175,10 +247,11 @@ class Double:
             except RuntimeError:
                 if self._stuck:
                     self._aborted.wait()
+                time.sleep(_LEAVES_S)
                 with torch.no_grad():
                     for tensor in work.outputs:
                         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
-            self._stream.over(work)
+            self._stream.over(work.enqueued)
 
 
 class DoubleCommunicator:
@@ -205,9 +278,26 @@ class DoubleCommunicator:
 
 class _Queue:
     is_host = False
+    name = "double of a GPU"
 
     def __init__(self, stream: Stream) -> None:
-        self.mark = stream.mark
+        self._stream = stream
+        self.mark, self.moment, self.synchronise = stream.mark, stream.moment, stream.synchronise
+
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return self._stream.captures
+
+    def use(self) -> None:
+        """There is one device."""
+
+
+def stream_of(world: Any) -> Stream:
+    """For scripts: that of this process's `World`."""
+    stream: Stream = world.queue._stream
+    return stream
 
 
 def install(mode: str) -> TorchDispatchMode:

@@ -1,0 +1,307 @@
+"""A break on a device: what it leaves there looks complete. No script is given it, and nothing is done again beside it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ended, say
+from nccl_double import MODES, Stream, stream_of
+from scripts import adam, ddp, fit
+
+from rackrun.errors import StepError
+from rackrun.worker import device_return
+from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
+from rackrun.worker.device_return import RETURNS_S, DeviceReturn
+from rackrun.worker.run import Run
+from rackrun.worker.world import World
+
+Train = Callable[..., Ended]
+
+
+def synchronous(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def asynchronous(tensor: torch.Tensor) -> None:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def by_future(tensor: torch.Tensor) -> None:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.get_future().wait()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduce", [synchronous, asynchronous, by_future])
+def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_leaves(
+    reduce: Callable[[torch.Tensor], None], mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dies as it enters the second collective of the phase: the others are in it, or come to it."""
+
+    def main(run: Run) -> None:
+        seen: list[float] = []
+
+        @run.every(2)
+        def evaluate() -> None:
+            for _ in range(3):
+                tensor = torch.ones(4)
+                reduce(tensor)
+                seen.append((tensor + 0).sum().item())
+                say(seen=seen)
+
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    undisturbed = train(main)
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(main, kill={1: second_of_phase(undisturbed.moments[1])})
+    assert len(ended.plans) == 1, ended
+    assert not ended.differences(undisturbed), ended
+    for rank in (0, 2):
+        assert set(ended.said[rank]["seen"]) == {12.0}, ended.said
+
+
+def second_of_phase(moments: list[str]) -> int:
+    """Of the first phase: behind the collective of its step, and two of its own."""
+    committed = moments.index("committed Position(step=1, phase=0)")
+    return [at for at, what in enumerate(moments) if at > committed and what.startswith("enters")][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_done_again_before_what_was_in_flight_is_over(
+    mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(run: Run) -> None:
+        begins: list[tuple[int, bool]] = []
+        begin_unit = World.begin_unit
+
+        def looked_at(world: World, *, phase: bool) -> None:
+            if os.environ.get("RACKRUN_NCCL_DOUBLE") and world.broken is False:
+                begins.append((int(world.generation), stream_of(world).is_empty()))
+                say(begins=begins)
+            begin_unit(world, phase=phase)
+
+        monkeypatch.setattr(World, "begin_unit", looked_at)
+        discard = type(run._units._undo).discard
+
+        def looked_at_too(undo: Any, **how: Any) -> list[str]:
+            if os.environ.get("RACKRUN_NCCL_DOUBLE") and run._world.generation:
+                say(undone_when_empty=stream_of(run._world).is_empty())
+            found: list[str] = discard(undo, **how)
+            return found
+
+        monkeypatch.setattr(type(run._units._undo), "discard", looked_at_too)
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(main, kill={1: "enters a collective after Position(step=4"})
+    assert len(ended.plans) == 1, ended
+    for rank in (0, 2):
+        again = [empty for generation, empty in ended.said[rank]["begins"] if generation > 1]
+        assert again
+        assert again[0], "an aborted collective was still in flight"
+        assert ended.said[rank]["undone_when_empty"]
+
+
+def test_before_the_first_step_a_broken_collective_ends_its_script_and_gives_it_nothing(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(run: Run) -> None:
+        for _ in range(3):
+            tensor = torch.ones(4)
+            dist.all_reduce(tensor)
+            value = (tensor + 0).sum().item()
+            assert value == 4.0 * run.world_size, f"the script was given {value}"
+            if run.rank == 1 and not run._runtime.boot.restarts:  # type: ignore[union-attr]
+                os._exit(9)
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", "stuck")
+    ended = train(main, start_over=True)
+    assert ended.exit_code == 0, ended
+    assert ended.restarted, ended
+
+
+# -- a device that does not come back
+
+
+class Slow:
+    """A device that comes back when a test says so."""
+
+    is_host = False
+    name = "GPU 3 (of a test)"
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+        self.error = ""
+
+    def use(self) -> None:
+        pass
+
+    def synchronise(self) -> None:
+        self.back.wait(30)
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.device, self.now, self.left = Slow(), 100.0, list[tuple[int, str]]()
+        self.returns = DeviceReturn(
+            cast("DeviceQueue", self.device),
+            lambda: 5,
+            clock=lambda: self.now,
+            leave=lambda *how: self.left.append(how),
+        )
+
+    def over(self) -> None:
+        """Its thread has ended."""
+        for thread in threading.enumerate():
+            if thread.name == "rackrun-device-return":
+                thread.join(30)
+
+
+@pytest.fixture
+def rig() -> Any:
+    rig = Rig()
+    yield rig
+    rig.device.back.set()
+    rig.over()
+
+
+def test_a_device_that_comes_back_costs_no_rank(rig: Rig) -> None:
+    rig.returns.unit_s = lambda: 1.0
+    rig.returns.broke()
+    rig.now += RETURNS_S
+    rig.returns.look()
+    rig.device.back.set()
+    rig.returns.wait()
+    rig.now += 100
+    rig.returns.look()
+    rig.returns.look()
+    assert not rig.left
+
+
+def test_a_device_that_does_not_come_back_ends_its_rank_and_is_named(rig: Rig) -> None:
+    rig.returns.unit_s = lambda: 1.0
+    rig.returns.broke()
+    rig.now += RETURNS_S + 2.0 + 0.1
+    rig.returns.look()
+    [(rank, because)] = rig.left
+    assert rank == 5
+    assert "its GPU 3 (of a test) did not come back within 7 s after a break" in because
+
+
+def test_what_was_enqueued_before_a_break_may_take_a_good_part_of_a_unit(rig: Rig) -> None:
+    rig.returns.unit_s = lambda: 30.0
+    rig.returns.broke()
+    rig.now += 60
+    rig.returns.look()
+    assert not rig.left
+    rig.returns.unit_s = lambda: 0.0  # nobody knows yet
+    rig.returns.look()
+    assert not rig.left
+
+
+def test_a_device_that_fails_ends_its_rank_at_once_with_what_it_says(rig: Rig) -> None:
+    rig.device.error = "CUDA error: an illegal memory access was encountered\nmore"
+    rig.device.back.set()
+    rig.returns.broke()
+    rig.over()
+    rig.returns.look()
+    [(_, because)] = rig.left
+    assert "has failed: CUDA error: an illegal memory access was encountered;" in because
+
+
+def test_a_second_break_waits_for_the_device_anew(rig: Rig) -> None:
+    rig.returns.broke()
+    first = rig.returns._over
+    rig.returns.broke()
+    assert rig.returns._over is not first
+    rig.device.back.set()
+    rig.returns.wait()
+    rig.over()
+    rig.returns.look()
+    assert not rig.left
+
+
+def test_a_hosts_work_is_over_when_its_calls_return() -> None:
+    queue = queue_of(torch.device("cpu"))
+    returns = DeviceReturn(queue, lambda: 0)
+    returns.broke()
+    returns.wait()
+    assert queue.mark()()
+    assert queue.moment().passed()
+    assert not queue.is_capturing()
+    assert wait_until(queue.mark(), lambda: True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_whose_device_does_not_come_back_is_replaced_and_the_bits_stay(
+    mode: str, train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2's device hangs, and before anybody finds that out rank 1 dies. Rank 2 would do the step again, and cannot."""
+    monkeypatch.setattr(device_return, "RETURNS_S", 0.2)
+    monkeypatch.setattr(device_return, "_FIRST_UNITS_S", 0.2)
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def hang(step: int) -> None:
+            hangs = os.environ.get("RACKRUN_NCCL_DOUBLE") and step == 3 and run.rank == 2
+            if hangs and not run._runtime.spare:
+                stream_of(run._world).hang()
+
+        fit(run, model, adam(model), before=hang)
+
+    undisturbed = train(main)
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(main, spares=2, kill={1: "enters a collective after Position(step=2"})
+    assert not ended.differences(undisturbed), ended
+    fresh = {member.rank for plan in ended.plans for member in plan.members if member.fresh}
+    assert fresh >= {1, 2}, ended
+    assert "rank 2 gives its place up: its double of a GPU did not come back within" in capfd.readouterr().err
+
+
+# -- graphs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_collective_in_a_graph_is_refused_before_it_is_captured(
+    mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        stream: Stream = stream_of(run._world)
+        stream.captures = True
+        before = run._world.page.called
+        try:
+            with pytest.raises(StepError, match=r"while a CUDA graph is captured.*Remedy: capture compute only"):
+                dist.all_reduce(torch.ones(1))
+        finally:
+            stream.captures = False
+        assert run._world.page.called == before
+        fit(run, model, adam(model), steps=2)
+
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(main, spares=0)
+    assert ended.exit_code == 0, ended
+
+
+def test_a_world_that_nobody_changes_may_capture_its_loopbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(queue=SimpleNamespace(is_capturing=lambda: True), _plan=None)
+    World._refuse_capture(cast("World", world), cast("Any", SimpleNamespace(size=lambda: 1)), "allreduce")
+    with pytest.raises(StepError):
+        World._refuse_capture(cast("World", world), cast("Any", SimpleNamespace(size=lambda: 2)), "allreduce")
