@@ -382,6 +382,7 @@ class ControlPlane:
         self._rack.check_invariants()
         self._job.world.check_invariants()
         self._job.shifting.check_invariants()
+        self._job.recovery.fencing.check_invariants()
 
 
 def _up_to_the_end(commands: Sequence[Command]) -> tuple[Command, ...]:

@@ -372,13 +372,13 @@ class JobMachine:
             return  # they end anyway
         losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
         for loss in losses:
-            self.emit(self.rack.fence(loss.record, loss.because))
+            self.recovery.fencing.fence(loss.record, loss.because)
         self.lost(losses, at_ms)
 
     def _replace_liars(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
         for record in records:
             record.lied = True
-            self.emit(self.rack.fence(record, because, fault=True))
+            self.recovery.fencing.fence(record, because, fault=True)
         self.lost([Loss(record=record, because=because) for record in records], at_ms)
 
     def slow_ranks(self, event: SlowRanksChanged) -> None:
@@ -426,6 +426,7 @@ class JobMachine:
             self._look_at_swaps(at_ms)
         if self.sizes.under_way is not None:
             self.sizes.look()
+        self.recovery.fencing.look(at_ms)
 
     def departs(self, event: DepartureAnnounced) -> None:
         """A tray is told to leave. With the last one the job ends, in order."""
