@@ -25,7 +25,7 @@ from rackrun.core.control import Control
 from rackrun.core.corruption import Corruption
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
-from rackrun.core.culprit import MISUSES, Culprit
+from rackrun.core.culprit import MISUSES, Culprit, remedy_for
 from rackrun.core.endings import Endings
 from rackrun.core.events import (
     DepartureAnnounced,
@@ -346,7 +346,9 @@ class JobMachine:
             return False
         if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
-        remedy = "" if " Remedy: " in because else "see the traceback of that rank."  # our own errors bring theirs
+        remedy = remedy_for(loss.exit) or "see the traceback of that rank."
+        if " Remedy: " in because:  # our own errors bring theirs
+            remedy = ""
         self.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
 
