@@ -114,6 +114,7 @@ class _Agent:
             codec=isal.is_here(),
             unfit=await devices.joined(),
             topology=msgspec.json.encode(devices.partials) if devices.partials else b"",
+            unjudged=devices.unjudged,
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
         devices.tell(uplink.event)
@@ -125,9 +126,8 @@ class _Agent:
         loop.add_signal_handler(JOB_IS_OVER, self._told_that_it_is_over, uplink)
         if self._standalone:
             loop.add_signal_handler(signal.SIGINT, self._interrupted, uplink)
-        connection = asyncio.create_task(
-            _refuse(devices.contradiction) if devices.contradiction else uplink.run(), name="uplink"
-        )
+        because = devices.contradiction or devices.refusal
+        connection = asyncio.create_task(_refuse(because) if because else uplink.run(), name="uplink")
         try:
             await asyncio.wait((connection, self._stop, self._leave), return_when=asyncio.FIRST_COMPLETED)
             code, failed = EXIT_DONE, True
@@ -186,6 +186,6 @@ class _Agent:
 
 
 async def _refuse(because: str) -> End:
-    """What the tray is cannot be told: the job must not be built on it."""
+    """What the tray is cannot be told, or no worker can compute there: the job must not be built on it."""
     print(f"rackrun: agent: {because}", file=sys.stderr)
     return End.REFUSED

@@ -101,6 +101,8 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     """Reed-Solomon's codec is installed there (`rackrun.checkpoint.isal`)."""
     unfit: dict[int, tuple[str, ...]] = {}
     """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.facts.preflight`)."""
+    unjudged: str = ""
+    """What of its GPUs is not judged, and why (`rackrun.topology.unjudged`); "": all is."""
 
 
 class TrayDescribed(_Event, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from rackrun.core.control import Control
 from rackrun.core.corruption import Corruption
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
-from rackrun.core.culprit import MISUSES, Culprit
+from rackrun.core.culprit import MISUSES, Culprit, remedy_for
 from rackrun.core.endings import Endings
 from rackrun.core.events import (
     DepartureAnnounced,
@@ -346,7 +346,9 @@ class JobMachine:
             return False
         if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
-        remedy = "" if " Remedy: " in because else "see the traceback of that rank."  # our own errors bring theirs
+        remedy = remedy_for(loss.exit) or "see the traceback of that rank."
+        if " Remedy: " in because:  # our own errors bring theirs
+            remedy = ""
         self.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
 
@@ -372,13 +374,13 @@ class JobMachine:
             return  # they end anyway
         losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
         for loss in losses:
-            self.emit(self.rack.fence(loss.record, loss.because))
+            self.recovery.fencing.fence(loss.record, loss.because)
         self.lost(losses, at_ms)
 
     def _replace_liars(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
         for record in records:
             record.lied = True
-            self.emit(self.rack.fence(record, because, fault=True))
+            self.recovery.fencing.fence(record, because, fault=True)
         self.lost([Loss(record=record, because=because) for record in records], at_ms)
 
     def slow_ranks(self, event: SlowRanksChanged) -> None:
@@ -426,6 +428,7 @@ class JobMachine:
             self._look_at_swaps(at_ms)
         if self.sizes.under_way is not None:
             self.sizes.look()
+        self.recovery.fencing.look(at_ms)
 
     def departs(self, event: DepartureAnnounced) -> None:
         """A tray is told to leave. With the last one the job ends, in order."""

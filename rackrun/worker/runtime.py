@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -191,8 +193,27 @@ def _share_gpu(local: int) -> int:
     return local % torch.cuda.device_count()
 
 
+def _refuse_cpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> None:
+    """Raises UsageError where this host has GPUs that are not hidden, torch is built for them, and it sees none: the job would compute on
+    CPUs, and say nothing. (A torch for CPUs is refused by the launcher.)"""
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "all").strip() == ""
+    if torch.version.cuda is None or hidden or not any(devices.glob("nvidia[0-9]*")):
+        return
+    why = "torch.cuda.is_available() is False"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - whatever it says is the reason
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise UsageError(
+        f"this host has GPUs, and torch {torch.__version__} sees none: {why.rstrip('.')}.",
+        remedy="see nvidia-smi: the driver may be too old for this torch, or of another version than its libraries; or hide the "
+        "GPUs to train on CPUs (CUDA_VISIBLE_DEVICES=).",
+    )
+
+
 def _device(boot: Boot | None) -> torch.device:
     if not torch.cuda.is_available():
+        _refuse_cpus(os.environ)
         return torch.device("cpu")
     local = boot.local_rank if boot else int(os.environ.get("LOCAL_RANK", "0"))
     if os.environ.get(_SHARE) == "1" and torch.cuda.device_count():
