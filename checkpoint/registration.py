@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from typing import Protocol
 
 import torch
+
+from rackrun.checkpoint.libraries import loaded_library
 
 __all__ = ["register_memory", "unregister_memory"]
 
@@ -37,13 +38,5 @@ def _done(code: object) -> bool:
 
 def _forget_error() -> None:
     with contextlib.suppress(OSError, AttributeError):
-        _loaded_runtime().cudaGetLastError()
-
-
-def _loaded_runtime() -> ctypes.CDLL:
-    """The library that torch has loaded: another copy would have an error of its own. OSError: there is none."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
-    if not paths:
-        raise OSError("no libcudart is loaded")
-    return ctypes.CDLL(min(paths))
+        if (library := loaded_library("libcudart")) is not None:
+            library.cudaGetLastError()
