@@ -34,7 +34,7 @@ def layout_of(*sizes: int, sources: tuple[int, ...] = (1, 2)) -> Layout:
 @pytest.mark.parametrize("sizes", [(2**17,), (3 * PIECE_BYTES_MIN + 5, 2**20), (40 * GIB, GIB, *[2**22] * 400)])
 def test_sources_give_about_as_many_bytes_each(sizes: tuple[int, ...], sources: tuple[int, ...]) -> None:
     layout = layout_of(*sizes, sources=sources)
-    given = Counter({source: 0 for source in sources})
+    given = Counter(dict.fromkeys(sources, 0))
     for piece in layout.pieces:
         given[piece.source] += piece.nbytes
     assert sum(given.values()) == sum(sizes)
