@@ -9,21 +9,23 @@ import torch
 
 from rackrun.checkpoint.libraries import loaded_library
 
-__all__ = ["register_memory", "unregister_memory"]
+__all__ = ["Runtime", "register_memory", "unregister_memory"]
 
 
-class _Runtime(Protocol):
+class Runtime(Protocol):
+    """CUDA's, as far as it is asked. What it returns is an error's code, or 0."""
+
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int: ...  # noqa: N802 - CUDA's names
 
     def cudaHostUnregister(self, address: int) -> int: ...  # noqa: N802
 
 
-def register_memory(address: int, size: int, runtime: _Runtime | None = None) -> bool:
+def register_memory(address: int, size: int, runtime: Runtime | None = None) -> bool:
     """``size`` bytes at ``address``. False: it is not, copies are slower. The memory may be registered already, or be too much."""
     return _done((runtime or torch.cuda.cudart()).cudaHostRegister(address, size, 0))
 
 
-def unregister_memory(address: int, runtime: _Runtime | None = None) -> bool:
+def unregister_memory(address: int, runtime: Runtime | None = None) -> bool:
     """Before the memory goes."""
     return _done((runtime or torch.cuda.cudart()).cudaHostUnregister(address))
 
