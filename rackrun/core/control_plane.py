@@ -244,6 +244,7 @@ class ControlPlane:
             case SnapshotMirrored() | SnapshotStriped() | SnapshotDamaged():
                 self._job.recovery.sources.heard(record, event)
             case WorkerReady():
+                self._job.numerics.heard(event)
                 self._job.beginning.ready(record, event, event.at_ms)
             case WorkerElastic():
                 self._job.beginning.elastic(event.at_ms)

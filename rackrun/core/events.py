@@ -159,6 +159,8 @@ class WorkerReady(OfWorker, frozen=True, kw_only=True):
     """Micro-batches of the global batch; 0: it has not said."""
     setup_ms: int = -1
     """How long it took from the beginning of ``main`` to ``run.steps()``. -1: not known."""
+    numerics: tuple[tuple[str, str], ...] = ()
+    """What its bits depend on beside the script (`rackrun.worker.numerics`); (): it has not said."""
 
 
 class WorkerParked(OfWorker, frozen=True, kw_only=True):

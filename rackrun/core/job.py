@@ -43,6 +43,7 @@ from rackrun.core.finale import EXITS_MS, Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId
 from rackrun.core.mandate import Mandate
+from rackrun.core.numerics_notices import NumericsNotices
 from rackrun.core.outlook import Outlook
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
@@ -76,6 +77,7 @@ class JobMachine:
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
     batches: BatchNotices = field(init=False)
+    numerics: NumericsNotices = field(init=False)
     shifting: Shifting = field(init=False)
     corruption: Corruption = field(init=False)
     beginning: Beginning = field(init=False)
@@ -119,6 +121,7 @@ class JobMachine:
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.batches = BatchNotices(self.emit)
+        self.numerics = NumericsNotices(self.emit)
         self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
         self.shifting = Shifting(self.config, self.world, self.seating, self.emit, self._generation_ends)
         self.corruption = Corruption(

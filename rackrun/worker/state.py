@@ -9,7 +9,7 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +45,8 @@ class TrackedState:
         self.others: dict[str, Any] = {}
         self._groups: dict[str, OptimizerGroups] = {}
         self.lineage = Lineage()
+        self.numerics: Callable[[], Mapping[str, str]] = dict
+        """What this process computes with, now (`rackrun.worker.numerics`)."""
         self.filled = 0
         """How often it was filled from outside: what was written then has counted no tensor's version up."""
         self._modes_of_main, self._modes_filled = Modes(), Modes()
@@ -173,7 +175,14 @@ class TrackedState:
                     None if path in like or path in parameters else Sharding.of(part, parameters),
                 )
             )
-        return Manifest(tensors, self.encode_plain(), replica_class, self.lineage, modes=self._modes())
+        return Manifest(
+            tensors,
+            self.encode_plain(),
+            replica_class,
+            self.lineage,
+            modes=self._modes(),
+            numerics=dict(self.numerics()),
+        )
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
