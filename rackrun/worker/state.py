@@ -456,10 +456,11 @@ class TrackedState:
         """Of the tracked objects that are neither modules nor optimizers; ``own``: those of rackrun's own instead."""
         return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
 
-    def encode_plain(self, given: Mapping[str, Any] | None = None) -> bytes:
-        """What is no tensor. ``given``: `state_dicts`, of whoever has asked for them just now; they may take a while, or wait for a device."""
+    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
+        """What is no tensor. ``given`` and ``structure``: `state_dicts` and `structure`, of whoever has asked for them just now: they may take a
+        while, or wait for a device."""
         plain: dict[str, Any] = {}
-        structure = self.structure()
+        structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
             plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
             if self._groups[name].has_changed():

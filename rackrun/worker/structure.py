@@ -84,6 +84,8 @@ class Structure:
     def _held(self) -> tuple[list[type], list[int], list[str], list[Any]]:
         """By the known modules: with the same children they are all that there are."""
         dictionaries = list(chain.from_iterable([map(of, self.modules) for of in _DICTIONARIES]))
-        names = list(chain.from_iterable(map(_NAMES, dictionaries)))
-        things = list(chain.from_iterable(map(_THINGS, dictionaries)))
-        return list(map(type, self.modules)), list(map(len, dictionaries)), names, things
+        full = list(filter(None, dictionaries))
+        plain = set(map(type, full)) <= {dict}  # those of a scripted module are not
+        names = chain.from_iterable(full if plain else map(_NAMES, full))
+        things = chain.from_iterable(map(dict.values if plain else _THINGS, full))
+        return list(map(type, self.modules)), list(map(len, dictionaries)), list(names), list(things)

@@ -132,7 +132,7 @@ class Undo:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure()
-        plain = self._state.encode_plain(dicts)
+        plain = self._state.encode_plain(dicts, structure)
         self._stands = plain, versions(structure.parameters), versions(structure.buffers), self._state.filled
 
     def accept(self) -> None:
@@ -157,7 +157,7 @@ class Undo:
         if of_buffers != versions(structure.buffers):
             return "a buffer (by a forward in training mode, perhaps)"
         dicts = self._state.state_dicts()
-        now = self._state.encode_plain(dicts)
+        now = self._state.encode_plain(dicts, structure)
         if plain != now:
             return "tracked state (a scheduler, an optimizer setting, ...)"
         self._looked_at = _Look(filled, structure, dicts, now)
@@ -196,7 +196,7 @@ class Undo:
         self._saved_plain, parameters = look.plain, look.structure.parameters
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
-        self._take(look.dicts)
+        self._take(look)
         self._versions = versions(self._parameters.values())
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
         gradients = list(map(_GRAD, parameters))
@@ -209,7 +209,7 @@ class Undo:
         if known is not None and known.filled == self._state.filled:
             return known
         structure, dicts = self._state.structure(), self._state.state_dicts()
-        return _Look(self._state.filled, structure, dicts, self._state.encode_plain(dicts))
+        return _Look(self._state.filled, structure, dicts, self._state.encode_plain(dicts, structure))
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
@@ -227,12 +227,12 @@ class Undo:
         self._parameters, self._free_parameters = self._state.trained_and_free()
         self._trained_bytes = sum(nbytes(self._parameters.values()))
 
-    def _take(self, dicts: Mapping[str, Any]) -> None:
-        """Copies and digests of the state as it is now, with ``dicts`` of tracked objects."""
+    def _take(self, look: _Look) -> None:
+        """Copies and digests of the state as it is now."""
         began = time.perf_counter()
         changes = self._state.lineage.changes
         wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
-        free = self._free_tensors(dicts)
+        free = self._free_tensors(look.dicts, look.structure)
         sizes = dict(zip(free, nbytes(free.values()), strict=True))
         known = wanted | self._always(sizes)
         unknown = [path for path in free if path not in known]
@@ -541,9 +541,11 @@ class Undo:
         small = {path for path, size in sizes.items() if size <= _SMALL_BYTES}
         return (small | (self._structure.norm_buffers & sizes.keys())) - self._free_parameters.keys()
 
-    def _free_tensors(self, dicts: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-        """What no optimizer trains: this rank's part of each. ``dicts``: as `TrackedState.state_dicts`, from just now."""
-        structure = self._state.structure()
+    def _free_tensors(
+        self, dicts: Mapping[str, Any] | None = None, structure: Structure | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What no optimizer trains: this rank's part of each. Both: of `TrackedState`, from just now."""
+        structure = structure or self._state.structure()
         own: dict[str, torch.Tensor] = dict(self._free_parameters)
         for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
