@@ -80,7 +80,7 @@ class ExactReduction:
             reducers.update(map(id, ddp.reduced_by(wrapper)))
         sharded: set[int] = set()
         for module in self._state.modules.values():
-            fsdp.reshard(module)
+            fsdp.reshard(fsdp.modules_of(module))
             sharded |= fsdp_reduce.parameters_of(module)
         reducers.update(sharded)
         trained = {
