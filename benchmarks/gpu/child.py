@@ -12,9 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rackrun.agent import proc
-
 from benchmarks.gpu.registry import Context, Found, Skip, load
+from rackrun.agent import proc
 
 __all__ = ["TRACES_S", "main"]
 
