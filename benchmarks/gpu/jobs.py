@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT
 
-__all__ = ["Job", "compare", "train"]
+__all__ = ["Job", "compare", "readable", "recoveries", "train"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -51,10 +51,11 @@ class Job:
             context.note("without the double of NCCL's contract, which comes with the tests")
         shares = {"RACKRUN_SHARE_GPUS": "1"} if context.mode == "one" else {}
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if context.dry else {}
+        self._script = SCRIPTS / script
         self._command = [
             *(sys.executable, "-m", "rackrun", "--standalone", "--nproc-per-node", str(ranks + spares)),
             *("--spares", str(spares), "--quiet", "--out-dir", str(self.folder / "out"), *options),
-            *(str(SCRIPTS / script), *arguments, *flags),
+            *(str(self._script), *arguments, *flags),
         ]
         self._env = {**os.environ, **shares, **hidden, **played, **(env or {})}
         self._deadline = context.deadline - 2.0
@@ -79,6 +80,27 @@ class Job:
             except subprocess.TimeoutExpired:
                 self.process.kill()  # agents and workers go with it
                 self.process.wait()
+
+    @contextlib.contextmanager
+    def beside(self, *more: str) -> Iterator[None]:
+        """The same script with ``more`` arguments, in a process of its own without a launcher, on the same record."""
+        begin = self._command.index(str(self._script))
+        with (self.folder / "beside.txt").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *self._command[begin:], *more],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=ROOT,
+            )
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; beside it: {readable(self.folder / 'beside.txt', 400)}") from error
+        finally:
+            process.kill()
+            process.wait()
 
     def finish(self) -> list[Line]:
         """Its lines. RuntimeError, with the end of its output, unless it ends well and in time."""
@@ -106,7 +128,7 @@ class Job:
             time.sleep(0.005)
 
     def said(self, chars: int = 900) -> str:
-        return self.output.read_text(errors="replace").strip()[-chars:]
+        return readable(self.output, chars)
 
 
 def train(
@@ -180,9 +202,14 @@ def recoveries(lines: list[Line]) -> list[float]:
     return took
 
 
-def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+_NOISE = ("leaked ", "skipped remainder", "nanobind:", "nanobind.readthedocs.io")
+"""What Triton's bindings say at the end of a process that was not asked to free them."""
+
+
+def readable(path: Path, chars: int) -> str:
+    """The end of a log."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(line for line in lines if not any(noise in line for noise in _NOISE)).strip()[-chars:]
 
 
 def _by_step(lines: list[Line]) -> dict[int, dict[int, tuple[str, tuple[int, ...]]]]:

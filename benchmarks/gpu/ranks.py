@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.gpu.jobs import readable
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT, doubled, show_stacks_in_time
 
@@ -139,7 +140,7 @@ class Ranks:
         return [self.answer(rank) for rank in range(self._count)]
 
     def said(self, rank: int, chars: int = 900) -> str:
-        return (self.folder / f"rank-{rank}.txt").read_text(errors="replace").strip()[-chars:]
+        return readable(self.folder / f"rank-{rank}.txt", chars)
 
     def _look(self) -> None:
         for rank, process in enumerate(self._processes):

@@ -17,7 +17,7 @@ from benchmarks.gpu.jobs import Job, compare, recoveries, train
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
 
-__all__: list[str] = []
+__all__ = ["reference", "strike", "struck"]
 
 _GPU_ONLY = "only a GPU's own kernels, memory and driver can show it"
 MIB = 2**20
@@ -286,7 +286,7 @@ def batched(context: Context) -> Found:
 
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------
-def _reference(
+def reference(
     context: Context, wrap: str, steps: int, more: tuple[str, ...] = (), ranks: int = 3, double: str = "late"
 ) -> list[dict[str, Any]]:
     """A run that nobody disturbs; kept for the checks that come after."""
@@ -299,7 +299,7 @@ def _reference(
     return lines
 
 
-def _struck(
+def struck(
     context: Context,
     wrap: str,
     steps: int,
@@ -311,7 +311,7 @@ def _struck(
 ) -> Found:
     """The same training with and without strikes. One spare for each strike: none has to wait for a process to start."""
     _needs_shared_gpu(context)
-    reference = _reference(context, wrap, steps, more, ranks, double)
+    undisturbed = reference(context, wrap, steps, more, ranks, double)
     lines = train(
         context,
         "struck",
@@ -326,14 +326,14 @@ def _struck(
     done = [line for line in lines if line["what"] == "strike"]
     if len(done) != len(strikes):
         return failed(f"{len(done)} of {len(strikes)} strikes were done: the run proves nothing")
-    if different := compare(reference, lines, ranks):
+    if different := compare(undisturbed, lines, ranks):
         return failed(f"{len(different)} differences: {'; '.join(different[:3])}")
     took = recoveries(lines)
     context.note("from strike to next step, s: " + " ".join(f"{one:.2f}" for one in took))
     return Found(max(took), "s") if took else failed("no step came after a strike")
 
 
-def _strike(rank: int, step: int, place: str, what: str = "kill", after: int | None = None) -> dict[str, Any]:
+def strike(rank: int, step: int, place: str, what: str = "kill", after: int | None = None) -> dict[str, Any]:
     return {"rank": rank, "step": step, "place": place, "what": what, "after": after}
 
 
@@ -344,10 +344,10 @@ def ddp_job(context: Context) -> Found:
     draws = random.Random(7)
     places = ["begin", "forward", "backward", "update"]
     steps = context.pick(60, 24)
-    strikes = [_strike(1, steps // 6, draws.choice(places)), _strike(0, steps // 2, draws.choice(places), "stop")]
+    strikes = [strike(1, steps // 6, draws.choice(places)), strike(0, steps // 2, draws.choice(places), "stop")]
     if not context.dry:
-        strikes += [_strike(2, 40, draws.choice(places)), _strike(0, 50, draws.choice(places))]
-    return _struck(context, "ddp", steps, strikes)
+        strikes += [strike(2, 40, draws.choice(places)), strike(0, 50, draws.choice(places))]
+    return struck(context, "ddp", steps, strikes)
 
 
 @check(
@@ -358,10 +358,10 @@ def ddp_job(context: Context) -> Found:
 )
 def late_kernels(context: Context) -> Found:
     steps, more = context.pick(24, 12), ("--sleep-ms", "40", "--phases", "2")
-    strikes = [_strike(1, steps // 4, "backward"), _strike(2, 4, "phase", after=0)]
+    strikes = [strike(1, steps // 4, "backward"), strike(2, 4, "phase", after=0)]
     if not context.dry:
-        strikes += [_strike(2, 12, "backward", "stop", after=1), _strike(0, 18, "backward", after=2)]
-    return _struck(context, "plain", steps, strikes, more=more, double="stuck")
+        strikes += [strike(2, 12, "backward", "stop", after=1), strike(0, 18, "backward", after=2)]
+    return struck(context, "plain", steps, strikes, more=more, double="stuck")
 
 
 @check(
@@ -373,7 +373,7 @@ def late_kernels(context: Context) -> Found:
 def fsdp_job(context: Context) -> Found:
     """In a dry run without the double, which does not know what DTensor does with tensors that have no memory."""
     steps = context.pick(30, 14)
-    return _struck(context, "fsdp", steps, [_strike(1, steps // 3, "backward")], double="")
+    return struck(context, "fsdp", steps, [strike(1, steps // 3, "backward")], double="")
 
 
 @check(
@@ -386,7 +386,7 @@ def fsdp_job(context: Context) -> Found:
 def memory_kept(context: Context) -> Found:
     _needs_shared_gpu(context)
     swaps, used = 5, {}
-    strikes = [_strike(1, 10 + 8 * number, "backward", after=number - 1 if number else None) for number in range(swaps)]
+    strikes = [strike(1, 10 + 8 * number, "backward", after=number - 1 if number else None) for number in range(swaps)]
 
     def during(job: Job) -> None:
         pid = job.wait_for(lambda line: line["what"] == "done" and line["rank"] == 0 and line["step"] >= 6)["pid"]
@@ -421,4 +421,4 @@ def _memory_of(pid: int) -> int | None:
 @check("D11", "the newcomer is lost in its first step", expected="bit-equal; one more generation", limit_s=90)
 def newcomer_lost(context: Context) -> Found:
     steps = context.pick(60, 24)
-    return _struck(context, "ddp", steps, [_strike(1, steps // 4, "backward"), _strike(1, 0, "forward", after=0)])
+    return struck(context, "ddp", steps, [strike(1, steps // 4, "backward"), strike(1, 0, "forward", after=0)])

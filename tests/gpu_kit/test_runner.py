@@ -67,9 +67,10 @@ def test_a_defect_fails_and_the_exit_code_is_1(tmp_path: Path) -> None:
 
 
 def test_a_figure_that_is_worse_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = played(tmp_path, "A3")
+    code, found = played(tmp_path, "A3", mode="one")
     assert code == 0
     assert found["A3"]["outcome"] == "fail"
+    assert played(tmp_path, "A3")[0] == 1, "a dry run judges no figure: there it is a defect"
     assert "worse  A3" in capsys.readouterr().out
 
 

@@ -38,6 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep-ms", type=float, default=0.0, help="of the GPU, before each backward")
     parser.add_argument("--fill", type=float, default=0.0, help="so much of the GPU's memory is the model's")
     parser.add_argument("--reduction", default="exact")
+    parser.add_argument("--slow-rank", type=int, default=-1, help="only this rank's device sleeps")
+    parser.add_argument("--amp", action="store_true", help="autocast, and a gradient scaler")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--phases", type=int, default=0, help="a phase after so many steps")
     return parser.parse_args()
 
@@ -63,10 +66,16 @@ def model_of() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(ARGS.width, ARGS.width))
 
 
-def sleep_on_device(device: torch.device) -> None:
+def sleep_on_device(device: torch.device, rank: int) -> None:
     """The host goes on; what is enqueued from here on has to wait."""
-    if ARGS.sleep_ms and device.type == "cuda":
+    if ARGS.sleep_ms and device.type == "cuda" and ARGS.slow_rank in (-1, rank):
         torch.cuda._sleep(int(ARGS.sleep_ms * 1.5e6))  # cycles: GPUs of this kind run at 1 to 2 GHz
+
+
+def _graph_breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
 
 
 @rackrun.elastic(
@@ -90,6 +99,11 @@ def main(run: rackrun.Run) -> None:
         model = DDP(blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.track(model=model, optimizer=optimizer)
+    kind, half = run.device.type, torch.float16 if run.device.type == "cuda" else torch.bfloat16
+    scaler = torch.amp.GradScaler(kind, enabled=ARGS.amp, init_scale=1024.0)
+    if ARGS.amp:
+        run.track(scaler=scaler)
+    forward = torch.compile(model) if ARGS.compile else model
     data = run.loader(Points())
     pair = dist.new_group(list(range(min(2, run.world_size)))) if ARGS.wrap == "plain" else None
     phases = 0
@@ -113,20 +127,27 @@ def main(run: rackrun.Run) -> None:
         strikes.at("begin", run.rank, at, record)
         ids: list[int] = []
         for x, y, index in data:
-            loss = nn.functional.mse_loss(model(x), y)
+            with torch.autocast(kind, half, enabled=ARGS.amp):
+                loss = nn.functional.mse_loss(forward(x).float(), y)
             strikes.at("forward", run.rank, at, record)
-            sleep_on_device(run.device)
+            sleep_on_device(run.device, run.rank)
             if pair is not None:
                 if run.rank < 2:
                     extra = torch.ones(1, device=run.device)
                     dist.all_reduce(extra, group=pair)
                     loss = loss * (extra[0] / min(2, run.world_size))
                 step.scale(loss).backward()
+            elif ARGS.amp:
+                scaler.scale(step.scale(loss)).backward()
             else:
                 step.backward(loss)
             strikes.at("backward", run.rank, at, record)
             ids += numbers(index)
-        optimizer.step()
+        if ARGS.amp:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
         strikes.at("update", run.rank, at, record)
         optimizer.zero_grad()
         return step.loss, ids
@@ -136,7 +157,9 @@ def main(run: rackrun.Run) -> None:
         record.write("done", rank=run.rank, step=int(step), loss=float(loss).hex(), ids=ids)
         strikes.at("done", run.rank, int(step), record)
     memory = torch.cuda.memory_reserved(run.device) if run.device.type == "cuda" else 0
-    moments = [optimizer.state[parameter][key] for parameter in blocks.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        optimizer.state[parameter][key] for parameter in blocks.parameters() for key in ("exp_avg", "exp_avg_sq")
+    ]
     record.write(
         "end",
         rank=run.rank,
@@ -144,6 +167,8 @@ def main(run: rackrun.Run) -> None:
         weights=digest_of(blocks.parameters()),
         moments=digest_of(moments),
         reserved=memory,
+        scale=scaler.get_scale() if ARGS.amp else 1.0,
+        graph_breaks=_graph_breaks() if ARGS.compile else 0,
     )
     del ballast
 
