@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu import registry, report
-from benchmarks.gpu.registry import load, select as chosen
+from benchmarks.gpu.registry import load
+from benchmarks.gpu.registry import select as chosen
 from benchmarks.gpu.run import Runner, main
 
 MODULE = "tests.gpu_kit.planted"
