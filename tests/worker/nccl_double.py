@@ -225,6 +225,10 @@ class Double:
         self._calls.put((together, work, self._stream.moment()))
         return work
 
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
+
     def abort(self) -> None:
         self._aborted.set()
 
@@ -262,10 +266,15 @@ class DoubleCommunicator:
         self.host, self.inner = host.inner, Double(device.inner, stream, mode)
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
-        return getattr(self.host, name)(*args) if on_host else self.inner.call(name, *args)
+        return getattr(self.host, name)(*args) if on_host else self._whole().call(name, *args)
 
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
-        return self.inner.batch(operations)
+        return self._whole().batch(operations)
+
+    def _whole(self) -> Double:
+        if self.inner.aborted:
+            raise RuntimeError("the communicator was broken")
+        return self.inner
 
     def break_(self) -> None:
         self._on_host.break_()
