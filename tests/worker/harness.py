@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -88,10 +89,11 @@ from rackrun.worker.state import TrackedState
 from rackrun.worker.units import UnitRunner
 from rackrun.worker.world import Scope, World
 
-__all__ = ["Ended", "Paused", "Swap", "TinyCluster", "moments"]
+__all__ = ["HOSTS_ONLY", "Ended", "Paused", "Swap", "TinyCluster", "moments"]
 
 TRAY = TrayId("t")
 DEADLINE_S = 100.0
+HOSTS_ONLY = pytest.mark.skipif("RACKRUN_NCCL_DOUBLE" in os.environ, reason="of hosts' memory, which a GPU's is not")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rackrun.core.ids import Generation, Step, snapshot_id
 from rackrun.core.wire import StateCopied
@@ -29,7 +30,10 @@ def test_a_snapshot_is_told_once_by_its_step_in_the_layout_of_now(layout: int, p
     sent: list[Any] = []
     world = SimpleNamespace(layout=layout, generation=4, rank=1)
     boot = SimpleNamespace(slot="t/1", incarnation=2)
-    reports = Reports(SimpleNamespace(channel=SimpleNamespace(send=sent.append), boot=boot, world=world))  # type: ignore[arg-type]
+    runtime: Any = SimpleNamespace(
+        channel=SimpleNamespace(send=sent.append), boot=boot, world=world, device=torch.device("cpu")
+    )
+    reports = Reports(runtime)
 
     def told() -> list[tuple[str, int, int]]:
         reports.snapshots(page, size=10, seconds=0.5)

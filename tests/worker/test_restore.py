@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Ended, moments
+from harness import HOSTS_ONLY, Ended, moments
 from scripts import Samples, adam
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -46,6 +46,7 @@ def wide(damage: str = "") -> Callable[[Run], None]:
     return main
 
 
+@HOSTS_ONLY
 @pytest.mark.parametrize("readable", [0, 1, 2])
 def test_state_comes_from_two_sources_bit_for_bit(readable: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory that may be read, and over sockets from those whose memory may not."""
@@ -75,6 +76,7 @@ def test_what_arrives_is_written_straight_into_tensors_that_lie_as_at_their_sour
     assert places["row-major"].data_ptr() == rows.data_ptr()  # type: ignore[union-attr]
 
 
+@HOSTS_ONLY
 def test_a_source_that_goes_while_it_is_read_is_no_source(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process number may be another's by now: what was read does not count, and the next plan reads again."""
     answers = itertools.chain([True, True, False], itertools.repeat(True))
