@@ -15,6 +15,7 @@ import torch
 
 from rackrun.core.commands import Plan
 from rackrun.worker.communicator import Communicator, build_communicator
+from rackrun.worker.gate_tree import with_gate_tree
 from rackrun.worker.store import ExchangeStore
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class Builder(threading.Thread):
         self._groups = [(group, group.key, group.rank(), group.size(), group.ranks) for group in groups]
         self._abandoned = False
         self._store: ExchangeStore | None = None
+        self._rooms: list[ExchangeStore] = []
 
     def abandon(self) -> None:
         """A newer generation overtakes this one: nobody will use what is being built."""
         self._abandoned = True
-        if self._store is not None:
-            self._store.close()
+        for store in [self._store, *self._rooms]:
+            if store is not None:
+                store.close()
         for communicator in list(self.communicators.values()):
             communicator.break_()
 
@@ -75,6 +78,19 @@ class Builder(threading.Thread):
                 if self._patient:
                     store.set(f"here/{rank}", b"")
                     store.wait([f"here/{peer}" for peer in range(size)], _PATIENCE)
-                self.communicators[group] = build_communicator(self._device, store, room, rank, size, _HANDSHAKE)
+                whole = build_communicator(self._device, store, room, rank, size, _HANDSHAKE)
+                self.communicators[group] = whole
+                if group.key == "world" and not self._abandoned:
+                    self.communicators[group] = with_gate_tree(whole, self._room, rank, size, _HANDSHAKE)
             finally:
                 store.close()
+                for other in self._rooms:
+                    other.close()
+
+    def _room(self, name: str) -> ExchangeStore:
+        """For a block of the gate's tree."""
+        store = ExchangeStore(self._plan.store, self._token, f"{self._plan.generation}/gate/{name}")
+        self._rooms.append(store)
+        if self._abandoned:
+            store.close()
+        return store
