@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rackrun.core.commands import Plan
 from rackrun.worker.communicator import Communicator
+from rackrun.worker.gate_tree import with_gate_tree
 from rackrun.worker.gloo import GlooCommunicator
 from rackrun.worker.store import ExchangeStore
 
@@ -109,21 +110,41 @@ class Builder(threading.Thread):
             self._done()
 
     def _build(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
-        store = ExchangeStore(self._plan.store, self._token, f"{self._plan.generation}/{key}/{ranks[0]}")
-        with self._lock:
-            self._stores.append(store)
-            abandoned = self._abandoned
+        rooms: list[ExchangeStore] = []
+
+        def room(name: str) -> ExchangeStore:
+            store = self._room(f"{self._plan.generation}/{name}")
+            rooms.append(store)
+            return store
+
+        store = room(f"{key}/{ranks[0]}")
         try:
-            if abandoned:
-                return
             if self._patient:
                 store.set(f"here/{rank}", b"")
                 store.wait([f"here/{peer}" for peer in range(len(ranks))], _PATIENCE)
-            communicator = build_communicator(self._device, store, rank, len(ranks), _HANDSHAKE)
+            communicator = self._keep(group, build_communicator(self._device, store, rank, len(ranks), _HANDSHAKE))
+            if key == "world":
+                self._keep(
+                    group, with_gate_tree(communicator, lambda name: room(f"gate/{name}"), rank, len(ranks), _HANDSHAKE)
+                )
         finally:
+            for each in rooms:
+                each.close()
+
+    def _room(self, name: str) -> ExchangeStore:
+        """Closed from the start where nobody will use what is being built: whoever asks it raises."""
+        store = ExchangeStore(self._plan.store, self._token, name)
+        with self._lock:
+            self._stores.append(store)
+            abandoned = self._abandoned
+        if abandoned:
             store.close()
+        return store
+
+    def _keep(self, group: ElasticGroup, communicator: Communicator) -> Communicator:
         with self._lock:
             self.communicators[group] = communicator
             abandoned = self._abandoned
         if abandoned:
             communicator.break_()
+        return communicator

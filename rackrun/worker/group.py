@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from rackrun.worker.gate_tree import GATE_SUM, WithGateTree
 from rackrun.worker.works import AllOf, Done, Guarded
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class ElasticGroup(dist.ProcessGroup):
         """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
         opts = dist.AllreduceOptions()
         self._run(
-            "allreduce",
+            GATE_SUM if isinstance(self.communicator, WithGateTree) else "allreduce",
             [values],
             lambda: _sum_of_equals([values], opts, self.size()),
             [values],
