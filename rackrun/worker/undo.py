@@ -60,6 +60,8 @@ class _Look(NamedTuple):
     dicts: dict[str, Any]
     """As `TrackedState.state_dicts`."""
     plain: bytes
+    of_parameters: list[int]
+    """Their versions."""
 
 
 class Undo:
@@ -152,7 +154,8 @@ class Undo:
         if filled != self._state.filled or not of_parameters:
             return ""
         structure = self._state.structure()
-        if of_parameters != versions(structure.parameters):
+        found = versions(structure.parameters)
+        if of_parameters != found:
             return "a parameter"
         if of_buffers != versions(structure.buffers):
             return "a buffer (by a forward in training mode, perhaps)"
@@ -160,7 +163,7 @@ class Undo:
         now = self._state.encode_plain(dicts, structure)
         if plain != now:
             return "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = _Look(filled, structure, dicts, now)
+        self._looked_at = _Look(filled, structure, dicts, now, found)
         return ""
 
     # -- a unit begins
@@ -187,7 +190,8 @@ class Undo:
             ddp.begin(wrapper)
         fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
-            look = look._replace(structure=self._state.structure())  # of shards, from here on
+            shards = self._state.structure()
+            look = look._replace(structure=shards, of_parameters=versions(shards.parameters))  # from here on
         if self._audits or look.structure is not self._structure:
             self._look_around(look.structure)
         self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
@@ -197,7 +201,8 @@ class Undo:
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take(look)
-        self._versions = versions(self._parameters.values())
+        own = self._free_parameters
+        self._versions = versions(self._parameters.values()) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
         gradients = list(map(_GRAD, parameters))
         self._had_grads = [gradient is not None for gradient in gradients]
@@ -209,7 +214,8 @@ class Undo:
         if known is not None and known.filled == self._state.filled:
             return known
         structure, dicts = self._state.structure(), self._state.state_dicts()
-        return _Look(self._state.filled, structure, dicts, self._state.encode_plain(dicts, structure))
+        plain = self._state.encode_plain(dicts, structure)
+        return _Look(self._state.filled, structure, dicts, plain, versions(structure.parameters))
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
