@@ -32,6 +32,7 @@ from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
+from rackrun.worker.scaler_state import ScalerState
 from rackrun.worker.state import TrackedState
 from rackrun.worker.structure import Structure
 from rackrun.worker.tensor_bytes import digests
@@ -123,7 +124,7 @@ class Undo:
         self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
-        self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
+        self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
         self._looked_at: _Look | None = None
         """By `check_stands`, for the unit that begins next."""
         self._dicts_at_end: dict[str, Any] | None = None
@@ -135,7 +136,8 @@ class Undo:
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure()
         plain = self._state.encode_plain(dicts, structure)
-        self._stands = plain, versions(structure.parameters), versions(structure.buffers), self._state.filled
+        of_parameters, of_buffers = versions(structure.parameters), versions(structure.buffers)
+        self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def accept(self) -> None:
         """The loop is over: what the script has done to tracked state since is the state now."""
@@ -149,7 +151,7 @@ class Undo:
 
     def changed_since(self) -> str:
         """What has changed since the last unit was over, as far as versions tell. "": nothing."""
-        plain, of_parameters, of_buffers, filled = self._stands
+        plain, of_parameters, of_buffers, of_scalers, filled = self._stands
         self._looked_at = None
         if filled != self._state.filled or not of_parameters:
             return ""
@@ -161,7 +163,7 @@ class Undo:
             return "a buffer (by a forward in training mode, perhaps)"
         dicts = self._state.state_dicts()
         now = self._state.encode_plain(dicts, structure)
-        if plain != now:
+        if plain != now or of_scalers != self._state.scaler_marks():
             return "tracked state (a scheduler, an optimizer setting, ...)"
         self._looked_at = _Look(filled, structure, dicts, now, found)
         return ""
@@ -420,7 +422,11 @@ class Undo:
                         parameter.grad = None
         torn = self._torn()
         for other in self._state.others.values():
-            if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
+            if isinstance(other, ScalerState):
+                other.forget_unscaled()
+            elif hasattr(
+                other, "_per_optimizer_states"
+            ):  # a script's own, which keeps what it unscaled as torch's does
                 other._per_optimizer_states.clear()
         self._put_back()
         if not self._phase and not self._whole and not self._begun:
