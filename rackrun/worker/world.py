@@ -26,6 +26,7 @@ from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
 from rackrun.worker.device_queue import queue_of, wait_until
+from rackrun.worker.device_threads import use_device
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
@@ -332,7 +333,7 @@ class World:
         all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
         alive saw it pass, everybody does the unit again.
         """
-        self._let_device_come()
+        self.let_device_come()
         with self._changed:
             if self._broken or not self.generation:
                 raise Abandoned
@@ -360,7 +361,7 @@ class World:
 
     def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
         """What the gate of ``at`` would sum up now. Nothing is committed by it. Raises `Abandoned` when the unit will not count."""
-        self._let_device_come()
+        self.let_device_come()
         if self._broken or not self.generation:
             raise Abandoned
         values = self._sum(at, mine)
@@ -380,7 +381,7 @@ class World:
             self.page.collectives_over()
         return values
 
-    def _let_device_come(self) -> None:
+    def let_device_come(self) -> None:
         """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
         collective leaves is garbage that looks complete. Raises `Abandoned`."""
         if not wait_until(self.queue.mark(), lambda: self._broken):
@@ -646,6 +647,7 @@ class World:
         ended: list[T | BaseException] = []
 
         def run() -> None:
+            use_device(self.device)
             try:
                 ended.append(transfer())
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
