@@ -1,8 +1,8 @@
 """What rackrun's own Python costs a step on the host: does it grow with the number of parameters?
 
-    python benchmarks/host_cost.py                      counts, and processor time beside plain DDP (about 5 minutes on 2 cores)
-    python benchmarks/host_cost.py --counts             counts alone (about 1 minute)
-    python benchmarks/host_cost.py --against /tmp/old   beside an older tree of this repository as well
+    python benchmarks/host_cost.py                      counts, and processor time beside plain DDP (about 10 minutes on 2 cores)
+    python benchmarks/host_cost.py --counts             counts alone (about 4 minutes)
+    python benchmarks/host_cost.py --against /tmp/old   processor time of an older tree of this repository as well
 
 A script is one process, on one thread, and a world of one: a model of many small layers in DistributedDataParallel, 2 x 2 weights and 2 biases each, so
 that almost nothing is computed, and what is left is what hosts do.
@@ -222,7 +222,7 @@ def main() -> None:
 
     trees = {"rackrun": HERE, **({"old": args.against.resolve()} if args.against else {})}
     result: dict[str, Any] = {"machine": machine(), "parameters": args.parameters}
-    result["calls of a step, by parameters"] = {name: counted(tree) for name, tree in trees.items()}
+    result["calls of a step, by parameters"] = counted(HERE)
     if not args.counts:
         result["processor time of a step"] = compared(trees, args.parameters, args.rounds)
         print(save("host_cost", result))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rackrun.core.commands import Plan
 from rackrun.worker.communicator import Communicator
+from rackrun.worker.device_queue import use_device
 from rackrun.worker.gate_tree import with_gate_tree
 from rackrun.worker.gloo import GlooCommunicator
 from rackrun.worker.store import ExchangeStore
@@ -82,6 +83,7 @@ class Builder(threading.Thread):
             communicator.break_()
 
     def run(self) -> None:
+        use_device(self._device)
         self._make_room()
         threads = [
             threading.Thread(target=self._try, args=group, name=self.name, daemon=True) for group in self._groups[1:]
@@ -102,6 +104,7 @@ class Builder(threading.Thread):
         self._old.clear()
 
     def _try(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
+        use_device(self._device)
         try:
             self._build(group, key, rank, ranks)
         except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -59,12 +60,11 @@ class OptimizerGroups:
 
     # -- helpers
     def _changed(self) -> list[int]:
-        first = self._at_first
-        return [
-            index
-            for index, group in enumerate(self._optimizer.param_groups)
-            if index >= len(first) or not same_objects(group["params"], first[index])
-        ]
+        first, groups = self._at_first, self._optimizer.param_groups
+        now = [group["params"] for group in groups]
+        if list(map(len, now)) == list(map(len, first)) and same_objects(_flat(now), _flat(first)):
+            return []
+        return [index for index, held in enumerate(now) if index >= len(first) or not same_objects(held, first[index])]
 
     def _wanted(
         self, index: int, changed: Mapping[str, Sequence[str]], parameters: Mapping[str, torch.Tensor]
@@ -78,3 +78,7 @@ class OptimizerGroups:
                 remedy="build the same model and optimizer on every rank and spare; nothing may depend on the rank before run.steps().",
             )
         return [parameters[path] for path in paths]
+
+
+def _flat(groups: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return list(chain.from_iterable(groups))

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, PointToPoint
+from rackrun.worker.device_queue import use_device
 from rackrun.worker.gloo import GlooCommunicator
 
 __all__ = ["LegacyNccl", "Nccl2", "nccl_communicator"]
@@ -47,7 +48,7 @@ def nccl_communicator(
     kind = os.environ.get(_BACKEND) or ("nccl2" if _has_bounded_nccl2() else "legacy")
     if kind not in ("legacy", "nccl2"):
         raise RuntimeError(f"{_BACKEND} is {kind!r}; it can be 'legacy' or 'nccl2'")
-    torch.cuda.set_device(device)  # of this thread: else it would make a context on the first GPU
+    use_device(device)
     within = dist.PrefixStore("nccl", store)
     return (Nccl2 if kind == "nccl2" else LegacyNccl)(device, within, rank, size, timeout, host)
 
@@ -112,7 +113,7 @@ class _Nccl(ABC):
             raise RuntimeError("the communicator was broken")
 
     def _end(self) -> None:
-        torch.cuda.set_device(self._device)
+        use_device(self._device)
         entered = self._enqueue.acquire(timeout=_ENQUEUE_S)
         self._broken = True
         try:

@@ -24,21 +24,21 @@ class NanProbation:
     """``on``: asked for. Without that nothing is ever refused."""
 
     def __init__(self, on: bool, world: World, reports: Reports) -> None:
-        self._on, self._world, self._reports = on, world, reports
+        self.on, self._world, self._reports = on, world, reports
         self._tried: Position | None = None
         """The step whose gate was refused, until it is committed."""
         self._mine = self._suspect = False
         self._told_off = False
 
-    def offers(self, step: Step) -> tuple[float, float]:
-        """`GateSums.not_finite` and `GateSums.tried`, of this rank."""
-        if not self._on:
+    def offers(self, step: Step, loss: float) -> tuple[float, float]:
+        """`GateSums.not_finite` and `GateSums.tried`, of this rank, whose part of the loss is ``loss`` (0 where it has none)."""
+        if not self.on:
             return 0.0, 0.0
         before = self._world.gate
         known = before is not None and before.not_finite > 0  # it goes on so: computing everything twice helps nobody
         if step.at.phase:  # which has no loss, and hands on what is known of the step before it
             return float(known), float(known)
-        self._mine = step.local_loss is not None and not math.isfinite(step.local_loss.item())
+        self._mine = not math.isfinite(loss)
         return float(self._mine), float(self._tried == step.at or known)
 
     def refuses(self, at: Position, sums: GateSums) -> bool:

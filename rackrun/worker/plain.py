@@ -28,10 +28,12 @@ def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
             found.append((path, one))
         elif type(one) in SCALARS:
             continue
-        elif isinstance(one, Mapping):
-            left += [(f"{path}/{key}", item) for key, item in reversed(list(one.items()))]
-        elif isinstance(one, (list, tuple)):
-            left += [(f"{path}/{key}", one[key]) for key in range(len(one) - 1, -1, -1)]
+        elif isinstance(one, (Mapping, list, tuple)):
+            items = list(one.items() if isinstance(one, Mapping) else enumerate(one))
+            for key, item in reversed(
+                items
+            ):  # a comprehension is a call of its own, and there may be a container for each parameter
+                left.append((f"{path}/{key}", item))
     return found
 
 
@@ -49,10 +51,12 @@ def without_tensors(prefix: str, value: Any) -> Any:
             into[at] = one
         elif isinstance(one, Mapping):
             filled = into[at] = dict.fromkeys(one)
-            left += [(filled, key, f"{path}/{key}", item) for key, item in one.items()]
+            for key, item in one.items():
+                left.append((filled, key, f"{path}/{key}", item))
         elif isinstance(one, (list, tuple)):
             into[at] = listed = [None] * len(one)
-            left += [(listed, key, f"{path}/{key}", item) for key, item in enumerate(one)]
+            for key, item in enumerate(one):
+                left.append((listed, key, f"{path}/{key}", item))
         else:
             into[at] = one
     return whole[0]

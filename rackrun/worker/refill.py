@@ -10,6 +10,7 @@ import torch
 from rackrun.checkpoint.errors import LayoutMismatch
 from rackrun.checkpoint.layout import ImageLayout, TensorEntry
 from rackrun.checkpoint.reshard import Fetch, Read, fill, plan_reshard
+from rackrun.worker.device_queue import use_device
 from rackrun.worker.image import entry_of
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState
@@ -59,7 +60,8 @@ class Refill:
             for image in self.fetches:
                 fill_from(image)
         else:
-            with ThreadPoolExecutor(threads, "rackrun-refill") as pool:
+            device = self._state.device
+            with ThreadPoolExecutor(threads, "rackrun-refill", initializer=use_device, initargs=(device,)) as pool:
                 for filled in [pool.submit(fill_from, image) for image in self.fetches]:
                     filled.result()
         self._state.load_plain(self._manifest, self._tensors)

@@ -27,6 +27,7 @@ from rackrun.worker.generators import as_tracked
 from rackrun.worker.groups import OptimizerGroups
 from rackrun.worker.manifest import Lineage, Manifest, Modes, TensorInfo
 from rackrun.worker.plain import SCALARS, flatten, leaves, like, with_tensors, without_tensors
+from rackrun.worker.scaler_state import ScalerState, scaler_as_tracked
 from rackrun.worker.shardings import Sharding, part_like, take_part
 from rackrun.worker.structure import Structure
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
@@ -58,7 +59,7 @@ class TrackedState:
         if name in self.modules or name in self.optimizers or name in self.others:
             raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
         _refuse(name, thing)
-        thing = as_tracked(thing)
+        thing = scaler_as_tracked(as_tracked(thing))
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -464,6 +465,10 @@ class TrackedState:
     def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
         """Of the tracked objects that are neither modules nor optimizers; ``own``: those of rackrun's own instead."""
         return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
+
+    def scaler_marks(self) -> list[Any]:
+        """As `ScalerState.marks`, of all."""
+        return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
 
     def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
         """What is no tensor. ``given`` and ``structure``: `state_dicts` and `structure`, of whoever has asked for them just now: they may take a

@@ -22,7 +22,7 @@ from rackrun.worker.tensor_lists import same_objects
 
 __all__ = ["Structure"]
 
-_DICTIONARIES = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
+_DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
 _NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
 
 
@@ -83,7 +83,7 @@ class Structure:
 
     def _held(self) -> tuple[list[type], list[int], list[str], list[Any]]:
         """By the known modules: with the same children they are all that there are."""
-        dictionaries = list(chain.from_iterable([map(of, self.modules) for of in _DICTIONARIES]))
+        dictionaries = list(chain.from_iterable(map(_DICTIONARIES, self.modules)))
         full = list(filter(None, dictionaries))
         plain = set(map(type, full)) <= {dict}  # those of a scripted module are not
         names = chain.from_iterable(full if plain else map(_NAMES, full))

@@ -50,10 +50,12 @@ def digest(tensor: torch.Tensor) -> int:
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
     found: list[int | torch.Tensor]
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
-    if threads > 1 and sum(one.nbytes for one in tensors if one.device.type == "cpu") >= _SHARED_BYTES:
+    on_host = [one for one in tensors if one.device.type == "cpu"]
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(on_host))
+    if threads > 1 and sum([one.nbytes for one in on_host]) >= _SHARED_BYTES:
         with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
-            found = list(pool.map(_digest, tensors))
+            shared = pool.map(_digest, on_host)
+            found = [next(shared) if one.device.type == "cpu" else _digest(one) for one in tensors]
     else:
         found = [_digest(tensor) for tensor in tensors]
     sums = [one for one in found if isinstance(one, torch.Tensor)]

@@ -32,6 +32,7 @@ from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
+from rackrun.worker.scaler_state import ScalerState
 from rackrun.worker.state import TrackedState
 from rackrun.worker.structure import Structure
 from rackrun.worker.tensor_bytes import digests
@@ -60,6 +61,8 @@ class _Look(NamedTuple):
     dicts: dict[str, Any]
     """As `TrackedState.state_dicts`."""
     plain: bytes
+    of_parameters: list[int]
+    """Their versions."""
 
 
 class Undo:
@@ -121,7 +124,7 @@ class Undo:
         self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
-        self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
+        self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
         self._looked_at: _Look | None = None
         """By `check_stands`, for the unit that begins next."""
         self._dicts_at_end: dict[str, Any] | None = None
@@ -133,7 +136,8 @@ class Undo:
         dicts, self._dicts_at_end = self._dicts_at_end, None
         structure = self._state.structure()
         plain = self._state.encode_plain(dicts, structure)
-        self._stands = plain, versions(structure.parameters), versions(structure.buffers), self._state.filled
+        of_parameters, of_buffers = versions(structure.parameters), versions(structure.buffers)
+        self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled
 
     def accept(self) -> None:
         """The loop is over: what the script has done to tracked state since is the state now."""
@@ -147,20 +151,21 @@ class Undo:
 
     def changed_since(self) -> str:
         """What has changed since the last unit was over, as far as versions tell. "": nothing."""
-        plain, of_parameters, of_buffers, filled = self._stands
+        plain, of_parameters, of_buffers, of_scalers, filled = self._stands
         self._looked_at = None
         if filled != self._state.filled or not of_parameters:
             return ""
         structure = self._state.structure()
-        if of_parameters != versions(structure.parameters):
+        found = versions(structure.parameters)
+        if of_parameters != found:
             return "a parameter"
         if of_buffers != versions(structure.buffers):
             return "a buffer (by a forward in training mode, perhaps)"
         dicts = self._state.state_dicts()
         now = self._state.encode_plain(dicts, structure)
-        if plain != now:
+        if plain != now or of_scalers != self._state.scaler_marks():
             return "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = _Look(filled, structure, dicts, now)
+        self._looked_at = _Look(filled, structure, dicts, now, found)
         return ""
 
     # -- a unit begins
@@ -187,7 +192,8 @@ class Undo:
             ddp.begin(wrapper)
         fsdp.begin(look.structure.fsdp)
         if look.structure.fsdp:
-            look = look._replace(structure=self._state.structure())  # of shards, from here on
+            shards = self._state.structure()
+            look = look._replace(structure=shards, of_parameters=versions(shards.parameters))  # from here on
         if self._audits or look.structure is not self._structure:
             self._look_around(look.structure)
         self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
@@ -197,7 +203,8 @@ class Undo:
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
         self._take(look)
-        self._versions = versions(self._parameters.values())
+        own = self._free_parameters
+        self._versions = versions(self._parameters.values()) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
         gradients = list(map(_GRAD, parameters))
         self._had_grads = [gradient is not None for gradient in gradients]
@@ -209,7 +216,8 @@ class Undo:
         if known is not None and known.filled == self._state.filled:
             return known
         structure, dicts = self._state.structure(), self._state.state_dicts()
-        return _Look(self._state.filled, structure, dicts, self._state.encode_plain(dicts, structure))
+        plain = self._state.encode_plain(dicts, structure)
+        return _Look(self._state.filled, structure, dicts, plain, versions(structure.parameters))
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
@@ -414,7 +422,11 @@ class Undo:
                         parameter.grad = None
         torn = self._torn()
         for other in self._state.others.values():
-            if hasattr(other, "_per_optimizer_states"):  # GradScaler keeps what it unscaled
+            if isinstance(other, ScalerState):
+                other.forget_unscaled()
+            elif hasattr(
+                other, "_per_optimizer_states"
+            ):  # a script's own, which keeps what it unscaled as torch's does
                 other._per_optimizer_states.clear()
         self._put_back()
         if not self._phase and not self._whole and not self._begun:

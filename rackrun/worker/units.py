@@ -39,6 +39,7 @@ from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
 from rackrun.worker.parts import Parts
 from rackrun.worker.pause import Pause
+from rackrun.worker.readback import Readback
 from rackrun.worker.rejoin import Rejoin
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports, say
@@ -156,7 +157,7 @@ class UnitRunner:
         """A closure is called once more, and is given the samples that it was given before."""
         self._copying_bytes = 0
         """All ranks have begun to copy their state after the last step, this one so much, and some may still be at it. 0: they have not."""
-        self._loss = 0.0
+        self._loss: float | Readback = 0.0
         """This rank's part, as of the first ``optimizer.step()``."""
         self._late_gate = False
         """That of the step in hand stands at its end."""
@@ -597,7 +598,7 @@ class UnitRunner:
             return
         if self._late_gate:
             self._complete(step)
-            mine = GateSums(*[0.0] * len(GateSums._fields))._replace(loss=self._loss)
+            mine = GateSums(*[0.0] * len(GateSums._fields))._replace(loss=self._let_device_come())
             step.early_loss = self._world.sum_before_gate(step.at, mine).loss
             self._world.updated = True
         else:
@@ -618,7 +619,12 @@ class UnitRunner:
         if self._exact is not None:
             self._loss = self._exact.settle(step)
         else:
-            self._loss = float(step.local_loss.item()) if step.local_loss is not None else 0.0
+            self._loss = Readback(step.local_loss)
+
+    def _let_device_come(self) -> float:
+        """The one wait for a device in a step. Returns what this rank offers to the gate as its loss. Raises `Abandoned`."""
+        self._world.let_device_come()
+        return self._loss.value() if isinstance(self._loss, Readback) else self._loss
 
     def _pass_gate(self) -> None:
         step = self.step_in_hand
@@ -627,11 +633,13 @@ class UnitRunner:
         if not self._world.updated or step.at.phase:
             self._complete(step)
         self._replicas.unique.exchange()
+        part = Readback(step.local_loss if self._nan.on else None)
+        loss = self._let_device_come()
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
-        not_finite, tried = self._nan.offers(step)
+        not_finite, tried = self._nan.offers(step, part.value())
         mine = GateSums(
-            loss=self._loss,
+            loss=loss,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
             # A checkpoint is of a step: told in a phase, the world does one more step.

@@ -384,7 +384,7 @@ class World:
         all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
         alive saw it pass, everybody does the unit again.
         """
-        self._let_device_come()
+        self.let_device_come()
         with self._changed:
             if self._broken or not self.generation:
                 raise Abandoned
@@ -412,7 +412,7 @@ class World:
 
     def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
         """What the gate of ``at`` would sum up now. Nothing is committed by it. Raises `Abandoned` when the unit will not count."""
-        self._let_device_come()
+        self.let_device_come()
         if self._broken or not self.generation:
             raise Abandoned
         values = self._sum(at, mine)
@@ -432,7 +432,7 @@ class World:
             self.progress.all_completed()
         return values
 
-    def _let_device_come(self) -> None:
+    def let_device_come(self) -> None:
         """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
         collective leaves is garbage that looks complete. Raises `Abandoned`."""
         if not self._wait_for_device(self.queue.mark(), lambda: self._broken):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from rackrun.checkpoint.memory import Ceiling
 from rackrun.worker import undo_copies
-from rackrun.worker.undo_copies import NoRoom, place_for, same_bits
+from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for, same_bits
 
 GB = 10**9
 
@@ -54,3 +56,62 @@ def test_how_they_lie_in_memory_makes_no_difference() -> None:
     assert not same_bits(square, square.t())
     assert same_bits(square[:, 1], square[:, 1].clone())
     assert same_bits(square.flatten()[1:5], square.flatten()[1:5].clone()), "at no multiple of 8 bytes"
+
+
+KINDS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
+    *(torch.complex64, torch.float8_e4m3fn),
+]
+
+
+def of_all_kinds() -> dict[str, torch.Tensor]:
+    """Every pattern of bits that eight random bytes can be, NaNs with a payload among them; of several shapes and strides."""
+    made = {}
+    for number, dtype in enumerate(KINDS):
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (8 * 36,), dtype=torch.uint8)
+        flat = raw.view(dtype)[: 36 // 2]
+        made[f"{dtype} flat"], made[f"{dtype} square"] = flat, flat[: 3 * (number % 3 + 1)].view(3, -1).t()
+    return {**made, "empty": torch.empty(0), "number": torch.tensor(math.nan), "parameter": nn.Parameter(torch.ones(2))}
+
+
+def test_copies_of_many_kinds_are_taken_bit_for_bit_and_again_into_the_same_memory() -> None:
+    torch.manual_seed(0)
+    copies, places = UndoCopies(), set[int]()
+    for _ in range(3):
+        tensors = of_all_kinds()
+        copies.begin()
+        assert copies.take(tensors) == sum(tensor.nbytes for tensor in tensors.values())
+        assert all(copies.equals(path, tensor) for path, tensor in tensors.items())
+        assert copies.outdated(tensors) == []
+        places |= {copies.value(path).data_ptr() for path in tensors}
+    assert len(places) <= len(tensors)
+
+
+def test_a_tensor_that_was_written_to_or_lies_elsewhere_is_outdated() -> None:
+    tensors = {str(number): torch.zeros(4, 4) for number in range(6)}
+    copies = UndoCopies()
+    copies.take(tensors)
+    tensors["1"].add_(1)
+    tensors["2"].set_(torch.zeros(4, 4))  # type: ignore[call-overload]
+    tensors["3"].t_()
+    tensors["4"] = tensors["4"].double()
+    assert copies.outdated({**tensors, "new": torch.zeros(1)}) == ["1", "2", "3", "4", "new"]
+
+
+def test_memory_that_a_tensor_has_left_is_not_given_to_another_that_would_pass_for_it() -> None:
+    tensor = torch.zeros(1000)
+    copies = UndoCopies()
+    copies.take({"it": tensor})
+    tensor.data = torch.empty(0)
+    tensor.data = torch.ones(1000)  # where the first was, if nobody held that
+    assert copies.outdated({"it": tensor}) == ["it"]
+
+
+def test_memory_of_copies_that_are_not_wanted_is_given_back() -> None:
+    copies = UndoCopies()
+    copies.take({str(number): torch.zeros(2) for number in range(3)})
+    value = weakref.ref(copies.value("1"))
+    copies.keep_only(["0", "2"])
+    assert "1" not in copies
+    assert not copies.is_fresh("1")
+    assert value() is None

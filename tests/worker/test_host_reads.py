@@ -1,0 +1,230 @@
+"""Where the workers' code makes the host wait for a device, writes the environment, or starts a thread: each place is known, with its reason.
+
+A read of a tensor's value (``item()``, ``tolist()``, ``cpu()`` and their like) waits until the device has come there. A step has one
+wait, at its gate. Whoever adds a read finds this test failing, and says here why it costs no step anything; or does it otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ended, say
+from scripts import adam, ddp, fit
+from torch import nn
+
+import rackrun
+from rackrun.worker.run import Run
+
+ROOT = Path(rackrun.__file__).parent
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "is_nonzero", "equal"}
+
+HOST = "of what is on the host"
+RARE = "not in an undisturbed step: at the start, in a recovery, or where content is audited"
+EXACT = 'in a step with reduction="exact", which has more waits than one'
+ALLOWED = {
+    "batches.py check_rule": RARE,
+    "broadcasts.py _bytes_of": RARE,
+    "compat/fsdp.py promote_sharded": RARE,
+    "compat/trial.py _going_back_of_fsdp": RARE,
+    "compat/trial.py _local": RARE,
+    "compat/trial.py _sums_of_fsdp": RARE,
+    "compat/trial.py _sums_of_fsdp.decode": RARE,
+    "copies.py _GpuCopies.copy": "in a thread of its own, beside the step",
+    "corruption.py CorruptionCheck._gather": RARE,
+    "data.py _Fetch._get": HOST,
+    "data_generators.py state_of": HOST,
+    "device_digest_triton.py load": RARE,
+    "exact.py ExactReduction._add": EXACT,
+    "exact.py ExactReduction._read": EXACT,
+    "exact.py ExactReduction.settle": EXACT,
+    "exactly_once.py ExactlyOnce.check_complete": HOST,
+    "fixed_point.py _InChunks.add": HOST,
+    "fixed_point_triton.py load": RARE,
+    "generators.py _OfNumpy.state_dict": HOST,
+    "generators.py _OfOldNumpy.state_dict": HOST,
+    "generators.py _OfTorch.load_state_dict": RARE,
+    "neighbour.py Neighbour.__init__": HOST,
+    "pause.py Pause.stand": RARE,
+    "readback.py Readback.value": HOST,
+    "rejoin.py _most": RARE,
+    "replicas.py ReplicaCheck._gather": RARE,
+    "restore.py _receive": RARE,
+    "restore.py _verify": RARE,
+    "resumption.py Resumption._gather": RARE,
+    "resumption.py Resumption._gather_rows": RARE,
+    "scales.py fit": HOST,
+    "tensor_bytes.py _digest": HOST,
+    "tensor_bytes.py digests": RARE,
+    "undo_copies.py same_bits": RARE,
+    "unique.py UniqueBuffers.committed": "where replicas have buffers of their own: what has changed them after the gate is known before the next unit",
+    "untracked.py _sample": RARE,
+    "world.py World.pass_gate": HOST,
+    "world.py World.sum_before_gate": HOST,
+}
+
+STARTS = "before torch or a thread reads it"
+ENVIRONMENT = {"compat/trial.py _world_of_one": STARTS, "runtime.py _share_gpu": STARTS}
+
+NO_DEVICE = "calls nothing of a device's"
+THREADS = {
+    "builder.py Builder": "communicator.py NcclCommunicator.__init__",
+    "communicator.py NcclCommunicator.__init__": "communicator.py NcclCommunicator._end",
+    "compat/loader.py stay": NO_DEVICE,
+    "control.py ControlThread": NO_DEVICE,
+    "durable.py DurableCheckpoints.distrust": NO_DEVICE,
+    "durable.py DurableCheckpoints.save": "copies.py _GpuCopies.copy",
+    "durable.py DurableCheckpoints.save_if_due": NO_DEVICE,
+    "refill.py Refill.run": "refill.py Refill.run",
+    "restore.py _read": NO_DEVICE,
+    "snapshot.py Snapshots.take": "copies.py _GpuCopies.copy",
+    "tensor_bytes.py digests": NO_DEVICE,
+    "world.py World.attempt": "world.py World.attempt.run",
+    "world.py World.begin_again": NO_DEVICE,
+    "world.py World.join": NO_DEVICE,
+}
+"""Where each is made, and where it says which device is its own."""
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    worker = ROOT / "worker"
+    return {str(path.relative_to(worker)): ast.parse(path.read_text()) for path in sorted(worker.rglob("*.py"))}
+
+
+def places(wanted: Callable[[ast.AST], bool]) -> set[str]:
+    """The file, and the function in it, of every node that is wanted."""
+    return {
+        f"{file} {'.'.join(inside)}"
+        for file, tree in trees().items()
+        for node, inside in nodes(tree, ())
+        if wanted(node)
+    }
+
+
+def nodes(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[ast.AST, tuple[str, ...]]]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        inside = (*inside, node.name)
+    yield node, inside
+    for child in ast.iter_child_nodes(node):
+        yield from nodes(child, inside)
+
+
+def reads(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS
+
+
+def writes_environment(node: ast.AST) -> bool:
+    """``os.environ[...] = ...`` and the calls that are the same."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        return any(isinstance(one, ast.Subscript) and ast.unparse(one.value) == "os.environ" for one in targets)
+    changes = {"os.environ.update", "os.environ.setdefault", "os.environ.pop", "os.putenv", "os.unsetenv"}
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in changes
+
+
+def starts_thread(node: ast.AST) -> bool:
+    named = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Thread", "ThreadPoolExecutor")
+    return named or (isinstance(node, ast.ClassDef) and any("Thread" in ast.unparse(base) for base in node.bases))
+
+
+def says_its_device(node: ast.AST) -> bool:
+    given = [*node.args, *[one.value for one in node.keywords], node.func] if isinstance(node, ast.Call) else []
+    return any(ast.unparse(one) in ("torch.cuda.set_device", "use_device") for one in given)
+
+
+def test_every_read_of_a_tensors_value_is_known() -> None:
+    found = places(reads)
+    assert "readback.py Readback.value" in found
+    assert found - ALLOWED.keys() == set(), "a read that makes the host wait for the device, in each step perhaps"
+
+
+def test_the_environment_is_written_at_the_start_alone() -> None:
+    """``setenv`` beside a ``getenv`` of another thread's is undefined behaviour, and libraries read it at any time."""
+    found = places(writes_environment)
+    assert "runtime.py _share_gpu" in found
+    assert found - ENVIRONMENT.keys() == set()
+
+
+def test_every_thread_that_may_call_cuda_says_which_device_is_its_own() -> None:
+    found = places(starts_thread)
+    assert "control.py ControlThread" in found
+    assert found - THREADS.keys() == set(), "does it call CUDA? see `use_device`"
+    assert {THREADS[place] for place in found} - {NO_DEVICE} - places(says_its_device) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("x.sum().item()", reads),
+        ("torch.equal(a, b)", reads),
+        ("os.environ['A'] = '1'", writes_environment),
+        ("os.environ.setdefault('A', '1')", writes_environment),
+        ("threading.Thread(target=f)", starts_thread),
+        ("class A(threading.Thread): pass", starts_thread),
+        ("torch.cuda.set_device(0)", says_its_device),
+    ],
+)
+def test_what_is_looked_for_is_found(text: str, wanted: Callable[[ast.AST], bool]) -> None:
+    assert any(wanted(node) for node, _ in nodes(ast.parse(text), ()))
+    assert not any(wanted(node) for node, _ in nodes(ast.parse("os.environ.get('A'); x.sum(); Threads(2)"), ()))
+
+
+# -- and in a step that runs
+def replicated(run: Run) -> nn.Module:
+    return ddp(run)
+
+
+def with_norms(run: Run) -> nn.Module:
+    return ddp(run, nn.BatchNorm1d(14))
+
+
+@pytest.mark.parametrize(
+    ("make", "more"), [(replicated, set[str]()), (with_norms, {"unique.py UniqueBuffers.committed"})]
+)
+def test_a_step_reads_what_its_gate_needs_and_nothing_else(
+    make: Callable[[Run], nn.Module], more: set[str], train: Callable[..., Ended]
+) -> None:
+    """The loss of this rank, behind the one wait for the device, and the sums, which are on the host."""
+
+    def main(run: Run) -> None:
+        found, originals = Counter[str](), dict[tuple[Any, str], Any]()
+        names = [(torch.Tensor, name) for name in (*READS, "__float__", "__int__", "__bool__", "__index__")]
+
+        def noted(original: Any) -> Any:
+            def read(*args: Any, **kwargs: Any) -> Any:
+                caller = sys._getframe(1)
+                path = Path(caller.f_code.co_filename)
+                if path.is_relative_to(ROOT):
+                    found[f"{path.name} {caller.f_code.co_qualname}"] += 1
+                return original(*args, **kwargs)
+
+            return read
+
+        def watch(number: int) -> None:
+            if number != 5 or not run.is_main:
+                return
+            for owner, name in [*[one for one in names if hasattr(*one)], (torch, "equal")]:
+                originals[owner, name] = getattr(owner, name)
+                setattr(owner, name, noted(originals[owner, name]))
+
+        def rest(number: int) -> None:
+            for (owner, name), original in originals.items():
+                setattr(owner, name, original)
+            originals.clear()
+
+        model = make(run)
+        fit(run, model, adam(model), steps=7, before=watch, between=rest)
+        say(found=dict(found))
+
+    ended = train(main, ranks=2, spares=0, batch=(4, 2))
+    assert ended.exit_code == 0, ended
+    assert ended.said[0]["found"].keys() == {"readback.py Readback.value", "world.py World.pass_gate", *more}
+    assert set(ended.said[0]["found"].values()) == {1}

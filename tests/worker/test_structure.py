@@ -1,0 +1,156 @@
+"""The lists of what a tracked module is made of are made anew whenever it is made of something else, whichever way that came about."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rackrun.worker.state import TrackedState
+from rackrun.worker.structure import Structure
+from rackrun.worker.undo import Undo
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+
+def replace_by_attribute(root: nn.Sequential) -> None:
+    root[0].weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def replace_in_the_dictionary(root: nn.Sequential) -> None:
+    root[0]._parameters["weight"] = nn.Parameter(torch.zeros(3, 3))
+
+
+def add(root: nn.Sequential) -> None:
+    root[2].register_parameter("more", nn.Parameter(torch.zeros(1)))
+
+
+def drop(root: nn.Sequential) -> None:
+    root[0].bias = None
+
+
+def tie(root: nn.Sequential) -> None:
+    root[3].weight = root[0].weight
+
+
+def rename(root: nn.Sequential) -> None:
+    root[0]._parameters["kernel"] = root[0]._parameters.pop("weight")
+    root[0]._parameters["bias"] = root[0]._parameters.pop("bias")
+
+
+def change_places(root: nn.Sequential) -> None:
+    """The same names and objects in the same order, in other modules."""
+    root[2][0]._parameters["bias"], root[3]._parameters["weight"] = (
+        root[3]._parameters["weight"],
+        root[2][0]._parameters["bias"],
+    )
+
+
+def move_on(root: nn.Sequential) -> None:
+    """The last of one module becomes the first of the next."""
+    bias = root[2][0]._parameters.pop("bias")
+    root[3]._parameters = {"bias": bias, "weight": root[3]._parameters["weight"]}
+
+
+def replace_a_buffer(root: nn.Sequential) -> None:
+    root[1]._buffers["running_mean"] = torch.zeros(3)
+
+
+def replace_a_module(root: nn.Sequential) -> None:
+    root[2] = nn.Linear(3, 3)
+
+
+def add_a_module(root: nn.Sequential) -> None:
+    root[2].append(nn.Tanh())
+
+
+def change_the_class(root: nn.Sequential) -> None:
+    class WithExtraState(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    root[0].__class__ = WithExtraState
+
+
+CHANGES = [
+    *(replace_by_attribute, replace_in_the_dictionary, add, drop, tie, rename, change_places, move_on),
+    *(replace_a_buffer, replace_a_module, add_a_module, change_the_class),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_exchanged_is_seen(change: Callable[[nn.Sequential], None]) -> None:
+    state, root = TrackedState(), net()
+    state.track("model", root)
+    before = state.structure()
+    assert state.structure() is before
+    change(root)
+    now = state.structure()
+    assert now is not before
+    assert [(path, id(one)) for path, one in zip(now.parameter_paths, now.parameters, strict=True)] == [
+        (f"model/param/{path}", id(one)) for path, one in root.named_parameters()
+    ]
+    assert [(path, id(one)) for path, one in zip(now.buffer_paths, now.buffers, strict=True)] == [
+        (f"model/{path}", id(one)) for path, one in root.named_buffers()
+    ]
+    assert list(map(id, now.modules)) == list(map(id, root.modules()))
+    assert [path for _, path, _ in now.with_extra_state] == (["0"] if change is change_the_class else [])
+
+
+def test_what_is_written_into_it_leaves_a_structure_as_it_is() -> None:
+    root = net()
+    structure = Structure({"model": root})
+    with torch.no_grad():
+        root[0].weight.add_(1)
+    root[1](torch.ones(2, 3))
+    root.requires_grad_(False)
+    root[0].weight.data = torch.zeros(3, 3)
+    root.eval()
+    assert structure.stands({"model": root})
+    assert not structure.stands({"model": net()})
+    assert not structure.stands({"model": root, "other": net()})
+
+
+def test_a_scripted_module_has_a_structure() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said to be of the past, in a kind of warning that changes with torch
+        root = torch.jit.script(net())
+    structure = Structure({"model": root})
+    assert structure.stands({"model": root})
+    assert list(map(id, structure.parameters)) == list(map(id, root.parameters()))
+
+
+def test_a_parameter_that_was_exchanged_between_two_steps_is_put_back_where_it_is_now() -> None:
+    """No optimizer trains it: what a step does to the new one is undone, though nobody has said that there is a new one."""
+    state, root = TrackedState(), nn.ModuleDict({"average": nn.Linear(2, 2)})
+    state.track("model", root)
+    undo = Undo(state)
+    undo.begin(audit=True)
+    undo.ended()
+    root["average"]._parameters["weight"] = nn.Parameter(torch.full((2, 2), 5.0))
+    undo.begin()
+    with torch.no_grad():
+        root["average"].weight.add_(1)
+    assert undo.discard(backward_open=True) == []
+    assert root["average"].weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+
+
+def test_a_group_that_trains_another_parameter_of_the_same_number_is_seen() -> None:
+    state, root = TrackedState(), nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+    optimizer = torch.optim.SGD([root[0].weight], lr=1.0)
+    state.track("model", root)
+    state.track("optimizer", optimizer)
+    undo = Undo(state)
+    undo.begin()
+    undo.ended()
+    optimizer.param_groups[0]["params"][0] = root[1].weight
+    undo.begin()
+    with torch.no_grad():
+        root[1].weight.add_(1)
+    undo.before_update()
+    assert state.lineage.changes.early == ("model/param/1.weight",)
