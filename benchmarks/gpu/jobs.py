@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT
 
-__all__ = ["Job", "compare", "readable", "recoveries", "train"]
+__all__ = ["SCRIPTS", "Job", "compare", "readable", "recoveries", "train"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

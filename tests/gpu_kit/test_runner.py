@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu import registry, report
-from benchmarks.gpu.registry import load, select as chosen
+from benchmarks.gpu.registry import load
+from benchmarks.gpu.registry import select as chosen
 from benchmarks.gpu.run import Runner, main
 
 MODULE = "tests.gpu_kit.planted"
@@ -78,7 +80,7 @@ def test_a_figure_that_is_worse_is_told_and_ends_nothing(tmp_path: Path, capsys:
     ("one", "says"),
     [
         ("B1", "ZeroDivisionError: by nothing (planted.py:"),
-        ("B2", "still running after its limit of 2 s; the end of its log: hanging"),
+        ("B2", "still running after its limit of 3 s; the end of its log: hanging"),
         ("B3", "ended by SIGSEGV"),
         ("B4", "ended with exit code 5 and no answer"),
     ],
