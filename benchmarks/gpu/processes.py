@@ -224,7 +224,7 @@ def _replaced(lines: list[dict[str, Any]]) -> set[int]:
 
 
 def _hung(context: Context, strikes: list[dict[str, Any]], wanted: set[int], bound_s: float) -> Found:
-    steps = 40
+    steps = 60  # as in D7, whose run without strikes is kept
     undisturbed = reference(context, "ddp", steps)
     lines = train(context, "struck", wrap="ddp", steps=steps, strikes=strikes, spares=len(strikes))
     if sum(line["what"] == "strike" for line in lines) != len(strikes):

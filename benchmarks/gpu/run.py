@@ -30,7 +30,7 @@ __all__ = ["MARK", "Runner", "main"]
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RACKRUN_KIT"
 """In the environment of every process that a check starts, whatever session that process is in."""
-_NOTE_CHARS = 1500
+_NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
 _DRY_PATIENCE = 2.0
 """A dry run may have two slow cores, and share them."""
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mode", choices=(*MODES, "auto"), default="auto", help="auto: dry without a GPU, box with 8 or more"
     )
-    parser.add_argument("--out", type=Path, required=True, help="a folder for lines, logs and the document")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the lines, the logs and the document")
     parser.add_argument("--only", default="", help="sections and ids, such as A,B,D7")
     parser.add_argument("--xid", action="store_true", help="also G: an illegal access, which leaves an Xid in the log")
     parser.add_argument("--minutes", type=float, default=9.7, help="for all checks together; what is left out says so")
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--from", dest="modules", action="append", default=[], help="checks of this module instead (tests of the kit)"
     )
     options = parser.parse_args(argv)
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        os.path.abspath(path) for path in paths
+    )  # checks begin in another folder
     try:
         checks = load(options.modules)
         facts = report.facts()
@@ -101,11 +105,23 @@ class Runner:
             finally:
                 self._sweep()
                 shutil.rmtree(shared, ignore_errors=True)
+        self._gather_logs()
         code = self._code()
         document = report.write(self._out, self._mode, self._facts, self._told, time.monotonic() - self._began, code)
         print(report.table(self._told), flush=True)
         print(f"{document}: exit code {code}", flush=True)
         return code
+
+    def _gather_logs(self) -> None:
+        """One file in the place of many: it is to be sent."""
+        folder = self._out / "logs"
+        with (self._out / "logs.txt").open("a", encoding="utf-8") as file:
+            for one in self._told:
+                for path in sorted(folder.glob(f"{one['id']}.*txt")):
+                    text = path.read_text(errors="replace")[-_LOG_CHARS:].strip()
+                    if text:
+                        file.write(f"==== {path.stem}\n{text}\n")
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _code(self) -> int:
         if self._signal:
@@ -138,11 +154,20 @@ class Runner:
             seconds = time.monotonic() - began
             left = self._sweep()
             found = _read(folder / "result.json") or _unanswered(status, limit_s, log, interrupted=self._signal)
+            if found["outcome"] == "fail":
+                self._keep(one, folder)
             if left:
                 found["note"] = "; ".join(filter(None, [found["note"], f"{left} processes were left, and killed"]))
             return {**found, "seconds": round(seconds, 2)}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _keep(self, one: Check, folder: Path) -> None:
+        """What the processes of a check that has failed have said."""
+        for path in sorted(folder.rglob("*.txt")):
+            name = "-".join(path.relative_to(folder).with_suffix("").parts)
+            with contextlib.suppress(OSError):
+                shutil.copyfile(path, self._out / "logs" / f"{one.id}.{name}.txt")
 
     def _play(self, one: Check, folder: Path, shared: Path, limit_s: float, log: Path) -> int | None:
         """Its status as of `subprocess.Popen.returncode`. None: it did not end by itself."""

@@ -96,9 +96,15 @@ def test_one_that_breaks_fails_with_a_reason_and_the_next_one_runs(tmp_path: Pat
 
 def test_the_stacks_of_one_that_hangs_are_in_its_log(tmp_path: Path) -> None:
     _, found = played(tmp_path, "B2")
-    log = (tmp_path / "logs" / "B2.txt").read_text()
+    log = (tmp_path / "logs.txt").read_text()
+    assert log.startswith("==== B2\nhanging\n")
     assert "in hangs" in log
     assert "in hangs" in found["B2"]["note"]
+
+
+def test_what_the_processes_of_a_failed_check_have_said_is_kept(tmp_path: Path) -> None:
+    played(tmp_path, "B1")
+    assert "==== B1.rank-0\nthe rank's last words\n" in (tmp_path / "logs.txt").read_text()
 
 
 def test_processes_that_a_check_leaves_are_killed_and_counted(tmp_path: Path) -> None:
