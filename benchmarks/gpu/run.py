@@ -32,6 +32,8 @@ MARK = "RACKRUN_KIT"
 """In the environment of every process that a check starts, whatever session that process is in."""
 _NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
+_END_S = 3.0
+"""Checks end their own waits a little before their limit."""
 _DRY_PATIENCE = 2.0
 """A dry run may have two slow cores, and share them."""
 
@@ -156,6 +158,8 @@ class Runner:
             found = _read(folder / "result.json") or _unanswered(status, limit_s, log, interrupted=self._signal)
             if found["outcome"] == "fail":
                 self._keep(one, folder)
+                if limit_s < allowed_s and seconds > limit_s - _END_S:
+                    found = _found("skip", 0.0, f"no time was left: it had {limit_s:.0f} s instead of {allowed_s:.0f}")
             if left:
                 found["note"] = "; ".join(filter(None, [found["note"], f"{left} processes were left, and killed"]))
             return {**found, "seconds": round(seconds, 2)}

@@ -126,6 +126,14 @@ def test_without_time_left_checks_are_left_out_and_say_so(tmp_path: Path) -> Non
     assert "no time is left" in (tmp_path / "checks.jsonl").read_text()
 
 
+def test_one_whose_limit_was_cut_has_not_failed(tmp_path: Path) -> None:
+    code = Runner(tmp_path, "one", FACTS, [MODULE], seconds=6.0).run(chosen(load([MODULE]), "one", "D1"))
+    assert code == 0
+    line = json.loads((tmp_path / "checks.jsonl").read_text())
+    assert line["outcome"] == "skip"
+    assert "instead of 60" in line["note"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_the_lines_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     script = (
