@@ -54,7 +54,7 @@ class Job:
         self._script = SCRIPTS / script
         self._command = [
             *(sys.executable, "-m", "rackrun", "--standalone", "--nproc-per-node", str(ranks + spares)),
-            *("--spares", str(spares), "--quiet", "--out-dir", str(self.folder / "out"), *options),
+            *("--spares", str(spares), "--out-dir", str(self.folder / "out"), *options),
             *(str(self._script), *arguments, *flags),
         ]
         self._env = {**os.environ, **shares, **hidden, **played, **(env or {})}
