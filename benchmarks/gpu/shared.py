@@ -127,7 +127,13 @@ def peer_killed(context: Context) -> Found:
     return _lost(context, signal.SIGKILL)
 
 
-@check("D2", "SIGSTOP of a peer in a sum: break to quiet device", expected="<= 0.5 s", limit_s=45)
+@check(
+    "D2",
+    "SIGSTOP of a peer in a sum: break to quiet device",
+    expected="<= 0.5 s",
+    limit_s=45,
+    not_dry="D1 goes the same way",
+)
 def peer_stopped(context: Context) -> Found:
     return _lost(context, signal.SIGSTOP)
 
