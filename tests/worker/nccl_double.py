@@ -35,6 +35,7 @@ __all__ = ["MODES", "Double", "Stream", "install"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
+_LOOK = timedelta(milliseconds=250)
 
 
 class Stream:
@@ -155,7 +156,8 @@ class Double:
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
-                getattr(self._inner, name)(*args).wait()
+                inner = getattr(self._inner, name)(*args)
+                inner.wait() if name in ("send", "recv") else _wait(inner, self._aborted)
             except RuntimeError:
                 if self._stuck:
                     self._aborted.wait()
@@ -257,3 +259,15 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
             if address := tensor.untyped_storage().data_ptr():
                 found.add(address)
     return found
+
+
+def _wait(work: dist.Work, aborted: threading.Event) -> None:
+    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.works.Guarded`."""
+    while True:
+        ended = work.is_completed()  # asked first: it may end just after a look at it has timed out
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if ended or aborted.is_set():
+                raise
