@@ -9,6 +9,7 @@
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
+#   make gpu-kit  what a GPU has to show (docs/gpu_kit.md): one GPU, a box of 8, or without one a dry run; ARGS="--only D7" for less
 #   make compat   the oldest, the pinned and the newest torch (13 GB, half an hour); ARGS=--brief for less
 #
 # TORCH says which torch to install when there is none in .venv, with any of pip's options, for example
@@ -24,7 +25,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign strangers soak crashes compat check bench clean
+.PHONY: help demo test stories campaign strangers soak crashes compat gpu-kit check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,6 +56,9 @@ crashes: $(READY)
 
 compat: $(READY)
 	@$(PY) -m tests.worker.torch_versions $(ARGS)
+
+gpu-kit: $(READY)
+	@$(PY) -m benchmarks.gpu --out $(or $(OUT),out/gpu) $(ARGS)
 
 check: $(READY)
 	@$(PY) -m ruff check .

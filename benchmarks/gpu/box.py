@@ -1,1 +1,315 @@
-"""."""
+"""H: eight GPUs of one box, with NVLink between them: the same promises, at the times that count."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+from benchmarks.gpu.jobs import Job, compare, train
+from benchmarks.gpu.ranks import Rank, Ranks
+from benchmarks.gpu.registry import Context, Found, check, failed
+from benchmarks.gpu.shared import strike, struck
+
+__all__: list[str] = []
+
+_BOX = "eight GPUs, and the times of their kernels"
+GIB, MIB = 2**30, 2**20
+
+
+def _gpus(context: Context) -> int:
+    import torch
+
+    return 3 if context.dry else min(torch.cuda.device_count(), 8)
+
+
+def _idle(rank: Rank) -> None:
+    from benchmarks.gpu import seams
+
+    seams.quiet_after(rank.device, 60)
+
+
+@check("H1", "build and break, all ranks, NVLS off and on", expected="p50 <= 0.8 s, no failure", limit_s=150)
+def cycles(context: Context) -> Found:
+    p50 = {}
+    for nvls in ("0", "1"):
+        (context.folder / nvls).mkdir()
+        inner = Context(context.mode, context.folder / nvls, context.shared, context.limit_s, context.deadline)
+        given = {"count": context.pick(50, 3), "seconds": 55}
+        with Ranks(inner, "box:cycling", _gpus(context), given, env={"NCCL_NVLS_ENABLE": nvls}) as ranks:
+            try:
+                told = ranks.answer(0)
+            except RuntimeError as error:
+                if nvls == "0":
+                    raise
+                context.note(f"with NVLS it fails: {str(error)[:300]}")
+                continue
+        p50[nvls] = statistics.median(told["took_s"][1:])
+        context.note(
+            f"NVLS {nvls}: {len(told['took_s'])} cycles, first {told['took_s'][0]:.2f} s, p50 {p50[nvls]:.2f} s"
+        )
+    return Found(p50["0"], "s", ok=context.dry or p50["0"] <= 0.8)
+
+
+def cycling(rank: Rank) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu import seams
+
+    took, ends = [], time.monotonic() + rank.given["seconds"]
+    for number in range(rank.given["count"]):
+        if rank.rank == 0 and time.monotonic() > ends:
+            rank.say(f"enough-{number}")
+        _meet(rank, f"cycle-{number}")
+        if rank.said(f"enough-{number}"):
+            break
+        began = time.monotonic()
+        communicator = rank.communicator(f"cycle-{number}")
+        tensor = torch.ones(1024, device=rank.device)
+        communicator.call("allreduce", [tensor], seams.asynchronous()).wait()
+        seams.quiet_after(rank.device, 20)
+        took.append(time.monotonic() - began)
+        if float(tensor[0].item()) != float(rank.size):
+            raise AssertionError(f"the sum of cycle {number} is {float(tensor[0])}, not {rank.size}")
+        _meet(rank, f"summed-{number}")
+        communicator.break_()
+        communicator.drop()
+    return {"took_s": took}
+
+
+def _meet(rank: Rank, name: str) -> None:
+    rank.say(f"{name}-{rank.rank}")
+    for other in range(rank.size):
+        rank.wait_for(f"{name}-{other}")
+
+
+@check(
+    "H2",
+    "SIGKILL in a sum, CUMEM on and off: survivors",
+    expected="0 die with CUMEM; a count without",
+    limit_s=150,
+)
+def survivors(context: Context) -> Found:
+    dead = {"1": 0, "0": 0}
+    size, quiet = _gpus(context), []
+    for cumem, rounds in (("1", context.pick(6, 1)), ("0", context.pick(3, 1))):
+        for number in range(rounds):
+            if time.monotonic() > context.deadline - 20:
+                context.note(f"CUMEM {cumem}: {number} rounds only")
+                break
+            folder = context.folder / f"{cumem}-{number}"
+            folder.mkdir()
+            inner = Context(context.mode, folder, context.shared, context.limit_s, context.deadline)
+            given = {"size": context.pick(64, 1) * MIB}
+            with Ranks(inner, "shared:streams", size, given, env={"NCCL_CUMEM_ENABLE": cumem}) as ranks:
+                for rank in range(size):
+                    ranks.wait_for(f"going-{rank}")
+                ranks.kill(size - 1)
+                ranks.say("lost")
+                for rank in range(size - 1):
+                    try:
+                        told = ranks.answer(rank)
+                        quiet.append(told["quiet_s"] if told["quiet_s"] is not None else 99.0)
+                    except RuntimeError as error:
+                        dead[cumem] += 1
+                        context.note(str(error)[:150])
+    (context.shared / "H2.txt").write_text(repr(quiet))
+    context.note(
+        f"CUMEM off: {dead['0']} died; break to quiet, s: p50 {statistics.median(quiet or [99]):.3f}, max {max(quiet, default=99):.3f}"
+    )
+    return Found(dead["1"], "died", ok=dead["1"] == 0)
+
+
+@check("H3", "break to quiet device, a peer killed", expected="<= 0.05 s with revoke, <= 0.5 s", limit_s=60)
+def quiet(context: Context) -> Found:
+    size = _gpus(context)
+    with Ranks(context, "shared:streams", size, {"size": context.pick(64, 1) * MIB}) as ranks:
+        for rank in range(size):
+            ranks.wait_for(f"going-{rank}")
+        ranks.kill(size - 1)
+        ranks.say("lost")
+        answers = [ranks.answer(rank) for rank in range(size - 1)]
+    times = [one["quiet_s"] for one in answers]
+    if any(one is None for one in times):
+        return failed("a device was not quiet 10 s after the break")
+    return Found(max(times), "s", ok=context.dry or max(times) <= 0.5)
+
+
+def _fast(context: Context, env: dict[str, str], name: str) -> list[str]:
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        ranks = _gpus(context) - 1
+        more = ("--reduction", "fast", "--batch", str(4 * ranks))
+        undisturbed = train(context, f"{name}-undisturbed", wrap="ddp", steps=30, ranks=ranks, more=more)
+        lines = train(
+            context,
+            f"{name}-struck",
+            wrap="ddp",
+            steps=30,
+            ranks=ranks,
+            spares=1,
+            strikes=[strike(1, 10, "forward")],
+            more=more,
+        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return compare(undisturbed, lines, ranks)
+
+
+@check(
+    "H4",
+    "reduction fast, before and after a swap to another GPU",
+    expected="recorded; equal with Ring and Simple",
+    limit_s=150,
+    must=False,
+    not_dry=_BOX,
+)
+def fast_bits(context: Context) -> Found:
+    default = _fast(context, {}, "default")
+    ring = _fast(context, {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}, "ring")
+    context.note(f"NCCL's own choice: {'equal' if not default else f'{len(default)} differences'}")
+    return failed(f"with Ring and Simple {len(ring)} differences: {ring[0]}") if ring else Found("equal")
+
+
+@check(
+    "H5",
+    "a swap from end to end, seven and one: DDP, FSDP2",
+    expected="bit-equal; <= 2 s, must 3",
+    limit_s=150,
+)
+def swaps(context: Context) -> Found:
+    ranks, took = _gpus(context) - 1, []
+    more = ("--batch", str(4 * ranks), "--width", str(context.pick(1024, 64)))
+    for wrap in ("ddp", "fsdp"):
+        (context.folder / wrap).mkdir()
+        inner = Context(context.mode, context.folder / wrap, context.shared, context.limit_s, context.deadline)
+        found = struck(inner, wrap, context.pick(40, 14), [strike(1, 5, "backward")], more=more, ranks=ranks, double="")
+        if not found.ok or not isinstance(found.value, float):
+            return failed(f"{wrap}: {found.note}")
+        context.note(f"{wrap} {found.value:.2f} s")
+        took.append(found.value)
+    return Found(max(took), "s", ok=context.dry or max(took) <= 3.0)
+
+
+@check("H7", "state from one rank to another over NCCL", expected=">= 200 GB/s", limit_s=60, must=False)
+def peer_restore(context: Context) -> Found:
+    size = context.pick(4 * GIB, 4 * MIB)
+    with Ranks(context, "box:sends", 2, {"size": size}) as ranks:
+        answers = ranks.answers()
+    rate = size / answers[1]["seconds"] / 1e9
+    return Found(rate, "GB/s", ok=answers[1]["same"] and (context.dry or rate >= 200))
+
+
+def sends(rank: Rank) -> dict[str, Any]:
+    import torch
+
+    communicator = rank.communicator("sends")
+    tensor = torch.full((rank.given["size"] // 8,), rank.rank, dtype=torch.int64, device=rank.device)
+    times = []
+    for _ in range(4):
+        _idle(rank)
+        began = time.monotonic()
+        name = "send" if rank.rank == 0 else "recv"
+        communicator.call(name, [tensor], 1 - rank.rank, 0).wait()
+        _idle(rank)
+        times.append(time.monotonic() - began)
+    return {"seconds": statistics.median(times[1:]), "same": bool((tensor == 0).all().item())}
+
+
+@check(
+    "H8",
+    "a sum of one number over all ranks: by the device, by the hosts",
+    expected="<= 60 us; <= 200 us",
+    limit_s=60,
+    must=False,
+)
+def gate(context: Context) -> Found:
+    with Ranks(context, "box:gates", _gpus(context)) as ranks:
+        told = ranks.answers()[0]
+    context.note(
+        f"hosts p50 {told['host_us'][0]:.0f} us, p99 {told['host_us'][1]:.0f}; device p99 {told['device_us'][1]:.0f}"
+    )
+    return Found(
+        told["device_us"][0], "us", ok=context.dry or (told["device_us"][0] <= 60 and told["host_us"][0] <= 200)
+    )
+
+
+def gates(rank: Rank) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu import seams
+
+    communicator, found = rank.communicator("gates"), {}
+    for name, device in (("device_us", rank.device), ("host_us", torch.device("cpu"))):
+        value, times = torch.ones(1, device=device), []
+        for _ in range(400):
+            began = time.perf_counter()
+            communicator.call("allreduce", [value], seams.asynchronous(), on_host=name == "host_us").wait()
+            _idle(rank)
+            times.append(1e6 * (time.perf_counter() - began))
+        times = sorted(times[50:])
+        found[name] = [statistics.median(times), times[int(0.99 * len(times))]]
+    return found
+
+
+@check(
+    "H10",
+    "a GPU that is a tenth slower is named",
+    expected="that rank, and no other",
+    limit_s=110,
+    must=False,
+    not_dry=_BOX,
+)
+def slow_gpu(context: Context) -> Found:
+    ranks = _gpus(context)
+    arguments = ["--wrap", "ddp", "--steps", "400", "--width", "2048", "--layers", "8", "--batch", str(4 * ranks)]
+    arguments += ["--sleep-ms", "5", "--slow-rank", "2"]
+    with Job(
+        context, "job", "train.py", arguments, ranks=ranks, options=["--slow-ranks", "notice", "--slow-after", "3"]
+    ) as job:
+        job.finish()
+        said = job.said(20_000)
+    told = [line for line in said.splitlines() if "slow" in line.lower() and "rank" in line.lower()]
+    if not told:
+        return failed("nobody was called slow")
+    others = [line for line in told if "rank 2" not in line]
+    return (
+        failed(f"somebody else was called slow: {others[0]}") if others else Found(len(told), "notices", told[0][:160])
+    )
+
+
+@check("H11", "all-reduce of 1 GiB, NVLS off and on", expected="a figure", limit_s=110, must=False)
+def rates(context: Context) -> Found:
+    rate = {}
+    for nvls in ("0", "1"):
+        (context.folder / f"nvls-{nvls}").mkdir()
+        inner = Context(
+            context.mode, context.folder / f"nvls-{nvls}", context.shared, context.limit_s, context.deadline
+        )
+        with Ranks(
+            inner, "box:bandwidth", _gpus(context), {"size": context.pick(GIB, MIB)}, env={"NCCL_NVLS_ENABLE": nvls}
+        ) as ranks:
+            told = ranks.answers()
+        rate[nvls] = statistics.median(one["gb_s"] for one in told)
+    context.note(f"with NVLS {rate['1']:.0f} GB/s")
+    return Found(rate["0"], "GB/s")
+
+
+def bandwidth(rank: Rank) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu import seams
+
+    communicator = rank.communicator("bandwidth")
+    tensor, times = torch.ones(rank.given["size"] // 4, device=rank.device), []
+    for _ in range(8):
+        _idle(rank)
+        began = time.monotonic()
+        communicator.call("allreduce", [tensor], seams.asynchronous()).wait()
+        _idle(rank)
+        times.append(time.monotonic() - began)
+    moved = 2 * rank.given["size"] * (rank.size - 1) / rank.size
+    return {"gb_s": moved / statistics.median(times[2:]) / 1e9}

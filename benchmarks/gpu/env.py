@@ -106,7 +106,7 @@ def forked(context: Context) -> Found:
         context.note(f"the server has {', '.join(told['nvidia'])} open")
     if told["sum"] != 2048.0:
         return failed(f"the first operation of a fork gives {told['sum']}, not 2048")
-    return Found(told["seconds"], "s", ok=context.dry or told["seconds"] <= 0.6)
+    return Found(told["seconds"], "s", "" if told["seconds"] <= 0.6 else "slower than expected, and sound")
 
 
 _PRELOADS = {
@@ -123,7 +123,7 @@ def unsound(context: Context) -> Found:
     for name, text in _PRELOADS.items():
         (context.folder / f"{name}.py").write_text(text)
     env = {**_FORK_ENV, "PYTHONPATH": os.pathsep.join([str(context.folder), os.environ.get("PYTHONPATH", "")])}
-    must_report = ["kit_opens", "kit_threads"] if context.dry else ["kit_initialises", "kit_threads"]
+    must_report = ["kit_opens"] if context.dry else ["kit_initialises", "kit_threads"]
     wrong, said = [], []
     for name in must_report if context.dry else [*must_report, "kit_asks"]:
         told = _python(context, _FORK, str(context.device), name, env=env)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT
 
-__all__ = ["Job", "compare", "readable", "recoveries", "train"]
+__all__ = ["SCRIPTS", "Job", "compare", "readable", "recoveries", "train"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -54,7 +54,7 @@ class Job:
         self._script = SCRIPTS / script
         self._command = [
             *(sys.executable, "-m", "rackrun", "--standalone", "--nproc-per-node", str(ranks + spares)),
-            *("--spares", str(spares), "--quiet", "--out-dir", str(self.folder / "out"), *options),
+            *("--spares", str(spares), "--out-dir", str(self.folder / "out"), *options),
             *(str(self._script), *arguments, *flags),
         ]
         self._env = {**os.environ, **shares, **hidden, **played, **(env or {})}

@@ -78,7 +78,7 @@ def cycling(rank: Rank) -> dict[str, Any]:
         rank.wait_for(f"summed-{number}-{1 - rank.rank}")
         communicator.break_()
         communicator.drop()
-        if hasattr(communicator.inner, "close"):
+        if rank.device.type == "cpu" and hasattr(communicator.inner, "close"):
             communicator.inner.close()  # the double's own thread
         del communicator
         if number == 2:  # what the first ones made stays for good

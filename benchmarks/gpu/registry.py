@@ -26,7 +26,7 @@ SECTIONS = {
 }
 """Letter of a check -> module of this package that has it."""
 
-_OF_MODE: dict[Mode, str] = {"one": "ABCDEFG", "box": "AH", "dry": "ABCDEFGH"}
+_OF_MODE: dict[Mode, str] = {"one": "ABCDEFG", "box": "AH", "dry": "ABCDEFG"}
 
 
 class Skip(Exception):
@@ -103,7 +103,7 @@ class Check:
         return self.not_dry if mode == "dry" else ""
 
 
-_CHECKS: dict[str, Check] = {}
+_CHECKS: dict[tuple[str, str], Check] = {}
 
 
 def check(
@@ -118,9 +118,9 @@ def check(
     """Register a function as a check. ``limit_s``: its process is killed then."""
 
     def register(run: Callable[[Context], Found]) -> Callable[[Context], Found]:
-        if id in _CHECKS:
+        if (run.__module__, id) in _CHECKS:
             raise ValueError(f"two checks are called {id}")
-        _CHECKS[id] = Check(id, title, expected, limit_s, must, not_dry, run, run.__module__)
+        _CHECKS[run.__module__, id] = Check(id, title, expected, limit_s, must, not_dry, run, run.__module__)
         return run
 
     return register

@@ -30,8 +30,12 @@ __all__ = ["MARK", "Runner", "main"]
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RACKRUN_KIT"
 """In the environment of every process that a check starts, whatever session that process is in."""
-_NOTE_CHARS = 1500
+_NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
+_END_S = 3.0
+"""Checks end their own waits a little before their limit."""
+_DRY_PATIENCE = 2.0
+"""A dry run may have two slow cores, and share them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mode", choices=(*MODES, "auto"), default="auto", help="auto: dry without a GPU, box with 8 or more"
     )
-    parser.add_argument("--out", type=Path, required=True, help="a folder for lines, logs and the document")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the lines, the logs and the document")
     parser.add_argument("--only", default="", help="sections and ids, such as A,B,D7")
     parser.add_argument("--xid", action="store_true", help="also G: an illegal access, which leaves an Xid in the log")
     parser.add_argument("--minutes", type=float, default=9.7, help="for all checks together; what is left out says so")
@@ -47,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--from", dest="modules", action="append", default=[], help="checks of this module instead (tests of the kit)"
     )
     options = parser.parse_args(argv)
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        os.path.abspath(path) for path in paths
+    )  # checks begin in another folder
     try:
         checks = load(options.modules)
         facts = report.facts()
@@ -99,11 +107,23 @@ class Runner:
             finally:
                 self._sweep()
                 shutil.rmtree(shared, ignore_errors=True)
+        self._gather_logs()
         code = self._code()
         document = report.write(self._out, self._mode, self._facts, self._told, time.monotonic() - self._began, code)
         print(report.table(self._told), flush=True)
         print(f"{document}: exit code {code}", flush=True)
         return code
+
+    def _gather_logs(self) -> None:
+        """One file in the place of many: it is to be sent."""
+        folder = self._out / "logs"
+        with (self._out / "logs.txt").open("a", encoding="utf-8") as file:
+            for one in self._told:
+                for path in sorted(folder.glob(f"{one['id']}.*txt")):
+                    text = path.read_text(errors="replace")[-_LOG_CHARS:].strip()
+                    if text:
+                        file.write(f"==== {path.stem}\n{text}\n")
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _code(self) -> int:
         if self._signal:
@@ -122,7 +142,8 @@ class Runner:
     # -- one check
     def _outcome(self, one: Check, shared: Path) -> dict[str, Any]:
         left_s = self._ends - time.monotonic()
-        limit_s = min(one.limit_s, left_s)
+        allowed_s = one.limit_s * (_DRY_PATIENCE if self._mode == "dry" else 1)
+        limit_s = min(allowed_s, left_s)
         if why := one.why_not(self._mode, xid=self._xid):
             return _found("skip", 0.0, why)
         if limit_s < min(_LEAST_S, one.limit_s):
@@ -135,11 +156,22 @@ class Runner:
             seconds = time.monotonic() - began
             left = self._sweep()
             found = _read(folder / "result.json") or _unanswered(status, limit_s, log, interrupted=self._signal)
+            if found["outcome"] == "fail":
+                self._keep(one, folder)
+                if limit_s < allowed_s and seconds > limit_s - _END_S:
+                    found = _found("skip", 0.0, f"no time was left: it had {limit_s:.0f} s instead of {allowed_s:.0f}")
             if left:
                 found["note"] = "; ".join(filter(None, [found["note"], f"{left} processes were left, and killed"]))
             return {**found, "seconds": round(seconds, 2)}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _keep(self, one: Check, folder: Path) -> None:
+        """What the processes of a check that has failed have said."""
+        for path in sorted(folder.rglob("*.txt")):
+            name = "-".join(path.relative_to(folder).with_suffix("").parts)
+            with contextlib.suppress(OSError):
+                shutil.copyfile(path, self._out / "logs" / f"{one.id}.{name}.txt")
 
     def _play(self, one: Check, folder: Path, shared: Path, limit_s: float, log: Path) -> int | None:
         """Its status as of `subprocess.Popen.returncode`. None: it did not end by itself."""

@@ -127,7 +127,13 @@ def peer_killed(context: Context) -> Found:
     return _lost(context, signal.SIGKILL)
 
 
-@check("D2", "SIGSTOP of a peer in a sum: break to quiet device", expected="<= 0.5 s", limit_s=45)
+@check(
+    "D2",
+    "SIGSTOP of a peer in a sum: break to quiet device",
+    expected="<= 0.5 s",
+    limit_s=45,
+    not_dry="D1 goes the same way",
+)
 def peer_stopped(context: Context) -> Found:
     return _lost(context, signal.SIGSTOP)
 
@@ -211,7 +217,7 @@ def goes_on(rank: Rank) -> dict[str, Any]:
 @check("D5", "breaks at random moments of a stream of calls", expected="no crash, no hang; p99 <= 0.5 s", limit_s=75)
 def random_breaks(context: Context) -> Found:
     _needs_shared_gpu(context)
-    given = {"rounds": context.pick(200, 6), "seconds": context.pick(45, 20), "size": context.pick(4 * MIB, 65536)}
+    given = {"rounds": context.pick(200, 6), "seconds": context.pick(25, 20), "size": context.pick(4 * MIB, 65536)}
     with Ranks(context, "shared:breaks", 2, given) as ranks:
         answers = ranks.answers()
     quiet = sorted(one for answer in answers for one in answer["quiet_s"])

@@ -80,7 +80,7 @@ def test_a_figure_that_is_worse_is_told_and_ends_nothing(tmp_path: Path, capsys:
     ("one", "says"),
     [
         ("B1", "ZeroDivisionError: by nothing (planted.py:"),
-        ("B2", "still running after its limit of 2 s; the end of its log: hanging"),
+        ("B2", "still running after its limit of 3 s; the end of its log: hanging"),
         ("B3", "ended by SIGSEGV"),
         ("B4", "ended with exit code 5 and no answer"),
     ],
@@ -96,9 +96,15 @@ def test_one_that_breaks_fails_with_a_reason_and_the_next_one_runs(tmp_path: Pat
 
 def test_the_stacks_of_one_that_hangs_are_in_its_log(tmp_path: Path) -> None:
     _, found = played(tmp_path, "B2")
-    log = (tmp_path / "logs" / "B2.txt").read_text()
+    log = (tmp_path / "logs.txt").read_text()
+    assert log.startswith("==== B2\nhanging\n")
     assert "in hangs" in log
     assert "in hangs" in found["B2"]["note"]
+
+
+def test_what_the_processes_of_a_failed_check_have_said_is_kept(tmp_path: Path) -> None:
+    played(tmp_path, "B1")
+    assert "==== B1.rank-0\nthe rank's last words\n" in (tmp_path / "logs.txt").read_text()
 
 
 def test_processes_that_a_check_leaves_are_killed_and_counted(tmp_path: Path) -> None:
@@ -118,6 +124,14 @@ def test_without_time_left_checks_are_left_out_and_say_so(tmp_path: Path) -> Non
     code = Runner(tmp_path, "dry", FACTS, [MODULE], seconds=-1).run(chosen(load([MODULE]), "dry", "A1"))
     assert code == 0
     assert "no time is left" in (tmp_path / "checks.jsonl").read_text()
+
+
+def test_one_whose_limit_was_cut_has_not_failed(tmp_path: Path) -> None:
+    code = Runner(tmp_path, "one", FACTS, [MODULE], seconds=6.0).run(chosen(load([MODULE]), "one", "D1"))
+    assert code == 0
+    line = json.loads((tmp_path / "checks.jsonl").read_text())
+    assert line["outcome"] == "skip"
+    assert "instead of 60" in line["note"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

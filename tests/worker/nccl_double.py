@@ -44,6 +44,7 @@ MODES = ("late", "stuck")
 _LATE_S = 0.001
 _LEAVES_S = 0.02
 """A kernel sees now and then that it is to leave."""
+_LOOK = timedelta(milliseconds=250)
 
 
 class Stream:
@@ -246,8 +247,8 @@ class Double:
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
-                for started in [getattr(self._inner, name)(*args) for name, args in together]:
-                    started.wait()
+                for name, started in [(name, getattr(self._inner, name)(*args)) for name, args in together]:
+                    started.wait() if name in ("send", "recv") else _wait(started, self._aborted)
             except RuntimeError:
                 if self._stuck:
                     self._aborted.wait()
@@ -400,3 +401,15 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
             if address := tensor.untyped_storage().data_ptr():
                 found.add(address)
     return found
+
+
+def _wait(work: dist.Work, aborted: threading.Event) -> None:
+    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.works.Guarded`."""
+    while True:
+        ended = work.is_completed()  # asked first: it may end just after a look at it has timed out
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if ended or aborted.is_set():
+                raise

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Record", "Strikes", "digest_of", "doubled", "local", "numbers", "show_stacks_in_time"]
+__all__ = ["Record", "Strikes", "digest_of", "doubled", "local", "numbers", "show_stacks_in_time", "sleep_on_device"]
 
 DOUBLE = "RACKRUN_NCCL_DOUBLE"
 """As for the workers' tests: ``late`` or ``stuck``."""
@@ -59,7 +59,7 @@ class Record:
 class Strikes:
     """What this process does to itself: a list of ``{"rank", "step", "place", "what", "after"}``.
 
-    ``place``: begin, forward, backward, update, done or phase. ``what``: kill or stop. ``after``: the number of another strike that must have been done
+    ``place``: begin, forward, backward, update, done or phase. ``what``: kill, stop, or hang (the device sleeps for a minute). ``after``: the number of another strike that must have been done
     before. Each is done once, by whichever process comes there first.
     """
 
@@ -73,7 +73,10 @@ class Strikes:
             after = one.get("after")
             if here and (after is None or self._flag(after).exists()) and self._take(number):
                 record.write("strike", number=number, rank=rank, step=step, place=place, did=one["what"])
-                os.kill(os.getpid(), signal.SIGSTOP if one["what"] == "stop" else signal.SIGKILL)
+                if one["what"] == "hang":
+                    sleep_on_device(60.0)
+                else:
+                    os.kill(os.getpid(), signal.SIGSTOP if one["what"] == "stop" else signal.SIGKILL)
 
     def _take(self, number: int) -> bool:
         try:
@@ -84,6 +87,17 @@ class Strikes:
 
     def _flag(self, number: int) -> Path:
         return self._flags / f"strike-{number}"
+
+
+_CYCLES_A_SECOND = 1.5e9
+"""GPUs of this kind run at 1.0 to 2.0 GHz."""
+
+
+def sleep_on_device(seconds: float) -> None:
+    """The host goes on; what is enqueued from here on has to wait."""
+    import torch
+
+    torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
@@ -137,11 +138,18 @@ class Blocks:
         self._record.write("end", kind=self._kind, **told)
 
 
+def model_on(device: torch.device) -> nn.Module:
+    with device:  # a billion numbers are drawn there, not here
+        return GPT(SIZE)
+
+
 def bare() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     tokens, between = Tokens(), Between(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(3)
-    model = GPT(SIZE).to(device)
+    model = DDP(model_on(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     optimizer.register_step_pre_hook(lambda *_: between.update_begins())
     blocks = Blocks("bare", device, between)
@@ -169,7 +177,7 @@ def bare() -> None:
 )
 def elastic(run: rackrun.Run) -> None:
     device, between = run.device, Between(run.device)
-    model = DDP(GPT(SIZE).to(device))
+    model = DDP(model_on(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Tokens())

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import rackrun
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import Record, Strikes, digest_of, doubled, numbers, show_stacks_in_time
+from common import Record, Strikes, digest_of, doubled, numbers, show_stacks_in_time, sleep_on_device
 
 SAMPLES = 4096
 
@@ -64,12 +64,6 @@ def model_of() -> nn.Module:
     for _ in range(ARGS.layers):
         parts += [nn.Linear(ARGS.width, ARGS.width), nn.GELU(), nn.Dropout(0.1)]
     return nn.Sequential(*parts, nn.Linear(ARGS.width, ARGS.width))
-
-
-def sleep_on_device(device: torch.device, rank: int) -> None:
-    """The host goes on; what is enqueued from here on has to wait."""
-    if ARGS.sleep_ms and device.type == "cuda" and ARGS.slow_rank in (-1, rank):
-        torch.cuda._sleep(int(ARGS.sleep_ms * 1.5e6))  # cycles: GPUs of this kind run at 1 to 2 GHz
 
 
 def _graph_breaks() -> int:
@@ -130,7 +124,8 @@ def main(run: rackrun.Run) -> None:
             with torch.autocast(kind, half, enabled=ARGS.amp):
                 loss = nn.functional.mse_loss(forward(x).float(), y)
             strikes.at("forward", run.rank, at, record)
-            sleep_on_device(run.device, run.rank)
+            if ARGS.sleep_ms and kind == "cuda" and ARGS.slow_rank in (-1, run.rank):
+                sleep_on_device(ARGS.sleep_ms / 1e3)
             if pair is not None:
                 if run.rank < 2:
                     extra = torch.ones(1, device=run.device)
