@@ -232,18 +232,13 @@ class ExactReduction:
 
     def _add(self, slot: Slot, flat: torch.Tensor, into: torch.Tensor | None = None) -> None:
         """Round the gradient of one shard, and add it to the sum of its parameter; or write it ``into`` integers of its own."""
-        if into is not None:
-            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], into, fresh=True)
-        else:
+        fresh = True
+        if into is None:
             if slot.sums is None:
                 slot.sums = torch.empty(flat.numel(), dtype=self._width.dtype, device=flat.device)
-            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], slot.sums, fresh=slot.fresh)
-            slot.fresh = False
-        place = self._largest[slot.index]
-        if isinstance(largest, torch.Tensor):
-            torch.maximum(place, largest, out=place)
-        elif largest > place.item():
-            place.fill_(largest)
+            into, fresh, slot.fresh = slot.sums, slot.fresh, False
+        segments = self._segments_of([slot], [flat.numel()])
+        self._arithmetic.add_segments(flat, segments, self._scale, into, self._largest, fresh=fresh)
 
     # -- DDP: all-reduce of buckets
     def _reduce_bucket(

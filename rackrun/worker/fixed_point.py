@@ -29,14 +29,12 @@ _CHUNK = 2**16
 
 
 class FixedPoint(Protocol):
-    on_host: bool
-    """What it is told and tells are numbers of the host; else tensors of the device, for which nobody waits."""
-
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
         """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten, and may be the same memory. Both
         flat, of one length.
 
-        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing."""
+        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing. A tensor of the device, for which
+        nobody waits; of the host's a number."""
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
@@ -99,8 +97,6 @@ class _OneByOne:
 class _InChunks(_OneByOne):
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
 
-    on_host = True
-
     def __init__(self) -> None:
         self._local = threading.local()  # gloo's threads read sums while the main thread adds the next
         self._kernel = fixed_point_kernel.load()
@@ -151,14 +147,10 @@ class _InChunks(_OneByOne):
 class _Whole(_OneByOne):
     """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
 
-    on_host = False
-
     def __init__(self, kernel: TritonKernel | None = None) -> None:
         self._kernel = kernel
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
-        if self._kernel is not None and values.dtype != torch.float64:
-            return self._kernel.add(values, scale, into, fresh=fresh)
         wide = values.to(_wide(values.dtype))
         largest = torch.linalg.vector_norm(wide, float("inf")) if wide.numel() else wide.new_zeros(())
         scaled = wide.mul(scale).round_()
@@ -192,9 +184,6 @@ class _Whole(_OneByOne):
             super().read_segments(sums, segments, inverses, marks, out)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
-        if self._kernel is not None and out.dtype != torch.float64:
-            self._kernel.read(sums, inverse, out)
-            return
         out.copy_(sums.to(_wide(out.dtype)).mul_(inverse))
 
 

@@ -20,32 +20,7 @@ from rackrun.worker.segments import Factors, Segments
 
 __all__ = ["TritonKernel", "load"]
 
-_BLOCK = 4096
-_SEGMENTED_BLOCK = 2048
-
-
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _add(values, sums, largest, scale, count, FRESH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 - Triton's own notation
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= count:  # without a mask, memory is read and written in vectors
-        rounded = _rounded(tl.load(values + at), largest, scale, WIDE)
-        if not FRESH:
-            rounded += tl.load(sums + at)
-        tl.store(sums + at, rounded)
-    else:
-        inside = at < count
-        rounded = _rounded(tl.load(values + at, mask=inside, other=0.0), largest, scale, WIDE)
-        if not FRESH:
-            rounded += tl.load(sums + at, mask=inside, other=0)
-        tl.store(sums + at, rounded, mask=inside)
-
-
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _rounded(value, largest, scale, WIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    value = value.to(tl.float32)
-    tl.atomic_max(largest, tl.max(_magnitude(value), axis=0))
-    return _nearest(value, scale).to(tl.int64 if WIDE else tl.int32)
+_BLOCK = 2048
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -135,42 +110,8 @@ def _read_segments(sums, out, table, inverses, marks, count, BLOCK: tl.constexpr
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _read(sums, out, inverse, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    factor = tl.load(inverse)
-    if first + BLOCK <= count:
-        tl.store(out + at, (tl.load(sums + at).to(tl.float32) * factor).to(out.dtype.element_ty))
-    else:
-        inside = at < count
-        value = tl.load(sums + at, mask=inside, other=0).to(tl.float32) * factor
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
 class TritonKernel:
     """As `rackrun.worker.fixed_point.FixedPoint`, for all but fp64."""
-
-    def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
-        largest = torch.zeros((), dtype=torch.int32, device=values.device)
-        if count := values.numel():
-            _add[(triton.cdiv(count, _BLOCK),)](
-                values,
-                into,
-                largest,
-                scale,
-                count,
-                FRESH=fresh,
-                WIDE=into.dtype == torch.int64,
-                BLOCK=_BLOCK,
-                enable_fp_fusion=False,
-            )
-        return largest.view(torch.float32)
-
-    def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
-        if count := sums.numel():
-            factor = torch.as_tensor(inverse, dtype=torch.float32, device=out.device)
-            _read[(triton.cdiv(count, _BLOCK),)](sums, out, factor, count, BLOCK=_BLOCK, enable_fp_fusion=False)
 
     def add_segments(
         self,
@@ -183,15 +124,15 @@ class TritonKernel:
         fresh: bool,
     ) -> None:
         if count := segments.count:
-            _add_segments[(triton.cdiv(count, _SEGMENTED_BLOCK),)](
+            _add_segments[(triton.cdiv(count, _BLOCK),)](
                 values,
                 into,
-                segments.table(_SEGMENTED_BLOCK, values.device),
+                segments.table(_BLOCK, values.device),
                 scales.there,
                 largest.view(torch.int32),
                 count,
                 FRESH=fresh,
-                BLOCK=_SEGMENTED_BLOCK,
+                BLOCK=_BLOCK,
                 enable_fp_fusion=False,
             )
 
@@ -199,49 +140,37 @@ class TritonKernel:
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
         if count := segments.count:
-            _read_segments[(triton.cdiv(count, _SEGMENTED_BLOCK),)](
+            _read_segments[(triton.cdiv(count, _BLOCK),)](
                 sums,
                 out,
-                segments.table(_SEGMENTED_BLOCK, sums.device),
+                segments.table(_BLOCK, sums.device),
                 inverses.there,
                 marks,
                 count,
-                BLOCK=_SEGMENTED_BLOCK,
+                BLOCK=_BLOCK,
                 enable_fp_fusion=False,
             )
 
 
 def load(device: torch.device, reference: Any) -> TritonKernel | None:
-    """None unless it computes on ``device`` what ``reference`` does, bit for bit."""
+    """None unless it computes on ``device`` what ``reference`` does, bit for bit: for parameters that share blocks, and one that has blocks of
+    its own."""
     kernel = TritonKernel()
-    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0], device=device)
-    for integers in (torch.int32, torch.int64):
-        found = []
-        for arithmetic in (kernel, reference):
-            sums, out = torch.empty_like(values, dtype=integers), torch.empty_like(values)
-            largest = [arithmetic.add(values, 2.0**3, sums, fresh=fresh) for fresh in (True, False)]
-            arithmetic.read(sums, 2.0**-3, out)
-            found.append([one.tolist() for one in (*largest, sums, out)])
-        if found[0] != found[1]:
-            return None
-        if not _segments_agree(kernel, reference, values, integers):
-            return None
-    return kernel
-
-
-def _segments_agree(kernel: Any, reference: Any, values: torch.Tensor, integers: torch.dtype) -> bool:
-    """Of parameters that share blocks, and one that has blocks of its own."""
-    many = values.repeat(600)
+    values = [0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0]
+    many = torch.tensor(values, device=device).repeat(600)
     segments = Segments((2, 0, 1, 3), (7, 0, 5200, many.numel() - 5207))
     scale = [1.0, 2.0**3, 2.0**-2, 2.0**5]
-    scales, inverses = Factors.all_of(values.device, scale, [1 / one for one in scale])
-    marks = torch.tensor([0, 0, 0, 1], dtype=integers, device=values.device)
-    found = []
-    for arithmetic in (kernel, reference):
-        sums, out = torch.empty_like(many, dtype=integers), torch.empty_like(many)
-        largest = torch.zeros(4, device=values.device)
-        for fresh in (True, False):
-            arithmetic.add_segments(many, segments, scales, sums, largest, fresh=fresh)
-        arithmetic.read_segments(sums, segments, inverses, marks, out)
-        found.append([one.tolist() for one in (largest, sums, out.view(torch.int32))])
-    return bool(found[0] == found[1])
+    scales, inverses = Factors.all_of(device, scale, [1 / one for one in scale])
+    for integers in (torch.int32, torch.int64):
+        marks = torch.tensor([0, 0, 0, 1], dtype=integers, device=device)
+        found = []
+        for arithmetic in (kernel, reference):
+            sums, out = torch.empty_like(many, dtype=integers), torch.empty_like(many)
+            largest = torch.zeros(4, device=device)
+            for fresh in (True, False):
+                arithmetic.add_segments(many, segments, scales, sums, largest, fresh=fresh)
+            arithmetic.read_segments(sums, segments, inverses, marks, out)
+            found.append([one.tolist() for one in (largest, sums, out.view(torch.int32))])
+        if found[0] != found[1]:
+            return None
+    return kernel
