@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,6 +52,18 @@ class FixedPoint(Protocol):
         """`add`, for each of ``segments`` of ``values`` and ``into``. ``largest`` (fp32, none below 0) has one for every slot, and
         becomes the larger of itself and what `add` returns."""
 
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        """As `add_segments`, where each of ``segments`` lies in memory of its own: all ``values`` of one type, and all of ``into``."""
+
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -78,8 +90,22 @@ class _OneByOne:
         *,
         fresh: bool,
     ) -> None:
-        for slot, part in segments.parts():
-            found = self.add(values[part], scales.host[slot], into[part], fresh=fresh)
+        parts = [part for _, part in segments.parts()]
+        flat = [values[part] for part in parts], [into[part] for part in parts]
+        _OneByOne.add_apart(self, flat[0], segments, scales, flat[1], largest, fresh=fresh)
+
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        for slot, value, sums in zip(segments.slots, values, into, strict=True):
+            found = self.add(value, scales.host[slot], sums, fresh=fresh)
             place = largest[slot]
             if isinstance(found, torch.Tensor):
                 torch.maximum(place, found, out=place)
@@ -174,6 +200,21 @@ class _Whole(_OneByOne):
             self._kernel.add_segments(values, segments, scales, into, largest, fresh=fresh)
         else:
             super().add_segments(values, segments, scales, into, largest, fresh=fresh)
+
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        if self._kernel is not None and values[0].dtype != torch.float64:
+            self._kernel.add_apart(values, segments, scales, into, largest, fresh=fresh)
+        else:
+            super().add_apart(values, segments, scales, into, largest, fresh=fresh)
 
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor

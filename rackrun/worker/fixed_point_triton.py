@@ -10,6 +10,7 @@ parameters begin. A block knows the first and the last parameter that it has a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ from rackrun.worker.segments import Factors, Segments
 __all__ = ["TritonKernel", "load"]
 
 _BLOCK = 2048
+_BLOCK_APART = tl.constexpr(_BLOCK)
+_ALIGNMENT = 16
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -39,7 +49,7 @@ def _nearest(value, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _rounded_segments(value, table, scales, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One block, whose elements may be of several segments. ``table``: as of `_table_of`."""
+    """One block, whose elements may be of several segments. ``table``: `Segments.table`."""
     value = value.to(tl.float32)
     bits = _magnitude(value)
     inside_block = tl.arange(0, BLOCK)
@@ -62,8 +72,11 @@ def _of_block(table, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noq
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _segment(table, segment, begin):  # type: ignore[no-untyped-def]
+    """Where it starts and stops in a block that begins at ``begin``, or far from it; and its slot."""
     row = table + 2 * tl.num_programs(0) + 3 * segment
-    return tl.load(row) - begin, tl.load(row + 1) - begin, tl.load(row + 2)
+    start = tl.minimum(tl.maximum(tl.load(row) - begin, 0), 2147483647).to(tl.int32)
+    stop = tl.minimum(tl.load(row + 1) - begin, 2147483647).to(tl.int32)
+    return start, stop, tl.load(row + 2)
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -82,6 +95,35 @@ def _add_segments(values, sums, table, scales, largest, count, FRESH: tl.constex
         if not FRESH:
             rounded += tl.load(sums + at, mask=inside, other=0)
         tl.store(sums + at, rounded, mask=inside)
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _add_apart(addresses, table, scales, largest, VALUE: tl.constexpr, SUM: tl.constexpr, FRESH: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """``addresses``: of each segment that of its values and that of its sums, both multiples of 16. ``table``: `Segments.table_apart`."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    BLOCK: tl.constexpr = _BLOCK_APART  # noqa: N806
+    segment = tl.load(table + block)
+    size = tl.load(table + 2 * blocks + 2 * segment)
+    slot = tl.load(table + 2 * blocks + 2 * segment + 1)
+    first = tl.load(table + blocks + block) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    values = tl.multiple_of(tl.load(addresses + 2 * segment).to(tl.pointer_type(VALUE)) + at, 16)
+    sums = tl.multiple_of(tl.load(addresses + 2 * segment + 1).to(tl.pointer_type(SUM)) + at, 16)
+    scale = tl.load(scales + slot)
+    if first + BLOCK <= size:
+        value = tl.load(values).to(tl.float32)
+        rounded = _nearest(value, scale).to(SUM)
+        if not FRESH:
+            rounded += tl.load(sums)
+        tl.store(sums, rounded)
+    else:
+        value = tl.load(values, mask=at < size, other=0.0).to(tl.float32)
+        rounded = _nearest(value, scale).to(SUM)
+        if not FRESH:
+            rounded += tl.load(sums, mask=at < size, other=0)
+        tl.store(sums, rounded, mask=at < size)
+    tl.atomic_max(largest + slot, tl.max(_magnitude(value), axis=0))
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -136,6 +178,35 @@ class TritonKernel:
                 enable_fp_fusion=False,
             )
 
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        addresses = [one.data_ptr() for pair in zip(values, into, strict=True) for one in pair]
+        if any(address % _ALIGNMENT for address in addresses):  # a view into something larger: each by itself
+            for slot, size, value, sums in zip(segments.slots, segments.sizes, values, into, strict=True):
+                self.add_segments(value, Segments((slot,), (size,)), scales, sums, largest, fresh=fresh)
+            return
+        if not (blocks := segments.blocks_apart(_BLOCK)):
+            return
+        device = values[0].device
+        _add_apart[(blocks,)](
+            _brought(addresses, device),
+            segments.table_apart(_BLOCK, device),
+            scales.there,
+            largest.view(torch.int32),
+            VALUE=_TYPES[values[0].dtype],
+            SUM=_TYPES[into[0].dtype],
+            FRESH=fresh,
+            enable_fp_fusion=False,
+        )
+
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -152,6 +223,12 @@ class TritonKernel:
             )
 
 
+def _brought(addresses: list[int], device: torch.device) -> torch.Tensor:
+    """Without a wait: they are others in every step."""
+    there = torch.tensor(addresses, dtype=torch.int64)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+
+
 def load(device: torch.device, reference: Any) -> TritonKernel | None:
     """None unless it computes on ``device`` what ``reference`` does, bit for bit: for parameters that share blocks, and one that has blocks of
     its own."""
@@ -159,18 +236,21 @@ def load(device: torch.device, reference: Any) -> TritonKernel | None:
     values = [0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0]
     many = torch.tensor(values, device=device).repeat(600)
     segments = Segments((2, 0, 1, 3), (7, 0, 5200, many.numel() - 5207))
+    one = Segments((1,), (many.numel(),))
     scale = [1.0, 2.0**3, 2.0**-2, 2.0**5]
-    scales, inverses = Factors.all_of(device, scale, [1 / one for one in scale])
+    scales, inverses = Factors.all_of(device, scale, [1 / each for each in scale])
     for integers in (torch.int32, torch.int64):
         marks = torch.tensor([0, 0, 0, 1], dtype=integers, device=device)
         found = []
         for arithmetic in (kernel, reference):
             sums, out = torch.empty_like(many, dtype=integers), torch.empty_like(many)
             largest = torch.zeros(4, device=device)
+            apart = torch.zeros_like(sums)
             for fresh in (True, False):
                 arithmetic.add_segments(many, segments, scales, sums, largest, fresh=fresh)
+                arithmetic.add_apart([many], one, scales, [apart], largest, fresh=fresh)
             arithmetic.read_segments(sums, segments, inverses, marks, out)
-            found.append([one.tolist() for one in (largest, sums, out.view(torch.int32))])
+            found.append([each.tolist() for each in (largest, sums, apart, out.view(torch.int32))])
         if found[0] != found[1]:
             return None
     return kernel

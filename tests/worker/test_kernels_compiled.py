@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -85,6 +86,21 @@ def test_a_bucket_is_read_and_written_in_vectors_wherever_its_parameters_begin(
         assert bytes_in_vectors(one, "st") >= block // _threads(one) * _SIZES[stored], widths(one, "st")
     if not fresh:
         assert bytes_in_vectors(code, "ld") >= block // _threads(code) * (_SIZES[values] + _SIZES[sums])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
+@pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
+def test_gradients_that_lie_apart_are_read_and_written_in_vectors(values: str, sums: str, target: GPUTarget) -> None:
+    block, types = fixed_point_triton._BLOCK, {"*fp32": tl.float32, "*bf16": tl.bfloat16, "*fp16": tl.float16}
+    code = compiled(
+        fixed_point_triton._add_apart,
+        target,
+        {"addresses": "*i64", "table": "*i64", "scales": "*fp32", "largest": "*i32"},
+        {"VALUE": types[values], "SUM": tl.int64 if sums == "*i64" else tl.int32, "FRESH": False},
+    )
+    own = block // _threads(code)
+    assert bytes_in_vectors(code, "ld") >= own * (_SIZES[values] + _SIZES[sums]), widths(code, "ld")
+    assert bytes_in_vectors(code, "st") >= own * _SIZES[sums], widths(code, "st")
 
 
 _SIZES = {"*fp32": 4, "*i32": 4, "*bf16": 2, "*fp16": 2, "*i64": 8}
