@@ -98,8 +98,18 @@ def _add_segments(values, sums, table, scales, largest, count, FRESH: tl.constex
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _add_apart(addresses, table, scales, largest, VALUE: tl.constexpr, SUM: tl.constexpr, FRESH: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """``addresses``: of each segment that of its values and that of its sums, both multiples of 16. ``table``: `Segments.table_apart`."""
+def _add_apart(  # type: ignore[no-untyped-def]
+    addresses,
+    table,
+    scales,
+    largest,
+    VALUE: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
+    FRESH: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr,  # noqa: N803
+):
+    """``addresses``: of each segment that of its values and that of its sums; ``ALIGNED``: all are multiples of 16. ``table``:
+    `Segments.table_apart`."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
     BLOCK: tl.constexpr = _BLOCK_APART  # noqa: N806
@@ -108,8 +118,11 @@ def _add_apart(addresses, table, scales, largest, VALUE: tl.constexpr, SUM: tl.c
     slot = tl.load(table + 2 * blocks + 2 * segment + 1)
     first = tl.load(table + blocks + block) * BLOCK
     at = first + tl.arange(0, BLOCK)
-    values = tl.multiple_of(tl.load(addresses + 2 * segment).to(tl.pointer_type(VALUE)) + at, 16)
-    sums = tl.multiple_of(tl.load(addresses + 2 * segment + 1).to(tl.pointer_type(SUM)) + at, 16)
+    values = tl.load(addresses + 2 * segment).to(tl.pointer_type(VALUE)) + at
+    sums = tl.load(addresses + 2 * segment + 1).to(tl.pointer_type(SUM)) + at
+    if ALIGNED:
+        values = tl.multiple_of(values, 16)
+        sums = tl.multiple_of(sums, 16)
     scale = tl.load(scales + slot)
     if first + BLOCK <= size:
         value = tl.load(values).to(tl.float32)
@@ -189,10 +202,6 @@ class TritonKernel:
         fresh: bool,
     ) -> None:
         addresses = [one.data_ptr() for pair in zip(values, into, strict=True) for one in pair]
-        if any(address % _ALIGNMENT for address in addresses):  # a view into something larger: each by itself
-            for slot, size, value, sums in zip(segments.slots, segments.sizes, values, into, strict=True):
-                self.add_segments(value, Segments((slot,), (size,)), scales, sums, largest, fresh=fresh)
-            return
         if not (blocks := segments.blocks_apart(_BLOCK)):
             return
         device = values[0].device
@@ -204,6 +213,7 @@ class TritonKernel:
             VALUE=_TYPES[values[0].dtype],
             SUM=_TYPES[into[0].dtype],
             FRESH=fresh,
+            ALIGNED=not any(address % _ALIGNMENT for address in addresses),  # a part of a bucket is not
             enable_fp_fusion=False,
         )
 

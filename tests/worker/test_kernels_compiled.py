@@ -96,7 +96,7 @@ def test_gradients_that_lie_apart_are_read_and_written_in_vectors(values: str, s
         fixed_point_triton._add_apart,
         target,
         {"addresses": "*i64", "table": "*i64", "scales": "*fp32", "largest": "*i32"},
-        {"VALUE": types[values], "SUM": tl.int64 if sums == "*i64" else tl.int32, "FRESH": False},
+        {"VALUE": types[values], "SUM": tl.int64 if sums == "*i64" else tl.int32, "FRESH": False, "ALIGNED": True},
     )
     own = block // _threads(code)
     assert bytes_in_vectors(code, "ld") >= own * (_SIZES[values] + _SIZES[sums]), widths(code, "ld")
