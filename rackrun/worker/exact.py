@@ -202,21 +202,26 @@ class ExactReduction:
         """Take over what backward has left in this rank, and clear it."""
         any_new = False
         for module in self._state.modules.values():
+            given: list[tuple[Slot, torch.Tensor]] = []
             for parameter, gradient, part in fsdp_reduce.local_gradients(module):
                 slot = self._slots[id(parameter)]
                 if self._once.is_new(slot, gradient):
                     any_new = True
                     if counts:
-                        self._add(slot, part().reshape(-1))
+                        given.append((slot, part().reshape(-1)))
+            self._add(given)
             fsdp_reduce.clear_local_gradients(module)
         for wrapper in self._state.wrappers():
-            for parameter in wrapper.module.parameters():
-                slot = self._slots[id(parameter)]
-                if parameter.grad is not None and self._once.is_new(slot, parameter.grad):
-                    any_new = True
-                    if counts:
-                        self._add(slot, _flat(parameter.grad, parameter))
-                    ddp.clear(wrapper, parameter)
+            new = [
+                (slot, parameter)
+                for parameter in wrapper.module.parameters()
+                if parameter.grad is not None and self._once.is_new(slot := self._slots[id(parameter)], parameter.grad)
+            ]
+            any_new = any_new or bool(new)
+            if counts:
+                self._add([(slot, _flat(parameter.grad, parameter)) for slot, parameter in new])
+            for _, parameter in new:
+                ddp.clear(wrapper, parameter)
         self._once.taken(any_new=any_new)
         self._once.leave(self._local_gradients())
 
@@ -230,20 +235,25 @@ class ExactReduction:
                 if parameter.grad is not None:
                     yield self._slots[id(parameter)], parameter.grad
 
-    def _add(self, slot: Slot, flat: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        """Round the gradient of one shard, and add it to the sum of its parameter; or write it ``into`` integers of its own."""
-        if into is not None:
-            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], into, fresh=True)
-        else:
+    def _add(self, given: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        """Round gradients of one micro-batch, and add them to the sums of their parameters."""
+        alike: dict[tuple[bool, torch.dtype], list[tuple[Slot, torch.Tensor]]] = {}
+        for slot, flat in given:
             if slot.sums is None:
                 slot.sums = torch.empty(flat.numel(), dtype=self._width.dtype, device=flat.device)
-            largest = self._arithmetic.add(flat, self._fit.scale[slot.index], slot.sums, fresh=slot.fresh)
+            alike.setdefault((slot.fresh, flat.dtype), []).append((slot, flat))
             slot.fresh = False
-        place = self._largest[slot.index]
-        if isinstance(largest, torch.Tensor):
-            torch.maximum(place, largest, out=place)
-        elif largest > place.item():
-            place.fill_(largest)
+        for (fresh, _), some in alike.items():
+            slots, flats = [slot for slot, _ in some], [flat for _, flat in some]
+            sums = [slot.sums for slot in slots if slot.sums is not None]
+            self._add_apart(slots, flats, sums, fresh=fresh)
+
+    def _add_apart(
+        self, slots: Sequence[Slot], flats: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, fresh: bool
+    ) -> None:
+        """``flats``: of one type."""
+        segments = self._segments_of(slots, [flat.numel() for flat in flats])
+        self._arithmetic.add_apart(flats, segments, self._scale, into, self._largest, fresh=fresh)
 
     # -- DDP: all-reduce of buckets
     def _reduce_bucket(
@@ -303,19 +313,24 @@ class ExactReduction:
         counts = self._once.reduces(slots, ranks, passed=self._world.updated)
         if ranks == self._world.size:  # parts of equal size would meet unseen
             self._world.order.add(f"reduces {[slot.index for slot in slots]}")
-        found = []
-        for slot, given in zip(slots, gradients, strict=True):
-            gradient = given.contiguous()
-            in_place = gradient.dtype == self._width.container
-            carried = gradient if in_place else torch.empty_like(gradient, dtype=self._width.container)
-            integers = carried.view(-1).view(self._width.dtype)
-            if counts:
-                self._add(slot, gradient.view(-1), into=integers)
-            else:
-                integers.zero_()
-            if not slot.fresh and slot.sums is not None:
-                integers.add_(slot.sums)
-            found.append(carried)
+        container = self._width.container
+        given = [gradient.contiguous() for gradient in gradients]
+        found = [one if one.dtype == container else torch.empty_like(one, dtype=container) for one in given]
+        integers = [one.view(-1).view(self._width.dtype) for one in found]
+        if counts:
+            for dtype in dict.fromkeys(one.dtype for one in given):
+                of_it = [index for index, one in enumerate(given) if one.dtype == dtype]
+                some, flats = [slots[index] for index in of_it], [given[index].view(-1) for index in of_it]
+                self._add_apart(some, flats, [integers[index] for index in of_it], fresh=True)
+        else:
+            torch._foreach_zero_(integers)
+        before = [
+            (sums, slot.sums)
+            for slot, sums in zip(slots, integers, strict=True)
+            if not slot.fresh and slot.sums is not None
+        ]
+        if before:
+            torch._foreach_add_([sums for sums, _ in before], [older for _, older in before])
         marks = torch.empty(len(slots), dtype=self._width.dtype, device=found[0].device)
         self._mark_unusable(self._segments_of(slots, [one.numel() for one in found]), marks)
         return found, marks.view(self._width.container)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,14 +29,12 @@ _CHUNK = 2**16
 
 
 class FixedPoint(Protocol):
-    on_host: bool
-    """What it is told and tells are numbers of the host; else tensors of the device, for which nobody waits."""
-
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
         """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten, and may be the same memory. Both
         flat, of one length.
 
-        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing."""
+        Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing. A tensor of the device, for which
+        nobody waits; of the host's a number."""
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
@@ -53,6 +51,18 @@ class FixedPoint(Protocol):
     ) -> None:
         """`add`, for each of ``segments`` of ``values`` and ``into``. ``largest`` (fp32, none below 0) has one for every slot, and
         becomes the larger of itself and what `add` returns."""
+
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        """As `add_segments`, where each of ``segments`` lies in memory of its own: all ``values`` of one type, and all of ``into``."""
 
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
@@ -80,8 +90,22 @@ class _OneByOne:
         *,
         fresh: bool,
     ) -> None:
-        for slot, part in segments.parts():
-            found = self.add(values[part], scales.host[slot], into[part], fresh=fresh)
+        parts = [part for _, part in segments.parts()]
+        flat = [values[part] for part in parts], [into[part] for part in parts]
+        _OneByOne.add_apart(self, flat[0], segments, scales, flat[1], largest, fresh=fresh)
+
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        for slot, value, sums in zip(segments.slots, values, into, strict=True):
+            found = self.add(value, scales.host[slot], sums, fresh=fresh)
             place = largest[slot]
             if isinstance(found, torch.Tensor):
                 torch.maximum(place, found, out=place)
@@ -98,8 +122,6 @@ class _OneByOne:
 
 class _InChunks(_OneByOne):
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
-
-    on_host = True
 
     def __init__(self) -> None:
         self._local = threading.local()  # gloo's threads read sums while the main thread adds the next
@@ -151,14 +173,10 @@ class _InChunks(_OneByOne):
 class _Whole(_OneByOne):
     """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
 
-    on_host = False
-
     def __init__(self, kernel: TritonKernel | None = None) -> None:
         self._kernel = kernel
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
-        if self._kernel is not None and values.dtype != torch.float64:
-            return self._kernel.add(values, scale, into, fresh=fresh)
         wide = values.to(_wide(values.dtype))
         largest = torch.linalg.vector_norm(wide, float("inf")) if wide.numel() else wide.new_zeros(())
         scaled = wide.mul(scale).round_()
@@ -183,6 +201,21 @@ class _Whole(_OneByOne):
         else:
             super().add_segments(values, segments, scales, into, largest, fresh=fresh)
 
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        if self._kernel is not None and values[0].dtype != torch.float64:
+            self._kernel.add_apart(values, segments, scales, into, largest, fresh=fresh)
+        else:
+            super().add_apart(values, segments, scales, into, largest, fresh=fresh)
+
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -192,9 +225,6 @@ class _Whole(_OneByOne):
             super().read_segments(sums, segments, inverses, marks, out)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
-        if self._kernel is not None and out.dtype != torch.float64:
-            self._kernel.read(sums, inverse, out)
-            return
         out.copy_(sums.to(_wide(out.dtype)).mul_(inverse))
 
 

@@ -10,6 +10,7 @@ parameters begin. A block knows the first and the last parameter that it has a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,32 +21,16 @@ from rackrun.worker.segments import Factors, Segments
 
 __all__ = ["TritonKernel", "load"]
 
-_BLOCK = 4096
-_SEGMENTED_BLOCK = 2048
-
-
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _add(values, sums, largest, scale, count, FRESH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 - Triton's own notation
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= count:  # without a mask, memory is read and written in vectors
-        rounded = _rounded(tl.load(values + at), largest, scale, WIDE)
-        if not FRESH:
-            rounded += tl.load(sums + at)
-        tl.store(sums + at, rounded)
-    else:
-        inside = at < count
-        rounded = _rounded(tl.load(values + at, mask=inside, other=0.0), largest, scale, WIDE)
-        if not FRESH:
-            rounded += tl.load(sums + at, mask=inside, other=0)
-        tl.store(sums + at, rounded, mask=inside)
-
-
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _rounded(value, largest, scale, WIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    value = value.to(tl.float32)
-    tl.atomic_max(largest, tl.max(_magnitude(value), axis=0))
-    return _nearest(value, scale).to(tl.int64 if WIDE else tl.int32)
+_BLOCK = 2048
+_BLOCK_APART = tl.constexpr(_BLOCK)
+_ALIGNMENT = 16
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -64,7 +49,7 @@ def _nearest(value, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _rounded_segments(value, table, scales, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One block, whose elements may be of several segments. ``table``: as of `_table_of`."""
+    """One block, whose elements may be of several segments. ``table``: `Segments.table`."""
     value = value.to(tl.float32)
     bits = _magnitude(value)
     inside_block = tl.arange(0, BLOCK)
@@ -87,8 +72,11 @@ def _of_block(table, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noq
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _segment(table, segment, begin):  # type: ignore[no-untyped-def]
+    """Where it starts and stops in a block that begins at ``begin``, or far from it; and its slot."""
     row = table + 2 * tl.num_programs(0) + 3 * segment
-    return tl.load(row) - begin, tl.load(row + 1) - begin, tl.load(row + 2)
+    start = tl.minimum(tl.maximum(tl.load(row) - begin, 0), 2147483647).to(tl.int32)
+    stop = tl.minimum(tl.load(row + 1) - begin, 2147483647).to(tl.int32)
+    return start, stop, tl.load(row + 2)
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -107,6 +95,48 @@ def _add_segments(values, sums, table, scales, largest, count, FRESH: tl.constex
         if not FRESH:
             rounded += tl.load(sums + at, mask=inside, other=0)
         tl.store(sums + at, rounded, mask=inside)
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _add_apart(  # type: ignore[no-untyped-def]
+    addresses,
+    table,
+    scales,
+    largest,
+    VALUE: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
+    FRESH: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr,  # noqa: N803
+):
+    """``addresses``: of each segment that of its values and that of its sums; ``ALIGNED``: all are multiples of 16. ``table``:
+    `Segments.table_apart`."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    BLOCK: tl.constexpr = _BLOCK_APART  # noqa: N806
+    segment = tl.load(table + block)
+    size = tl.load(table + 2 * blocks + 2 * segment)
+    slot = tl.load(table + 2 * blocks + 2 * segment + 1)
+    first = tl.load(table + blocks + block) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    values = tl.load(addresses + 2 * segment).to(tl.pointer_type(VALUE)) + at
+    sums = tl.load(addresses + 2 * segment + 1).to(tl.pointer_type(SUM)) + at
+    if ALIGNED:
+        values = tl.multiple_of(values, 16)
+        sums = tl.multiple_of(sums, 16)
+    scale = tl.load(scales + slot)
+    if first + BLOCK <= size:
+        value = tl.load(values).to(tl.float32)
+        rounded = _nearest(value, scale).to(SUM)
+        if not FRESH:
+            rounded += tl.load(sums)
+        tl.store(sums, rounded)
+    else:
+        value = tl.load(values, mask=at < size, other=0.0).to(tl.float32)
+        rounded = _nearest(value, scale).to(SUM)
+        if not FRESH:
+            rounded += tl.load(sums, mask=at < size, other=0)
+        tl.store(sums, rounded, mask=at < size)
+    tl.atomic_max(largest + slot, tl.max(_magnitude(value), axis=0))
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -135,42 +165,8 @@ def _read_segments(sums, out, table, inverses, marks, count, BLOCK: tl.constexpr
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _read(sums, out, inverse, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    factor = tl.load(inverse)
-    if first + BLOCK <= count:
-        tl.store(out + at, (tl.load(sums + at).to(tl.float32) * factor).to(out.dtype.element_ty))
-    else:
-        inside = at < count
-        value = tl.load(sums + at, mask=inside, other=0).to(tl.float32) * factor
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
 class TritonKernel:
     """As `rackrun.worker.fixed_point.FixedPoint`, for all but fp64."""
-
-    def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
-        largest = torch.zeros((), dtype=torch.int32, device=values.device)
-        if count := values.numel():
-            _add[(triton.cdiv(count, _BLOCK),)](
-                values,
-                into,
-                largest,
-                scale,
-                count,
-                FRESH=fresh,
-                WIDE=into.dtype == torch.int64,
-                BLOCK=_BLOCK,
-                enable_fp_fusion=False,
-            )
-        return largest.view(torch.float32)
-
-    def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
-        if count := sums.numel():
-            factor = torch.as_tensor(inverse, dtype=torch.float32, device=out.device)
-            _read[(triton.cdiv(count, _BLOCK),)](sums, out, factor, count, BLOCK=_BLOCK, enable_fp_fusion=False)
 
     def add_segments(
         self,
@@ -183,65 +179,88 @@ class TritonKernel:
         fresh: bool,
     ) -> None:
         if count := segments.count:
-            _add_segments[(triton.cdiv(count, _SEGMENTED_BLOCK),)](
+            _add_segments[(triton.cdiv(count, _BLOCK),)](
                 values,
                 into,
-                segments.table(_SEGMENTED_BLOCK, values.device),
+                segments.table(_BLOCK, values.device),
                 scales.there,
                 largest.view(torch.int32),
                 count,
                 FRESH=fresh,
-                BLOCK=_SEGMENTED_BLOCK,
+                BLOCK=_BLOCK,
                 enable_fp_fusion=False,
             )
+
+    def add_apart(
+        self,
+        values: Sequence[torch.Tensor],
+        segments: Segments,
+        scales: Factors,
+        into: Sequence[torch.Tensor],
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        addresses = [one.data_ptr() for pair in zip(values, into, strict=True) for one in pair]
+        if not (blocks := segments.blocks_apart(_BLOCK)):
+            return
+        device = values[0].device
+        _add_apart[(blocks,)](
+            _brought(addresses, device),
+            segments.table_apart(_BLOCK, device),
+            scales.there,
+            largest.view(torch.int32),
+            VALUE=_TYPES[values[0].dtype],
+            SUM=_TYPES[into[0].dtype],
+            FRESH=fresh,
+            ALIGNED=not any(address % _ALIGNMENT for address in addresses),  # a part of a bucket is not
+            enable_fp_fusion=False,
+        )
 
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
         if count := segments.count:
-            _read_segments[(triton.cdiv(count, _SEGMENTED_BLOCK),)](
+            _read_segments[(triton.cdiv(count, _BLOCK),)](
                 sums,
                 out,
-                segments.table(_SEGMENTED_BLOCK, sums.device),
+                segments.table(_BLOCK, sums.device),
                 inverses.there,
                 marks,
                 count,
-                BLOCK=_SEGMENTED_BLOCK,
+                BLOCK=_BLOCK,
                 enable_fp_fusion=False,
             )
 
 
+def _brought(addresses: list[int], device: torch.device) -> torch.Tensor:
+    """Without a wait: they are others in every step."""
+    there = torch.tensor(addresses, dtype=torch.int64)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+
+
 def load(device: torch.device, reference: Any) -> TritonKernel | None:
-    """None unless it computes on ``device`` what ``reference`` does, bit for bit."""
+    """None unless it computes on ``device`` what ``reference`` does, bit for bit: for parameters that share blocks, and one that has blocks of
+    its own."""
     kernel = TritonKernel()
-    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0], device=device)
+    values = [0.5, 1.5, 2.5, -0.5, -1.5, -2.75, 2.0**22 + 0.5, 3.0e-39, 1.0e6, -0.0]
+    many = torch.tensor(values, device=device).repeat(600)
+    segments = Segments((2, 0, 1, 3), (7, 0, 5200, many.numel() - 5207))
+    one = Segments((1,), (many.numel(),))
+    scale = [1.0, 2.0**3, 2.0**-2, 2.0**5]
+    scales, inverses = Factors.all_of(device, scale, [1 / each for each in scale])
     for integers in (torch.int32, torch.int64):
+        marks = torch.tensor([0, 0, 0, 1], dtype=integers, device=device)
         found = []
         for arithmetic in (kernel, reference):
-            sums, out = torch.empty_like(values, dtype=integers), torch.empty_like(values)
-            largest = [arithmetic.add(values, 2.0**3, sums, fresh=fresh) for fresh in (True, False)]
-            arithmetic.read(sums, 2.0**-3, out)
-            found.append([one.tolist() for one in (*largest, sums, out)])
+            sums, out = torch.empty_like(many, dtype=integers), torch.empty_like(many)
+            largest = torch.zeros(4, device=device)
+            apart = torch.zeros_like(sums)
+            for fresh in (True, False):
+                arithmetic.add_segments(many, segments, scales, sums, largest, fresh=fresh)
+                arithmetic.add_apart([many], one, scales, [apart], largest, fresh=fresh)
+            arithmetic.read_segments(sums, segments, inverses, marks, out)
+            found.append([each.tolist() for each in (largest, sums, apart, out.view(torch.int32))])
         if found[0] != found[1]:
             return None
-        if not _segments_agree(kernel, reference, values, integers):
-            return None
     return kernel
-
-
-def _segments_agree(kernel: Any, reference: Any, values: torch.Tensor, integers: torch.dtype) -> bool:
-    """Of parameters that share blocks, and one that has blocks of its own."""
-    many = values.repeat(600)
-    segments = Segments((2, 0, 1, 3), (7, 0, 5200, many.numel() - 5207))
-    scale = [1.0, 2.0**3, 2.0**-2, 2.0**5]
-    scales, inverses = Factors.all_of(values.device, scale, [1 / one for one in scale])
-    marks = torch.tensor([0, 0, 0, 1], dtype=integers, device=values.device)
-    found = []
-    for arithmetic in (kernel, reference):
-        sums, out = torch.empty_like(many, dtype=integers), torch.empty_like(many)
-        largest = torch.zeros(4, device=values.device)
-        for fresh in (True, False):
-            arithmetic.add_segments(many, segments, scales, sums, largest, fresh=fresh)
-        arithmetic.read_segments(sums, segments, inverses, marks, out)
-        found.append([one.tolist() for one in (largest, sums, out.view(torch.int32))])
-    return bool(found[0] == found[1])

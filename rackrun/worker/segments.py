@@ -48,6 +48,20 @@ class Segments:
             self._places[device] = torch.tensor(self.slots, device=device)
         return self._places[device]
 
+    def table_apart(self, block: int, device: torch.device) -> torch.Tensor:
+        """For a kernel that takes ``block`` elements of one segment at a time, each of which lies in memory of its own; int64, flat: of each block
+        its segment; of each block the how manieth of that segment it is; and of each segment size and slot. Brought there once."""
+        key = -block, device
+        if key not in self._tables:
+            blocks = [(number, at) for number, size in enumerate(self.sizes) for at in range(-(-size // block))]
+            rows = [number for size, slot in zip(self.sizes, self.slots, strict=True) for number in (size, slot)]
+            flat = [*(number for number, _ in blocks), *(at for _, at in blocks), *rows]
+            self._tables[key] = torch.tensor(flat, dtype=torch.int64, device=device)
+        return self._tables[key]
+
+    def blocks_apart(self, block: int) -> int:
+        return sum(-(-size // block) for size in self.sizes)
+
     def table(self, block: int, device: torch.device) -> torch.Tensor:
         """For a kernel that takes ``block`` elements at a time, int64, flat: of each block the first segment that it has a part of; of each
         block the last; and of each segment start, stop and slot. Brought there once."""

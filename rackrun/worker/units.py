@@ -35,6 +35,7 @@ from rackrun.worker.gate import GateSums
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.learning_rates import LearningRates
 from rackrun.worker.loops import ONE_LOOP
+from rackrun.worker.nccl_warmup import warm_nccl
 from rackrun.worker.not_finite import NanProbation
 from rackrun.worker.pace import Pace
 from rackrun.worker.parts import Parts
@@ -229,6 +230,8 @@ class UnitRunner:
             self._try_once(warm_up())
         self._page.enter(Activity.WAITING)
         self._reports.ready("")
+        if self._carried is None:
+            warm_nccl(self._runtime.device)
         self._recover()
         self._came_in = self.passed
         self.waiting_spare = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -62,37 +63,11 @@ def test_the_digest_reads_in_vectors(target: GPUTarget) -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
-def test_the_exact_reduction_reads_and_writes_in_vectors_whatever_the_count(
-    values: str, sums: str, fresh: bool, target: GPUTarget
-) -> None:
-    """All but the last block, whose mask is of single elements."""
-    code = compiled(
-        fixed_point_triton._add,
-        target,
-        {"values": values, "sums": sums, "largest": "*i32", "scale": "fp32", "count": "i32"},
-        {"FRESH": fresh, "WIDE": sums == "*i64", "BLOCK": fixed_point_triton._BLOCK},
-    )
-    loads, stores = widths(code, "ld"), widths(code, "st")
-    assert any(is_vector(form) for form in loads), loads
-    assert any(is_vector(form) for form in stores), stores
-    read = compiled(
-        fixed_point_triton._read,
-        target,
-        {"sums": sums, "out": values, "inverse": "*fp32", "count": "i32"},
-        {"BLOCK": fixed_point_triton._BLOCK},
-    )
-    assert any(is_vector(form) for form in widths(read, "ld")), widths(read, "ld")
-    assert any(is_vector(form) for form in widths(read, "st")), widths(read, "st")
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
 def test_a_bucket_is_read_and_written_in_vectors_wherever_its_parameters_begin(
     values: str, sums: str, fresh: bool, target: GPUTarget
 ) -> None:
     """All but the last block, whose mask is of single elements, and what is looked up for each parameter."""
-    block = fixed_point_triton._SEGMENTED_BLOCK
+    block = fixed_point_triton._BLOCK
     table = {"table": "*i64", "count": "i32"}
     code = compiled(
         fixed_point_triton._add_segments,
@@ -111,6 +86,21 @@ def test_a_bucket_is_read_and_written_in_vectors_wherever_its_parameters_begin(
         assert bytes_in_vectors(one, "st") >= block // _threads(one) * _SIZES[stored], widths(one, "st")
     if not fresh:
         assert bytes_in_vectors(code, "ld") >= block // _threads(code) * (_SIZES[values] + _SIZES[sums])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
+@pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
+def test_gradients_that_lie_apart_are_read_and_written_in_vectors(values: str, sums: str, target: GPUTarget) -> None:
+    block, types = fixed_point_triton._BLOCK, {"*fp32": tl.float32, "*bf16": tl.bfloat16, "*fp16": tl.float16}
+    code = compiled(
+        fixed_point_triton._add_apart,
+        target,
+        {"addresses": "*i64", "table": "*i64", "scales": "*fp32", "largest": "*i32"},
+        {"VALUE": types[values], "SUM": tl.int64 if sums == "*i64" else tl.int32, "FRESH": False, "ALIGNED": True},
+    )
+    own = block // _threads(code)
+    assert bytes_in_vectors(code, "ld") >= own * (_SIZES[values] + _SIZES[sums]), widths(code, "ld")
+    assert bytes_in_vectors(code, "st") >= own * _SIZES[sums], widths(code, "st")
 
 
 _SIZES = {"*fp32": 4, "*i32": 4, "*bf16": 2, "*fp16": 2, "*i64": 8}
