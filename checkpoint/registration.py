@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["register_memory", "unregister_memory"]
+__all__ = ["loaded_runtime", "register_memory", "unregister_memory"]
 
 
 class _Runtime(Protocol):
@@ -37,10 +37,10 @@ def _done(code: object) -> bool:
 
 def _forget_error() -> None:
     with contextlib.suppress(OSError, AttributeError):
-        _loaded_runtime().cudaGetLastError()
+        loaded_runtime().cudaGetLastError()
 
 
-def _loaded_runtime() -> ctypes.CDLL:
+def loaded_runtime() -> ctypes.CDLL:
     """The library that torch has loaded: another copy would have an error of its own. OSError: there is none."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}

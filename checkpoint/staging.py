@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.image import write_tensor
 from rackrun.checkpoint.layout import ImageLayout
 from rackrun.checkpoint.registration import register_memory, unregister_memory
@@ -51,6 +52,7 @@ class Staging:
             _copy(layout, tensors, names, into, beside=False)
             return
         assert self._stream is not None, "`ready` is of its device"
+        use_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             _copy(layout, tensors, names, into, beside=True)

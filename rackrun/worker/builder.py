@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan
 from rackrun.worker.communicator import Communicator, build_communicator
 from rackrun.worker.store import ExchangeStore
@@ -57,6 +58,7 @@ class Builder(threading.Thread):
 
     def run(self) -> None:
         try:
+            use_device(self._device)
             self._build()
         except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
             self.error = error

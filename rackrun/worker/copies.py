@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.image import write_tensor, write_tensors
 from rackrun.checkpoint.registration import register_memory, unregister_memory
 from rackrun.worker.image import Shard
@@ -67,7 +68,7 @@ class _GpuCopies(HostCopies):
     ) -> None:
         del filled  # the bytes come to memory, not to a cache
         assert ready is not None
-        torch.cuda.set_device(self._device)  # of this thread: else it would make a context on the first GPU
+        use_device(self._device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             for entry in shard.layout.entries:

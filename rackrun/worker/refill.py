@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.errors import LayoutMismatch
 from rackrun.checkpoint.layout import ImageLayout, TensorEntry
 from rackrun.checkpoint.reshard import Fetch, Read, fill, plan_reshard
@@ -59,7 +60,8 @@ class Refill:
             for image in self.fetches:
                 fill_from(image)
         else:
-            with ThreadPoolExecutor(threads, "rackrun-refill") as pool:
+            device = next(iter(self._places.values())).device
+            with ThreadPoolExecutor(threads, "rackrun-refill", use_device, (device,)) as pool:
                 for filled in [pool.submit(fill_from, image) for image in self.fetches]:
                     filled.result()
         self._state.load_plain(self._manifest, self._tensors)

@@ -10,6 +10,7 @@ import crc32c
 import torch
 from torch.distributed.tensor import DTensor
 
+from rackrun.checkpoint.device import use_device
 from rackrun.worker.device_digest import device_digest
 
 __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "local_part", "pack"]
@@ -52,7 +53,8 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     found: list[int | torch.Tensor]
     threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
     if threads > 1 and sum(one.nbytes for one in tensors if one.device.type == "cpu") >= _SHARED_BYTES:
-        with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
+        device = next((one.device for one in tensors if one.device.type != "cpu"), tensors[0].device)
+        with ThreadPoolExecutor(threads, "rackrun-digest", use_device, (device,)) as pool:
             found = list(pool.map(_digest, tensors))
     else:
         found = [_digest(tensor) for tensor in tensors]

@@ -7,7 +7,7 @@
 
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
-collective takes a millisecond and more. "stuck": besides, a lost peer is no error, and the collective does not end before it is broken.
+collective takes a millisecond and more, and one that has lost a peer ends a second later, or when it is broken. "stuck": it ends only then.
 
 The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
 last collective is over that the stream waits for in front of it.
@@ -34,10 +34,11 @@ from rackrun.worker import builder, restore, tensor_bytes, world
 from rackrun.worker.communicator import GlooCommunicator
 from rackrun.worker.device_digest import device_digest
 
-__all__ = ["MODES", "Double", "Stream", "install", "stream_of"]
+__all__ = ["MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
+_NOTICED_S = 1.0
 _LEAVES_S = 0.02
 """A kernel sees now and then that it is to leave."""
 
@@ -228,8 +229,7 @@ class Double:
                 time.sleep(_LATE_S)
                 getattr(self._inner, name)(*args).wait()
             except RuntimeError:
-                if self._stuck:
-                    self._aborted.wait()
+                self._aborted.wait(None if self._stuck else _NOTICED_S)
                 time.sleep(_LEAVES_S)
                 with torch.no_grad():
                     for tensor in work.outputs:
@@ -256,7 +256,7 @@ class DoubleCommunicator:
         """Nothing to wait for."""
 
 
-class _Queue:
+class Queue:
     is_host = False
     name = "double of a GPU"
 
@@ -326,7 +326,7 @@ def install(mode: str) -> TorchDispatchMode:
 
     torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign]
     builder.build_communicator = build  # type: ignore[assignment]
-    world.queue_of = lambda _: _Queue(stream)  # type: ignore[assignment, return-value]
+    world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
     world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
     restore.readable = unreadable  # type: ignore[assignment]
     tensor_bytes._digest = _digest_of_device
