@@ -24,7 +24,7 @@ from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.run import Run
 from rackrun.worker.undo import Undo
-from rackrun.worker.world import World
+from rackrun.worker.world import Scope, World
 
 Train = Callable[..., Ended]
 
@@ -123,31 +123,81 @@ def test_before_the_first_step_a_broken_collective_ends_its_script_and_gives_it_
     asynchronous: bool, future: bool, alone: World
 ) -> None:
     """The communicator is broken while the script waits; the kernel leaves, and all waits pass."""
-    stream, group = stream_of(alone), alone.groups[0]
+    group = alone.groups[0]
     tensor, options = torch.ones(4), dist.AllreduceOptions()
     options.asyncOp = asynchronous
-
-    def call(_name: str, tensors: list[torch.Tensor], opts: Any, **_how: Any) -> LateWork | None:
-        work = LateWork(stream, tensors, tensors)
-        stream.enqueue(work.enqueued)
-
-        def breaks() -> None:
-            alone.collective_failed(1, RuntimeError("broken"))
-            tensors[0].fill_(torch.nan)
-            stream.over(work.enqueued)
-
-        threading.Thread(target=breaks).start()
-        if opts.asyncOp:
-            return work
-        stream.waits_for(work.enqueued)
-        return None
-
-    group.communicator = cast("Any", SimpleNamespace(call=call))
-    with InStream(stream):
+    breaks_in_it(alone)
+    with InStream(stream_of(alone)):
         work = group.allreduce([tensor], options)
         with pytest.raises(CollectiveBroken, match="before the first step"):
             work.get_future() if future else work.wait()
     assert torch.equal(tensor, torch.zeros(4)), "whoever catches that is given no garbage either"
+
+
+@pytest.mark.parametrize(
+    ("start", "kept"),
+    [
+        (lambda group, tensor: group.broadcast([tensor], root(0)), True),
+        (lambda group, tensor: group.broadcast([tensor], root(1)), False),
+        (lambda group, tensor: group.send([tensor], 1), True),
+        (lambda group, tensor: group.reduce([tensor]), False),
+    ],
+    ids=["source of a broadcast", "broadcast", "send", "reduce"],
+)
+def test_what_a_broken_collective_only_read_is_kept_and_what_it_wrote_is_zero(
+    start: Callable[[Any, torch.Tensor], dist.Work], kept: bool, alone: World
+) -> None:
+    """In the first phase, in a backward pass, which cannot be left."""
+    tensor = torch.ones(4)
+    breaks_in_it(alone, writes=not kept)
+    alone.scope, alone.in_phase, alone.may_leave_phase = Scope.UNIT, True, lambda: False
+    with InStream(stream_of(alone)):
+        start(alone.groups[0], tensor).wait()
+    assert tensor.tolist() == [float(kept)] * 4
+    assert alone.broken
+
+
+def root(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def breaks_in_it(world: World, *, writes: bool = True) -> None:
+    """The communicator of its only group, in the first collective, beside who waits for it. ``writes``: it leaves garbage."""
+    stream = stream_of(world)
+
+    def call(_name: str, tensors: list[torch.Tensor], *args: Any, **_how: Any) -> LateWork | None:
+        work = LateWork(stream, tensors, tensors)
+        stream.enqueue(work.enqueued)
+
+        def breaks() -> None:
+            world.collective_failed(1, RuntimeError("broken"))
+            if writes:
+                tensors[0].fill_(torch.nan)
+            stream.over(work.enqueued)
+
+        threading.Thread(target=breaks).start()
+        if getattr(args[-1], "asyncOp", True):
+            return work
+        stream.waits_for(work.enqueued)
+        return None
+
+    world.groups[0].communicator = cast("Any", SimpleNamespace(call=call))
+
+
+def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
+    """It polls, which is no work."""
+    seen: list[int] = []
+
+    def passed() -> bool:
+        seen.append(alone.stands_since_ns)
+        return len(seen) > 1
+
+    place = SimpleNamespace(passed=passed)
+    assert alone.device_comes(cast("Any", place), 1)
+    assert all(seen)
+    assert not alone.stands_since_ns
 
 
 @pytest.fixture
