@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -151,12 +152,25 @@ class InStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return self._of_parts(func, args, kwargs or {})
         if any(one.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for one in types):
-            return NotImplemented  # a DTensor, say: its own operations on its part come here by themselves
+            return NotImplemented  # its own operations on its parts come here by themselves
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._stream.before(leaf)
         return func(*args, **(kwargs or {}))
+
+    def _of_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Torch goes on with a DTensor's part, and with its collectives, past this mode: they are waited for, as the stream would."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._stream.before(leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
+        before, self._stream.read_by_host = self._stream.read_by_host, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._stream.read_by_host = before
 
 
 class LateWork(dist.Work):
