@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from rackrun.checkpoint.registration import loaded_runtime
+from rackrun.checkpoint.libraries import loaded_library
 
 __all__ = ["use_device"]
 
@@ -24,4 +24,5 @@ def use_device(device: torch.device) -> None:
     torch.cuda.set_device(device)
     mode = ctypes.c_int(_OF_THIS_THREAD)
     with contextlib.suppress(OSError, AttributeError):
-        loaded_runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if (runtime := loaded_library("libcudart")) is not None:
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -75,14 +75,12 @@ def write_head(layout: ImageLayout, plain: bytes, into: memoryview) -> None:
     into[start:stop] = plain
 
 
-def write_tensor(
-    layout: ImageLayout, name: str, tensor: torch.Tensor, into: memoryview, *, non_blocking: bool = False
-) -> None:
-    """One tensor to its place. ``non_blocking``: as of `torch.Tensor.copy_`; nothing is checked."""
+def write_tensor(layout: ImageLayout, name: str, tensor: torch.Tensor, into: memoryview) -> None:
+    """One tensor to its place. Nothing is checked."""
     if layout.by_name[name].box.numel:
         bits = bits_of(tensor)
         place = torch.frombuffer(into, dtype=bits.dtype, count=bits.numel(), offset=layout.extents[name][0])
-        place.view(bits.shape).copy_(bits, non_blocking=non_blocking)
+        place.view(bits.shape).copy_(bits)
 
 
 def write_tensors(

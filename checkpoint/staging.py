@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 
 import torch
 
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.device import use_device
+from rackrun.checkpoint.device_copies import DeviceCopies
 from rackrun.checkpoint.image import write_tensor
 from rackrun.checkpoint.layout import ImageLayout
-from rackrun.checkpoint.registration import register_memory, unregister_memory
+from rackrun.checkpoint.pinning import Pinning
 
 __all__ = ["Staging"]
 
@@ -20,16 +22,21 @@ class Staging:
     the driver allows it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pinning = Pinning(self._use_device, _tell)
+        self._copies = DeviceCopies(self._pinning.cuts)
 
     def pin(self, arena: Arena) -> None:
+        """Begin to: until it is done, copies are slower."""
         if self._stream is not None:
-            register_memory(*arena.memory())
+            self._pinning.pin(*arena.memory())
 
     def unpin(self, arena: Arena) -> None:
-        """Before the arena is closed."""
+        """Before the arena is closed. Nothing is copied to it."""
         if self._stream is not None:
-            unregister_memory(arena.memory()[0])
+            self._copies.forget()
+            self._pinning.unpin(arena.memory()[0])
 
     def ready(self) -> torch.cuda.Event | None:
         """Taken by the thread that trains, when the tensors are as they are to be copied."""
@@ -49,19 +56,25 @@ class Staging:
     ) -> None:
         """Any thread; returns when ``names`` are there."""
         if ready is None:
-            _copy(layout, tensors, names, into, beside=False)
+            _copy(layout, tensors, names, into)
             return
         assert self._stream is not None, "`ready` is of its device"
-        use_device(self._stream.device)
+        self._use_device()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            _copy(layout, tensors, names, into, beside=True)
+            self._copies.enqueue(layout, tensors, names, into)
         self._stream.synchronize()
 
+    def _use_device(self) -> None:
+        """First in each thread: else it would make a context on the first GPU."""
+        use_device(self._device)
 
-def _copy(
-    layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview, *, beside: bool
-) -> None:
+
+def _copy(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview) -> None:
     for entry in layout.entries:  # in the order of the image
         if entry.name in names:
-            write_tensor(layout, entry.name, tensors[entry.name], into, non_blocking=beside)
+            write_tensor(layout, entry.name, tensors[entry.name], into)
+
+
+def _tell(what: str) -> None:
+    print(f"rackrun: {what}", file=sys.stderr, flush=True)

@@ -59,6 +59,7 @@ def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
     from rackrun.launch.rendezvous import listen, meet
 
     options = parse(arguments)
+    _check_gpus()
     hidden = options.redirects != "0" or options.local_ranks_filter != ""
     run_id = options.run_id or new_run_id()
     token = read_token(options.token_file) if options.token_file else secrets.token_urlsafe(32)
@@ -73,6 +74,15 @@ def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
             place.close()
     finally:
         listening.close()
+
+
+def _check_gpus() -> None:
+    import torch  # the agents fork with it
+
+    from rackrun.launch.gpus import check_gpus
+
+    accelerated = torch.version.cuda is not None or torch.version.hip is not None
+    check_gpus(os.environ, torch=torch.__version__, accelerated=accelerated)
 
 
 def _host(options: Options, run_id: str, token: str, listening: socket.socket, place: RunPlace) -> StopJob:

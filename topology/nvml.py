@@ -52,6 +52,9 @@ UNKNOWN_FIELD = frozenset({2, 3, 6, 7, FUNCTION_NOT_FOUND, VERSION_MISMATCH, 26,
 """Invalid argument, not supported, not found, too little room, no such function, other version, deprecated, not ready."""
 _VERDICTS: dict[int, Literal["lost", "reset_required"]] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset_required"}
 
+_MODES: dict[int | None, Literal["exclusive", "prohibited"]] = {1: "exclusive", 2: "prohibited", 3: "exclusive"}
+"""1 is EXCLUSIVE_THREAD, of old drivers."""
+
 
 class Nvml:
     """An open NVML. Its calls may block for ever: a driver that hangs takes its callers with it."""
@@ -89,13 +92,14 @@ class Nvml:
         nvml = self._nvml
         try:
             driver = text_of(nvml.nvmlSystemGetDriverVersion())
+            cuda = _Asked(nvml)("cuda", "nvmlSystemGetCudaDriverVersion_v2")
             count = int(nvml.nvmlDeviceGetCount())
             gpus = tuple(self._gpu(index) for index in range(count))
         except nvml.NVMLError as error:
             return _unavailable(error)
         if any(not gpu.verdict for gpu in gpus if gpu.index in self._unheard):
             self.listen()
-        return TrayReading(driver=driver, gpus=gpus, events=self._events is not None)
+        return TrayReading(driver=driver, gpus=gpus, events=self._events is not None, cuda=cuda)
 
     def wait(self, timeout_ms: int) -> XidEvent | None:
         """The next Xid, with the recovery action as it is right after; None when there is none in time.
@@ -169,6 +173,8 @@ class Nvml:
         if handle is not None:
             self._handles[index] = handle
             reading = asked.reading(index, handle)
+            if index not in self._known:
+                reading = asked.as_found(reading, handle)
         else:
             reading = asked.closed(index)
         known = self._known.get(index)
@@ -254,6 +260,21 @@ class _Asked:
             "cpus": as_ranges(self("cpus", "nvmlDeviceGetCpuAffinityWithinScope", handle, CPU_WORDS, 0)),
         }
         return GpuReading(index=index, **fields, **self._ended())
+
+    def as_found(self, reading: GpuReading, handle: Any) -> GpuReading:
+        """With what matters before anybody of ours uses it. A driver that does not say says nothing against it."""
+        if reading.verdict:
+            return reading
+        fresh = _Asked(self._nvml)  # whatever fails here is no fault of the GPU
+        mode = fresh("mode", "nvmlDeviceGetComputeMode", handle)
+        slices = fresh("mig", "nvmlDeviceGetMigMode", handle)
+        users = fresh("users", "nvmlDeviceGetComputeRunningProcesses", handle)
+        return msgspec.structs.replace(
+            reading,
+            mode=_MODES.get(mode, ""),
+            mig=slices is not None and bool(slices[0]),
+            users=tuple(sorted(int(one.pid) for one in users or ())),
+        )
 
     def recovery_action(self, handle: Any) -> int | None:
         values = self("recovery_action", "nvmlDeviceGetFieldValues", handle, [FIELD_RECOVERY_ACTION])

@@ -136,6 +136,12 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The NUMA node of the CPU that it hangs on."""
     cpus: str = ""
     """Cores near it, ``0-71``."""
+    mode: Literal["", "exclusive", "prohibited"] = ""
+    """How many processes may compute on it: any number, one, none. This and what follows is of a process's first reading alone."""
+    mig: bool = False
+    """It is cut into slices (MIG)."""
+    users: tuple[int, ...] = ()
+    """Processes that compute on it, as far as this one may see them."""
 
 
 class TrayReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,6 +149,8 @@ class TrayReading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     gpus: tuple[GpuReading, ...]
     events: bool = True
     """Xids are reported as they happen."""
+    cuda: int | None = None
+    """The newest CUDA that the driver serves: 13020 is 13.2. None: it does not say."""
 
     @property
     def driver_branch(self) -> int | None:

@@ -28,7 +28,7 @@ __all__ = ["CALLS", "NVML_ERRORS", "FakeRack", "FakeTray", "build"]
 SOURCE = Path(__file__).with_name("nvml.c")
 MAGIC = 0x6C6D766E
 ONCE = 0x10000
-GPUS, LINKS, EVENTS, MASK_WORDS = 16, 36, 256, 16
+GPUS, LINKS, EVENTS, MASK_WORDS, USERS = 16, 36, 256, 16, 4
 CALLS = ("identity", "fabric", "platform", "fields", "links", "remapped", "ecc", "clocks", "affinity", "events")
 """What can be made to fail by itself: see `FakeTray.fail`."""
 NVML_ERRORS = {
@@ -56,7 +56,8 @@ class FakeGpu(ctypes.Structure):
         ("cluster", _u8 * 16), ("platform", _Platform),
         ("module_id", _u32), ("fabric_state", _u32), ("fabric_status", _u32), ("clique", _u32), ("fabric_mask", _u32),
         ("fabric_summary", _u32), ("links", _u32), ("link_state", _u32 * LINKS), ("remapped", _u32 * 4),
-        ("recovery_action", _u32), ("sram_threshold", _u32), ("error", _u32), ("result", _u32 * len(CALLS)),
+        ("recovery_action", _u32), ("sram_threshold", _u32), ("error", _u32), ("compute_mode", _u32), ("mig", _u32),
+        ("user_count", _u32), ("users", _u32 * USERS), ("result", _u32 * len(CALLS)),
         ("ecc_uncorrected", _u64), ("clock_reasons", _u64), ("nodes", _u64), ("cpus", _u64 * MASK_WORDS),
     ]  # fmt: skip
 
@@ -67,12 +68,12 @@ class _Event(ctypes.Structure):
 
 class FakeTray(ctypes.Structure):
     """One tray's part of the state. ``init_result`` is what nvmlInit returns; ``hang`` blocks every call while it is set; ``readings`` have
-    begun so far, of ``event_count`` events so many were ``delivered``."""
+    begun so far, of ``event_count`` events so many were ``delivered``; ``cuda`` is the newest that the driver serves, 13000 for 13.0."""
 
     _fields_ = [
         ("name", _char * 64), ("driver", _char * 80),
         ("gpus", _u32), ("init_result", _u32), ("hang", _u32), ("fabric_version", _u32), ("event_count", _u32),
-        ("calls", _u32), ("readings", _u32), ("delivered", _u32), ("gpu", FakeGpu * GPUS), ("event", _Event * EVENTS),
+        ("calls", _u32), ("readings", _u32), ("delivered", _u32), ("cuda", _u32), ("gpu", FakeGpu * GPUS), ("event", _Event * EVENTS),
     ]  # fmt: skip
 
     def xid(self, gpu: int, xid: int, kind: int = XID_EVENT) -> None:
@@ -130,6 +131,7 @@ class FakeRack:
         for number, (name, (rack, tray)) in enumerate(topology.trays.items()):
             fake = FakeTray.from_address(address + head + number * ctypes.sizeof(FakeTray))
             fake.name, fake.driver, fake.gpus, fake.fabric_version = name.encode(), driver.encode(), len(tray.gpus), 3
+            fake.cuda = 13000
             for at, gpu in zip(fake.gpu, tray.gpus, strict=False):
                 _describe(at, gpu, tray, rack.serial, clique_of[gpu.uuid], links)
             trays[name] = fake

@@ -26,12 +26,14 @@ enum { CALL_IDENTITY, CALL_FABRIC, CALL_PLATFORM, CALL_FIELDS, CALL_LINKS, CALL_
 #define LINKS 36
 #define EVENTS 256
 #define MASK_WORDS 16
+#define USERS 4
 
 typedef struct {
     char uuid[96], serial[32], bus_id[32], name[64];
     uint8_t cluster[16], platform[40]; /* platform: the struct from its fifth byte on */
     uint32_t module_id, fabric_state, fabric_status, clique, fabric_mask, fabric_summary;
     uint32_t links, link_state[LINKS], remapped[4], recovery_action, sram_threshold, error;
+    uint32_t compute_mode, mig, user_count, users[USERS]; /* users: the pids that compute on it */
     uint32_t result[CALLS]; /* what these calls return instead of an answer */
     uint64_t ecc_uncorrected, clock_reasons, nodes, cpus[MASK_WORDS];
 } gpu_t;
@@ -43,7 +45,7 @@ typedef struct {
 
 typedef struct {
     char name[64], driver[80];
-    uint32_t gpus, init_result, hang, fabric_version, event_count, calls, readings, delivered;
+    uint32_t gpus, init_result, hang, fabric_version, event_count, calls, readings, delivered, cuda;
     gpu_t gpu[GPUS];
     event_t event[EVENTS];
 } tray_t;
@@ -113,6 +115,14 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) {
     hang();
     return text(out, size, tray->driver);
 }
+#ifndef NO_nvmlSystemGetCudaDriverVersion_v2
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    if (!tray) return UNINITIALIZED;
+    hang();
+    *version = (int)tray->cuda;
+    return SUCCESS;
+}
+#endif
 #ifndef NO_nvmlDeviceGetCount_v2
 int nvmlDeviceGetCount_v2(unsigned *count) {
     if (!tray) return UNINITIALIZED;
@@ -146,6 +156,37 @@ int nvmlDeviceGetModuleId(void *device, unsigned *module) {
     *module = gpu->module_id;
     return SUCCESS;
 }
+
+int nvmlDeviceGetComputeMode(void *device, unsigned *mode) {
+    ENTER(device, CALL_IDENTITY)
+    *mode = gpu->compute_mode;
+    return SUCCESS;
+}
+#ifndef NO_nvmlDeviceGetMigMode
+int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) {
+    ENTER(device, CALL_IDENTITY)
+    *current = *pending = gpu->mig;
+    return SUCCESS;
+}
+#endif
+
+typedef struct {
+    unsigned pid;
+    unsigned long long memory;
+    unsigned gpu_instance, compute_instance;
+} process_t;
+
+#ifndef NO_nvmlDeviceGetComputeRunningProcesses_v3
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *out) {
+    ENTER(device, CALL_IDENTITY)
+    unsigned room = *count;
+    *count = gpu->user_count;
+    if (room < gpu->user_count) return INSUFFICIENT_SIZE;
+    for (unsigned i = 0; i < gpu->user_count && i < USERS; i++)
+        out[i] = (process_t){gpu->users[i], 1ull << 30, ~0u, ~0u};
+    return SUCCESS;
+}
+#endif
 
 typedef struct {
     char legacy[16];

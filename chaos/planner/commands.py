@@ -22,8 +22,12 @@ from rackrun.chaos.planner.presets import PRESETS, preset
 from rackrun.chaos.planner.render import render_grid, render_prediction, render_survey
 from rackrun.chaos.planner.state import Intervals
 from rackrun.chaos.planner.survey import survey
+from rackrun.chaos.planner.swap_figures import FIGURES
+from rackrun.chaos.planner.swap_fit import fitted, held_against, read_kit
+from rackrun.chaos.planner.swap_model import Question, predict_swap
+from rackrun.chaos.planner.swap_render import render_swap
 from rackrun.chaos.planner.traces import read_trace
-from rackrun.chaos.planner.words import duration, numbers, pair
+from rackrun.chaos.planner.words import duration, numbers, pair, sizes, volume
 from rackrun.core.policy import parse_policy, parse_weights
 
 __all__ = ["plan"]
@@ -262,6 +266,54 @@ def predict(
         print(msgspec.json.encode(found).decode())
     else:
         render_prediction(_console(), found)
+
+
+@plan.command(epilog="Example: rackctl plan swap --ranks 1024 --groups tp:8,dp:128 --state 12.7GB")
+def swap(  # noqa: PLR0913, PLR0917 - one argument for each option
+    ranks: Annotated[int, typer.Option(help="Of the world.")],
+    groups: Annotated[str, _text("AXIS:SIZE,..", "Of the mesh: tp:8,dp:128. Default: one data-parallel group.")] = "",
+    state_of_rank: Annotated[str, typer.Option("--state", metavar="BYTES", help="Of one rank: 12.7GB.")] = "5GB",
+    link: Annotated[
+        Literal["nvlink", "host", "network"],
+        typer.Option(help="What a newcomer is restored over: a replica's GPU, a snapshot on its host, another host."),
+    ] = "nvlink",
+    gate: Annotated[
+        Literal["host", "gpu"], typer.Option(help="gpu: a communicator as large as the world is built, too.")
+    ] = "host",
+    at_once: Annotated[bool, typer.Option(help="A rank's groups are built at the same time.")] = False,
+    kit: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What the GPU kit measured: its document, or its lines.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+    as_costs: Annotated[bool, typer.Option(help="A file for --costs, with takeover_s from here.")] = False,
+) -> None:
+    """How long a swap takes on GPUs, stage by stage, and what of that is measured and what predicted."""
+    measured = read_kit(kit) if kit else None
+    figures, told = (
+        fitted(measured)
+        if measured
+        else (FIGURES, "not calibrated: rackctl plan swap --kit FILE takes what the GPU kit measured")
+    )
+    question = Question(
+        ranks=ranks,
+        groups=sizes(groups, "--groups") or {"dp": ranks},
+        state_bytes=volume(state_of_rank, "--state"),
+        link=link,
+        gate=gate,
+        at_once=at_once,
+    )
+    found = predict_swap(question, figures, told)
+    if measured:
+        found = msgspec.structs.replace(found, held_against=held_against(measured, figures))
+    if as_costs:
+        whole = found.row("whole swap, spare warm")
+        origin = {"takeover_s": f"rackctl plan swap, {ranks} ranks, {whole.source}; {told}"}
+        print(write_costs(PlanCosts(takeover_s=whole.likely, state_bytes=question.state_bytes, origin=origin)), end="")
+    elif as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        render_swap(_console(), found)
 
 
 def _console() -> Console:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 from rackrun.chaos.errors import PlannerError
 
-__all__ = ["duration", "numbers", "pair", "spell"]
+__all__ = ["duration", "numbers", "pair", "sizes", "spell", "volume"]
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -33,6 +34,30 @@ def pair(text: str, what: str, remedy: str) -> tuple[str, str]:
     if not colon or not left or not right:
         raise PlannerError(f"{what} {text!r} needs two parts and a colon.", remedy=remedy)
     return left, right
+
+
+def volume(text: str, what: str) -> float:
+    """Bytes of ``12.7GB``, ``512MiB``, ``4000000``. Raises PlannerError unless it is from 0."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|[kKMGT]i?B)?", text.strip())
+    if found is None:
+        raise PlannerError(
+            f"{what} {text!r} is no number of bytes.", remedy="write a number and MB, GB or GiB: 12.7GB."
+        )
+    unit = found[2] or "B"
+    power = "BKMGT".index(unit[0].upper())
+    return float(found[1]) * (1024.0 if "i" in unit else 1000.0) ** power
+
+
+def sizes(text: str, what: str) -> dict[str, int]:
+    """``tp:8,dp:128``, each name once. Raises PlannerError."""
+    remedy = "write names and numbers: tp:8,dp:128."
+    found: dict[str, int] = {}
+    for word in filter(None, (one.strip() for one in text.split(","))):
+        name, number = pair(word, what, remedy)
+        if not number.strip().isdecimal() or name in found:
+            raise PlannerError(f"{what} {text!r}: {word!r} is no size, or is there twice.", remedy=remedy)
+        found[name] = int(number)
+    return found
 
 
 def spell(seconds: float) -> str:

@@ -19,6 +19,7 @@ from rackrun.core.commands import (
     AskPolicy,
     BreakGeneration,
     Command,
+    CondemnWorker,
     DealShards,
     Decided,
     DismissTray,
@@ -278,7 +279,7 @@ class Coordinator:
                     sim.marks.sometimes("a slow rank was told of")
             case Answer():
                 self._hear(command)
-            case Decided():
+            case Decided() | CondemnWorker():
                 pass
             case RequestRack() | ReleaseRack():
                 sim.provider.provide(command)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
 
 from rackrun.agent.binding import NOWHERE, bindings, cores_here
 from rackrun.agent.config import AgentConfig
 from rackrun.agent.hardware import by_driver, is_of, named_cliques, reconciled
 from rackrun.agent.judge import DeviceEvent, Judge
 from rackrun.agent.slots import visible_gpus
+from rackrun.agent.start_checks import check_start
 from rackrun.core.events import DeviceJudged, TrayDescribed
 from rackrun.topology.environment import Binding
 from rackrun.topology.errors import SourcesDisagree, TopologyError
@@ -30,6 +32,7 @@ from rackrun.topology.kernel_log import KernelLog
 from rackrun.topology.nvml_watch import START_MS, NvmlWatch
 from rackrun.topology.readings import NvmlUnavailable, TrayReading
 from rackrun.topology.sources import PartialTopology, merge
+from rackrun.topology.unjudged import ignored_by
 
 __all__ = ["Devices", "Pace"]
 
@@ -72,8 +75,10 @@ class Devices:
         """All that is known of this tray."""
         self.contradiction = ""
         """Why that cannot be one tray: two sources disagree."""
+        self.refusal = ""
+        """Why no worker can compute here (`rackrun.agent.start_checks`)."""
         self._bindings: dict[int, Binding] = {}
-        self._judge = Judge(config.tray, config.slots, named_cliques(self._files))
+        self._judge = Judge(config.tray, config.slots, named_cliques(self._files), ignored_by(self._environment))
         self._watch: NvmlWatch | None = None
         self._log: KernelLog | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -99,6 +104,11 @@ class Devices:
         self._has_joined = True
         self._early[:] = [event for event in self._early if isinstance(event, DeviceJudged)]
         return {slot: unfit for slot, unfit in self._judge.unfit.items() if unfit}
+
+    @property
+    def unjudged(self) -> str:
+        """`Judge.unjudged`."""
+        return self._judge.unjudged
 
     def tell(self, tell: Callable[[DeviceEvent], None]) -> None:
         """From now on, and what has happened since `joined`."""
@@ -226,8 +236,19 @@ class Devices:
         if config.simulated and not is_of(reading, self._files):
             return False
         visible = visible_gpus(reading, self._environment, config.slots)
-        if visible.note:
-            _say(f"{config.tray}: {visible.note}")
+        start = check_start(
+            reading,
+            visible,
+            slots=config.slots,
+            cuda=torch.version.cuda,
+            filler=bool(config.filler.command),
+            environment=self._environment,
+        )
+        if not self._has_joined:  # later, workers have found out themselves
+            self.refusal = start.refusal
+        for note in (visible.note, *start.notes):
+            if note:
+                _say(f"{config.tray}: {note}")
         if not visible.gpus:
             return False
         self.partials = reconciled(self._files, by_driver(reading, config.tray, visible.gpus))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from rackrun.topology.facts import preflight
 from rackrun.topology.health import Said, TrayHealth
 from rackrun.topology.model import CliqueId
 from rackrun.topology.readings import FabricState, LinkState, NvmlUnavailable, TrayReading
+from rackrun.topology.unjudged import HEALTH_VARIABLE, Part, is_lone, without
 
 __all__ = ["DeviceEvent", "Judge", "cliques_of"]
 
@@ -22,15 +23,25 @@ _UP = (LinkState.ACTIVE, LinkState.SLEEP)
 class Judge:
     """``handle(at_ms, said) -> events``. Before `begin`, nobody knows which GPU is whose.
 
-    ``cliques``: what each slot is to join, by the rack file; where it says nothing, what the first registration said.
+    ``cliques``: what each slot is to join, by the rack file; where it says nothing, what the first registration said. ``ignored`` is not
+    judged, nor are the links and the fabric of a GPU that has no peer to use them with (`rackrun.topology.unjudged`).
     """
 
-    def __init__(self, tray: TrayId, slots: int, cliques: Mapping[int, CliqueId] | None = None) -> None:
+    def __init__(
+        self,
+        tray: TrayId,
+        slots: int,
+        cliques: Mapping[int, CliqueId] | None = None,
+        ignored: Collection[Part] = (),
+    ) -> None:
         self._tray = tray
         self._gpus: tuple[int, ...] | None = None
         self._slot_of: dict[int, int] = {}
         self._health = TrayHealth()
         self._cliques = dict(cliques or {})
+        self._named = bool(cliques)
+        self._ignored = tuple(ignored)
+        self._lone = False
         self._alone = False
         self._links: dict[int, int] = {}
         """As many as were up at best, by slot."""
@@ -48,16 +59,30 @@ class Judge:
 
     def handle(self, at_ms: int, said: Said) -> list[DeviceEvent]:
         """Verdicts first, then which slots may be used."""
+        whole = said
+        if isinstance(said, TrayReading):
+            self._lone = not self._named and is_lone(said, self._gpus or ())
+            said = without(said, self._parts)
         events: list[DeviceEvent] = [
             DeviceJudged(tray=self._tray, verdict=msgspec.structs.replace(verdict, index=self._slot_of[verdict.index]))
             for verdict in self._health.handle(at_ms, said)
             if verdict.index in self._slot_of  # what has no slot is not ours
         ]
-        if isinstance(said, TrayReading):
-            self._learn(said)
+        if isinstance(whole, TrayReading):
+            self._learn(whole)
         if isinstance(said, TrayReading | NvmlUnavailable):
             events += self._tell({slot: self._against(slot, said) for slot in self.unfit})
         return events
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return ("fabric", "links") if self._lone else self._ignored
+
+    @property
+    def unjudged(self) -> str:
+        """What is not judged, and why: for people; "": all is."""
+        why = "its only GPU has no NVLink peer" if self._lone else HEALTH_VARIABLE
+        return f"{', '.join(self._parts)} ({why})" if self._parts else ""
 
     def unwatched(self) -> list[DeviceEvent]:
         """There will be no readings: nothing is known against anybody."""
@@ -73,9 +98,12 @@ class Judge:
             return preflight(said, ())
         if slot >= len(self._gpus):
             return ()
-        return preflight(said, (self._gpus[slot],), clique=self._clique(slot), links=self._links.get(slot))
+        links = None if "links" in self._parts else self._links.get(slot)
+        return preflight(said, (self._gpus[slot],), clique=self._clique(slot), links=links)
 
     def _clique(self, slot: int) -> CliqueId | None:
+        if "fabric" in self._parts:
+            return None  # nobody looks whether it has joined
         return self._cliques.get(slot) or (CliqueId(f"host:{self._tray}", 0) if self._alone else None)
 
     def _learn(self, reading: TrayReading) -> None:

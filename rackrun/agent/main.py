@@ -35,8 +35,7 @@ from rackrun.core.commands import DismissTray, StopJob, WorkerCommand
 from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined
 from rackrun.core.wire import encode
 from rackrun.link import descriptors
-from rackrun.link.address import join
-from rackrun.link.exchange import TCPSTORE_KEY, ExchangeServer
+from rackrun.link.exchange import ExchangeServer
 from rackrun.link.listener import RESERVE
 from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
@@ -100,10 +99,8 @@ class _Agent:
         self._stop, self._leave = loop.create_future(), loop.create_future()
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)
-        nccl_store = stores.serve() if torch.cuda.is_available() else None
-        presets = {TCPSTORE_KEY: join(config.advertise, nccl_store.port)} if nccl_store else {}
         reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
-        exchange = ExchangeServer(config.advertise, config.token, presets, reserve=reserve)
+        exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
         fillers = Fillers(config.filler, config.slots, logs, devices.binding, has_gpu=torch.cuda.is_available())
         self._tray = tray = Tray(config, server, stores, logs, devices, fillers)
@@ -117,6 +114,7 @@ class _Agent:
             codec=isal.is_here(),
             unfit=await devices.joined(),
             topology=msgspec.json.encode(devices.partials) if devices.partials else b"",
+            unjudged=devices.unjudged,
         )
         tray.uplink = uplink = Uplink(config, joined, self._obey, _ORPHAN_S)
         devices.tell(uplink.event)
@@ -128,9 +126,8 @@ class _Agent:
         loop.add_signal_handler(JOB_IS_OVER, self._told_that_it_is_over, uplink)
         if self._standalone:
             loop.add_signal_handler(signal.SIGINT, self._interrupted, uplink)
-        connection = asyncio.create_task(
-            _refuse(devices.contradiction) if devices.contradiction else uplink.run(), name="uplink"
-        )
+        because = devices.contradiction or devices.refusal
+        connection = asyncio.create_task(_refuse(because) if because else uplink.run(), name="uplink")
         try:
             await asyncio.wait((connection, self._stop, self._leave), return_when=asyncio.FIRST_COMPLETED)
             code, failed = EXIT_DONE, True
@@ -189,6 +186,6 @@ class _Agent:
 
 
 async def _refuse(because: str) -> End:
-    """What the tray is cannot be told: the job must not be built on it."""
+    """What the tray is cannot be told, or no worker can compute there: the job must not be built on it."""
     print(f"rackrun: agent: {because}", file=sys.stderr)
     return End.REFUSED

@@ -15,6 +15,10 @@ class Visible(NamedTuple):
     """The GPU of each slot, as NVML counts them. A slot beyond the end has none: its worker computes elsewhere."""
     note: str = ""
     """Why some are left out, or all."""
+    shown: int | None = None
+    """So many GPUs CUDA shows to a worker, whoever watches them; None: nobody can say."""
+    slices: bool = False
+    """CUDA_VISIBLE_DEVICES names slices of GPUs (MIG)."""
 
 
 def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: int) -> Visible:
@@ -29,13 +33,19 @@ def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: in
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [entry.strip() for entry in wanted.split(",")] if wanted is not None else []
     if any(entry.startswith("MIG-") for entry in entries):
-        return Visible((), "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), whose health is not watched")
+        return Visible(
+            (), "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), whose health is not watched", 1, slices=True
+        )
     by_uuid = bool(entries) and all(entry.startswith("GPU-") for entry in entries)
     order = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if order != "PCI_BUS_ID" and not by_uuid and len({gpu.name for gpu in reading.gpus}) > 1:
-        return Visible((), f"CUDA_DEVICE_ORDER={order} leaves it open which GPU is whose: their health is not watched")
+        return Visible(
+            (),
+            f"CUDA_DEVICE_ORDER={order} leaves it open which GPU is whose: their health is not watched",
+            len(reading.gpus) if wanted is None else None,
+        )
     if wanted is None:
-        return Visible(tuple(gpu.index for gpu in reading.gpus)[:slots])
+        return Visible(tuple(gpu.index for gpu in reading.gpus)[:slots], shown=len(reading.gpus))
     found: list[int] = []
     note = ""
     for entry in entries if wanted.strip() else ():
@@ -45,8 +55,8 @@ def visible_gpus(reading: TrayReading, environment: Mapping[str, str], slots: in
             break
         found.append(index)
     if len(set(found)) < len(found):
-        return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, and so CUDA shows none")
-    return Visible(tuple(found)[:slots], note)
+        return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, and so CUDA shows none", 0)
+    return Visible(tuple(found)[:slots], note, len(found))
 
 
 def _index_of(entry: str, reading: TrayReading) -> int | None:

@@ -29,6 +29,7 @@ from rackrun.core.commands import (
     AskPolicy,
     BreakGeneration,
     Command,
+    CondemnWorker,
     DealShards,
     Decided,
     DismissTray,
@@ -353,7 +354,7 @@ class Driver:
                 self._send_to(frame(command), (command.tray,))
             case AskPolicy() | RequestRack() | ReleaseRack():
                 self._hand_on(command)
-            case Notice() | Answer() | Decided():
+            case Notice() | Answer() | Decided() | CondemnWorker():
                 self._tell(command)
             case StopJob():
                 data = frame(command)
@@ -396,8 +397,8 @@ class Driver:
             if link := self._links.get(tray):  # else: its TrayLost is handled already, or comes next
                 link.send(data)
 
-    def _tell(self, command: Notice | Answer | Decided) -> None:
-        """A decision is in the journal, and seen by the watch."""
+    def _tell(self, command: Notice | Answer | Decided | CondemnWorker) -> None:
+        """A decision, and who is condemned, are in the journal, and seen by the watch."""
         if isinstance(command, Notice | Answer):
             self._observer.notice(command.text)
         if isinstance(command, Answer):

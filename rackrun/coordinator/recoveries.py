@@ -13,6 +13,7 @@ import msgspec
 from rackrun.core.commands import (
     BreakGeneration,
     Command,
+    CondemnWorker,
     Decided,
     FenceWorker,
     Plan,
@@ -220,6 +221,8 @@ class RecoveryWatch:
                 assert self._open is not None
                 if self._open.break_ms is None:
                     self._open.break_ms = now_ms
+            case CondemnWorker() if command.slot not in self._how:
+                self._fault(command.slot, command.because, cause_ms)
             case FenceWorker() if command.slot not in self._how:
                 if command.swept_along:
                     self._fenced.add(command.slot)

@@ -12,7 +12,7 @@ import msgspec
 
 from rackrun.coordinator.reading import open_journal, resume_of
 from rackrun.coordinator.recoveries import Recovery
-from rackrun.core.commands import Answer, FenceWorker, ReleaseWorkers, StartWorker, StopJob
+from rackrun.core.commands import Answer, CondemnWorker, FenceWorker, ReleaseWorkers, StartWorker, StopJob
 from rackrun.core.config import JobConfig
 from rackrun.core.events import (
     DeviceChecked,
@@ -44,7 +44,7 @@ _Event: TypeAlias = (
     | WorkerFinished
     | WorkerExited
 )
-_Command: TypeAlias = StartWorker | FenceWorker | ReleaseWorkers | Answer | StopJob
+_Command: TypeAlias = StartWorker | CondemnWorker | FenceWorker | ReleaseWorkers | Answer | StopJob
 _events = msgspec.json.Decoder(_Event)
 _commands = msgspec.json.Decoder(_Command)
 _CALLED = {"out": "out of use"}

@@ -20,6 +20,7 @@ __all__ = [
     "AskPolicy",
     "BreakGeneration",
     "Command",
+    "CondemnWorker",
     "DealShards",
     "Decided",
     "DismissTray",
@@ -171,6 +172,17 @@ class StartWorker(_Command, frozen=True, kw_only=True):
     """``host:port`` of the exchange, over which agents agree on MASTER_ADDR and MASTER_PORT: a fresh TCPStore a restart."""
     restarts: int = 0
     """TORCHELASTIC_RESTART_COUNT."""
+
+
+class CondemnWorker(_Command, frozen=True, kw_only=True):
+    """A living member counts as lost from now on. `FenceWorker` follows when the others have left the generation, unless it ends before:
+    it shares GPU memory with them (`rackrun.core.fencing`)."""
+
+    slot: SlotId
+    incarnation: Incarnation
+    because: str
+    fault: bool = False
+    """As `FenceWorker.fault`."""
 
 
 class FenceWorker(_Command, frozen=True, kw_only=True):
@@ -333,4 +345,6 @@ WorkerCommand: TypeAlias = (
     | DismissTray
     | StopJob
 )
-Command: TypeAlias = WorkerCommand | SetTimer | Notice | Answer | Decided | AskPolicy | RequestRack | ReleaseRack
+Command: TypeAlias = (
+    WorkerCommand | SetTimer | Notice | Answer | Decided | AskPolicy | RequestRack | ReleaseRack | CondemnWorker
+)

@@ -96,6 +96,8 @@ class TrayView(msgspec.Struct, frozen=True, kw_only=True):
     """What is known to be wrong with its GPUs."""
     withdrawn: dict[SlotId, str] = {}
     """Slots that are drained, or about to be, and why."""
+    unjudged: str = ""
+    """What of its GPUs is not judged, and why."""
     rack: str = ""
     """Its chassis serial."""
     clique: str = ""
@@ -242,6 +244,7 @@ class ControlPlane:
             case SnapshotMirrored() | SnapshotStriped() | SnapshotDamaged():
                 self._job.recovery.sources.heard(record, event)
             case WorkerReady():
+                self._job.numerics.heard(event)
                 self._job.beginning.ready(record, event, event.at_ms)
             case WorkerElastic():
                 self._job.beginning.elastic(event.at_ms)
@@ -362,6 +365,7 @@ class ControlPlane:
                     quarantined=tuple(s for s in rack.slots_on(tray) if rack.quarantined(s)),
                     against={s: why for s, why in rack.devices.against().items() if tray_of(s) == tray},
                     withdrawn={s: why for s in rack.slots_on(tray) if (why := rack.withdrawn(s))},
+                    unjudged=rack.trays[tray].unjudged,
                     rack=racks.get(tray, ""),
                     clique=str(cliques.get(tray, "")),
                     keepers=keepers.get(tray, ()),
@@ -382,6 +386,7 @@ class ControlPlane:
         self._rack.check_invariants()
         self._job.world.check_invariants()
         self._job.shifting.check_invariants()
+        self._job.recovery.fencing.check_invariants()
 
 
 def _up_to_the_end(commands: Sequence[Command]) -> tuple[Command, ...]:

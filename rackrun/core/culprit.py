@@ -12,7 +12,7 @@ from rackrun.core.events import WorkerExited
 from rackrun.core.ids import Incarnation, Rank, Step
 from rackrun.core.workers import why_exited
 
-__all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts"]
+__all__ = ["Culprit", "fingerprint", "is_crash", "is_scripts", "remedy_for"]
 
 CRASHES = ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV")
 """Signals that a process brings upon itself. SIGKILL comes from outside: the hardware's, or the out-of-memory killer."""
@@ -25,6 +25,8 @@ HARDWARE_FAILURES = (
     "torch.distributed.DistNetworkError",
 )
 """Exceptions that tell of a lost peer or device: several ranks raise them at once, without any bug in the script."""
+OUT_OF_MEMORY = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
+"""Once it may be another process that holds the memory of one GPU; twice it is the script's."""
 MISUSES = (
     "rackrun.errors.StepError",
     "rackrun.errors.UsageError",
@@ -52,6 +54,16 @@ def is_crash(event: WorkerExited) -> bool:
 def fingerprint(event: WorkerExited) -> str:
     """Equal for the same bug on two ranks; "" for what no script does."""
     return why_exited(event) if is_scripts(event) or is_crash(event) else ""
+
+
+def remedy_for(event: WorkerExited) -> str:
+    """What a person can do about the exception that ended a worker; "": its message says so itself, or nobody knows."""
+    if event.failure is None or event.failure.type not in OUT_OF_MEMORY:
+        return ""
+    return (
+        "a worker that takes a rank over needs as much memory as that rank had: see what else is on its GPU (nvidia-smi), or "
+        "lower the micro-batch; a smaller cache may do (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class TrayJoined(_Event, frozen=True, kw_only=True):
     """Reed-Solomon's codec is installed there (`rackrun.checkpoint.isal`)."""
     unfit: dict[int, tuple[str, ...]] = {}
     """Slots whose GPU must not be used now, by index, and why not (`rackrun.topology.facts.preflight`)."""
+    unjudged: str = ""
+    """What of its GPUs is not judged, and why (`rackrun.topology.unjudged`); "": all is."""
 
 
 class TrayDescribed(_Event, frozen=True, kw_only=True):
@@ -157,6 +159,8 @@ class WorkerReady(OfWorker, frozen=True, kw_only=True):
     """Micro-batches of the global batch; 0: it has not said."""
     setup_ms: int = -1
     """How long it took from the beginning of ``main`` to ``run.steps()``. -1: not known."""
+    numerics: tuple[tuple[str, str], ...] = ()
+    """What its bits depend on beside the script (`rackrun.worker.numerics`); (): it has not said."""
 
 
 class WorkerParked(OfWorker, frozen=True, kw_only=True):

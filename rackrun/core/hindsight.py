@@ -18,6 +18,7 @@ from rackrun.core import reshaping
 from rackrun.core.commands import (
     Answer,
     Command,
+    CondemnWorker,
     FenceWorker,
     Notice,
     Plan,
@@ -66,7 +67,7 @@ EVENTS = (
     WorkerReady, WorkerFinished, WorkerExited, ReplicasDiffer,
     LossNotRepeated,
 )  # fmt: skip
-COMMANDS = (StartWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
+COMMANDS = (StartWorker, CondemnWorker, FenceWorker, ResumeGeneration, ReleaseWorkers, Answer, StopJob)
 """With `EVENTS`, all that is listened to."""
 
 Trouble: TypeAlias = Literal["", "lost", "out", "quarantined", "drained", "failing", "unfit", "withheld"]
@@ -213,7 +214,7 @@ class Hindsight:
                 worker = Worker(command.slot, command.incarnation)
                 self.rack.occupy(WorkerRecord(worker, rank))
                 self._gone.pop(command.slot, None)
-            case FenceWorker():
+            case CondemnWorker() | FenceWorker():
                 record = self._occupant(command.slot, command.incarnation)
                 if record is not None and record.alive:
                     self.rack.fence(record, command.because, fault=command.fault)

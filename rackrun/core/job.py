@@ -25,7 +25,7 @@ from rackrun.core.control import Control
 from rackrun.core.corruption import Corruption
 from rackrun.core.costs import Meter
 from rackrun.core.council import Council
-from rackrun.core.culprit import MISUSES, Culprit
+from rackrun.core.culprit import MISUSES, Culprit, remedy_for
 from rackrun.core.endings import Endings
 from rackrun.core.events import (
     DepartureAnnounced,
@@ -43,6 +43,7 @@ from rackrun.core.finale import EXITS_MS, Finale, ended_well
 from rackrun.core.forming import Forming
 from rackrun.core.ids import Rank, SlotId
 from rackrun.core.mandate import Mandate
+from rackrun.core.numerics_notices import NumericsNotices
 from rackrun.core.outlook import Outlook
 from rackrun.core.rack import RackMachine
 from rackrun.core.recovery import Recovery, named
@@ -76,6 +77,7 @@ class JobMachine:
     triage: Triage = field(init=False)
     slowness: Slowness = field(init=False)
     batches: BatchNotices = field(init=False)
+    numerics: NumericsNotices = field(init=False)
     shifting: Shifting = field(init=False)
     corruption: Corruption = field(init=False)
     beginning: Beginning = field(init=False)
@@ -119,6 +121,7 @@ class JobMachine:
         )
         self.triage = Triage(self.rack, self.emit, self.fence, self.hardware_changed)
         self.batches = BatchNotices(self.emit)
+        self.numerics = NumericsNotices(self.emit)
         self.slowness = Slowness(self.config, self.rack.devices, self.emit, self.hardware_changed)
         self.shifting = Shifting(self.config, self.world, self.seating, self.emit, self._generation_ends)
         self.corruption = Corruption(
@@ -346,7 +349,9 @@ class JobMachine:
             return False
         if ended_well(loss):
             because = f"{because} (exited with code 0 before training was finished)"
-        remedy = "" if " Remedy: " in because else "see the traceback of that rank."  # our own errors bring theirs
+        remedy = remedy_for(loss.exit) or "see the traceback of that rank."
+        if " Remedy: " in because:  # our own errors bring theirs
+            remedy = ""
         self.stop(1, because, remedy=remedy, failure=loss.failure, rank=rank)
         return True
 
@@ -372,13 +377,13 @@ class JobMachine:
             return  # they end anyway
         losses = [Loss(record=self.rack.occupants[slot], because=why) for slot, why in because.items()]
         for loss in losses:
-            self.emit(self.rack.fence(loss.record, loss.because))
+            self.recovery.fencing.fence(loss.record, loss.because)
         self.lost(losses, at_ms)
 
     def _replace_liars(self, records: Sequence[WorkerRecord], because: str, at_ms: int) -> None:
         for record in records:
             record.lied = True
-            self.emit(self.rack.fence(record, because, fault=True))
+            self.recovery.fencing.fence(record, because, fault=True)
         self.lost([Loss(record=record, because=because) for record in records], at_ms)
 
     def slow_ranks(self, event: SlowRanksChanged) -> None:
@@ -426,6 +431,7 @@ class JobMachine:
             self._look_at_swaps(at_ms)
         if self.sizes.under_way is not None:
             self.sizes.look()
+        self.recovery.fencing.look(at_ms)
 
     def departs(self, event: DepartureAnnounced) -> None:
         """A tray is told to leave. With the last one the job ends, in order."""

@@ -23,6 +23,7 @@ from rackrun.core.events import (
     WorkerSevered,
     WorkerUnbuilt,
 )
+from rackrun.core.fencing import Fencing
 from rackrun.core.growth import Growth
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
 from rackrun.core.outlook import Outlook, Prospect, failure_of
@@ -77,6 +78,7 @@ class Recovery:
     outlook: Outlook
     council: Council
     endings: Endings
+    fencing: Fencing = field(init=False)
     standstill: Standstill = field(init=False)
     classes: dict[Rank, str] = field(default_factory=dict)
     sources: Sources = field(init=False)
@@ -110,6 +112,7 @@ class Recovery:
     _progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
+        self.fencing = Fencing(self.world, self.rack, self.emit)
         self.sources = Sources(self.world, self.rack, self.plan_again)
         self.planner = Planner(
             self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit, self.rifts
@@ -248,8 +251,11 @@ class Recovery:
             self.classes[record.rank] = replica_class
 
     def timer(self, name: str, at_ms: int) -> None:
-        """``kind:generation``; what an older generation asked for is ignored."""
+        """``kind:generation``; what an older generation asked for is ignored. ``fence:slot:incarnation`` is of no generation."""
         kind, _, generation = name.partition(":")
+        if kind == "fence":
+            self.fencing.overdue(generation)
+            return
         if generation != str(self.world.generation):
             return
         parking, resuming = self.world.phase is Phase.PARKING, self.world.phase is Phase.RESUMING
@@ -304,7 +310,7 @@ class Recovery:
 
     def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
         for record in records:
-            self.emit(self.rack.fence(record, because, fault=fault))
+            self.fencing.fence(record, because, fault=fault)
         self.lose([Loss(record=record, because=because) for record in records], at_ms)
 
     def _give_up(self, at_ms: int) -> None:
@@ -325,6 +331,7 @@ class Recovery:
         world = self.world
         if world.phase is not Phase.PARKING or self._gathering or world.awaited:
             return
+        self.fencing.look(at_ms)
         found = self.parked_members.look()
         state, lost = found.state, found.lost
         if (state is None or state.rollback is not None) and self._snapshots_owed():

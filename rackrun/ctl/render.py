@@ -48,6 +48,8 @@ def render_status(console: Console, status: Mapping[str, Any]) -> None:
     for tray in core.get("trays", ()):
         for slot, why in tray.get("withdrawn", {}).items():
             _say(console, f"{slot} is not used: {why}")
+        if unjudged := tray.get("unjudged"):
+            _say(console, f"{tray['tray']}: not judged: {unjudged}")
 
 
 def render_result(console: Console, result: Result) -> None:

@@ -22,10 +22,7 @@ from collections import OrderedDict
 from rackrun.link.address import connection_to, join, listen_on
 from rackrun.link.listener import FIRST_BYTES_MAX, RESERVE, Admit, Listener, Reply
 
-__all__ = ["TCPSTORE_KEY", "Exchange", "ExchangeServer", "ExchangeTimeout", "ExchangeUnreachable"]
-
-TCPSTORE_KEY = "tcpstore"
-"""In every room from the start: ``host:port`` of the server's TCPStore, for what needs a real one (NCCL)."""
+__all__ = ["Exchange", "ExchangeServer", "ExchangeTimeout", "ExchangeUnreachable"]
 
 _HEAD = struct.Struct("<HI")  # bytes of the key, bytes of the value
 _VALUE_BYTES_MAX = 16 * 2**20
@@ -51,9 +48,8 @@ class ExchangeServer:
     """In the agent's event loop. It listens on the address that is announced, and on no other; who has not shown the token costs it a few
     kilobytes for a few seconds (`rackrun.link.listener`). ``reserve``: descriptors that such callers leave free."""
 
-    def __init__(self, advertise: str, token: str, presets: dict[str, str], *, reserve: int = RESERVE) -> None:
+    def __init__(self, advertise: str, token: str, *, reserve: int = RESERVE) -> None:
         self._token = token.encode()
-        self._presets = {key: value.encode() for key, value in presets.items()}
         self._rooms: dict[str, _Room] = {}
         self._empty: dict[str, OrderedDict[str, None]] = {}
         """By kind, the rooms in which nobody is: the one that was left first, first."""
@@ -94,7 +90,7 @@ class ExchangeServer:
             return None
         room = self._rooms.get(name)
         if room is None:
-            room = self._rooms[name] = _Room(name, dict(self._presets))
+            room = self._rooms[name] = _Room(name)
         room.members[member] = None
         self._empty.get(_kind_of(name), OrderedDict()).pop(name, None)
         return room
@@ -115,8 +111,9 @@ def _kind_of(name: str) -> str:
 
 
 class _Room:
-    def __init__(self, name: str, values: dict[str, bytes]) -> None:
-        self.name, self.values = name, values
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[str, bytes] = {}
         self.members: dict[_Member, None] = {}
 
 

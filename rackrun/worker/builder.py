@@ -1,7 +1,8 @@
-"""Builds a generation's communicators in a helper thread, because building cannot be broken: it can only be left.
+"""Builds a generation's communicators in helper threads, because building cannot be broken: it can only be left.
 
-A peer that stops in the middle of gloo's handshake holds everyone for as long as the handshake's timeout. So the main
-thread never waits for gloo itself, it waits for this thread *or* for a newer generation, whichever comes first.
+A peer that stops in the middle of a handshake holds everyone for as long as the handshake's timeout. So the main thread never waits for a handshake
+itself, it waits for this thread *or* for a newer generation, whichever comes first. Each group is built in a thread of its own: together they take
+as long as the slowest, and no order of the groups has to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -12,20 +13,37 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan
-from rackrun.worker.communicator import Communicator, build_communicator
+from rackrun.worker.communicator import Communicator
+from rackrun.worker.gloo import GlooCommunicator
 from rackrun.worker.store import ExchangeStore
 
 if TYPE_CHECKING:
     from rackrun.worker.group import ElasticGroup
 
-__all__ = ["Builder"]
+__all__ = ["Builder", "build_communicator"]
 
 _HANDSHAKE = timedelta(seconds=20)
 _PATIENCE = timedelta(minutes=30)
 """At the start workers come as their scripts get here, not all at once."""
+_FREE_BYTES = 3 * 2**30
+"""NCCL's buffers for a group of eight take 0.3 to 1.5 GB. A device with less memory free than this gets the old communicators' back first."""
+
+
+def build_communicator(
+    device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Communicator:
+    """Blocks until all ``size`` ranks have come. ``store`` is this group's alone. Raises RuntimeError after ``timeout``: run it in a thread that may
+    be left."""
+    host = GlooCommunicator(store, rank, size, timeout)
+    if device.type != "cuda":
+        return host
+    from rackrun.worker.nccl import nccl_communicator  # only where there are GPUs
+
+    return nccl_communicator(device, store, rank, size, timeout, host)
 
 
 class Builder(threading.Thread):
@@ -39,44 +57,76 @@ class Builder(threading.Thread):
         patient: bool = False,
         done: Callable[[], None] = lambda: None,
     ) -> None:
+        """``done`` is told when `over` is true, and perhaps again."""
         super().__init__(name=f"rackrun-build-{plan.generation}", daemon=True)
         self.communicators: dict[ElasticGroup, Communicator] = {}
         self.over = False
+        """All are built, or one cannot be."""
         self.error: Exception | None = None
         self._plan, self._device, self._token, self._patient, self._done = plan, device, token, patient, done
-        self._groups = [(group, group.key, group.rank(), group.size(), group.ranks) for group in groups]
+        # a group of one rank needs none: a loopback is exact
+        self._groups = [(group, group.key, group.rank(), group.ranks) for group in groups if group.size() > 1]
+        self._old = [group.communicator for group in groups if group.communicator is not None]
+        self._lock = threading.Lock()
         self._abandoned = False
-        self._store: ExchangeStore | None = None
+        self._stores: list[ExchangeStore] = []
 
     def abandon(self) -> None:
         """A newer generation overtakes this one: nobody will use what is being built."""
-        self._abandoned = True
-        if self._store is not None:
-            self._store.close()
-        for communicator in list(self.communicators.values()):
+        with self._lock:
+            self._abandoned = True
+            stores, communicators = list(self._stores), list(self.communicators.values())
+        for store in stores:
+            store.close()
+        for communicator in communicators:
             communicator.break_()
 
     def run(self) -> None:
-        try:
-            use_device(self._device)
-            self._build()
-        except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
-            self.error = error
+        use_device(self._device)
+        self._make_room()
+        threads = [
+            threading.Thread(target=self._try, args=group, name=self.name, daemon=True) for group in self._groups[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        if self._groups:
+            self._try(*self._groups[0])
+        for thread in threads:
+            thread.join()
         self.over = True
         self._done()
 
-    def _build(self) -> None:
-        for group, key, rank, size, ranks in self._groups:
-            if size == 1:
-                continue  # a loopback is exact
-            room = f"{self._plan.generation}/{key}/{ranks[0]}"
-            self._store = store = ExchangeStore(self._plan.store, self._token, room)
-            try:
-                if self._abandoned:
-                    return
-                if self._patient:
-                    store.set(f"here/{rank}", b"")
-                    store.wait([f"here/{peer}" for peer in range(size)], _PATIENCE)
-                self.communicators[group] = build_communicator(self._device, store, room, rank, size, _HANDSHAKE)
-            finally:
-                store.close()
+    def _make_room(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < _FREE_BYTES:
+            for communicator in self._old:
+                communicator.drop()
+        self._old.clear()
+
+    def _try(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
+        try:
+            use_device(self._device)
+            self._build(group, key, rank, ranks)
+        except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
+            self.error = self.error or error
+            self.over = True
+            self._done()
+
+    def _build(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
+        store = ExchangeStore(self._plan.store, self._token, f"{self._plan.generation}/{key}/{ranks[0]}")
+        with self._lock:
+            self._stores.append(store)
+            abandoned = self._abandoned
+        try:
+            if abandoned:
+                return
+            if self._patient:
+                store.set(f"here/{rank}", b"")
+                store.wait([f"here/{peer}" for peer in range(len(ranks))], _PATIENCE)
+            communicator = build_communicator(self._device, store, rank, len(ranks), _HANDSHAKE)
+        finally:
+            store.close()
+        with self._lock:
+            self.communicators[group] = communicator
+            abandoned = self._abandoned
+        if abandoned:
+            communicator.break_()

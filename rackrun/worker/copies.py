@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 
 import torch
 
 from rackrun.checkpoint.device import use_device
+from rackrun.checkpoint.device_copies import DeviceCopies
 from rackrun.checkpoint.image import write_tensor, write_tensors
-from rackrun.checkpoint.registration import register_memory, unregister_memory
+from rackrun.checkpoint.pinning import Pinning
 from rackrun.worker.image import Shard
+from rackrun.worker.reports import say
 
 __all__ = ["HostCopies", "copies_from"]
 
@@ -22,10 +25,15 @@ class HostCopies:
         return None
 
     def pin(self, address: int, size: int) -> None:
-        """Make this memory quick to copy to, where that is possible."""
+        """Make this memory quick to copy to, where that is possible, in the course of time: nobody waits for it."""
 
     def unpin(self, address: int) -> None:
         """Before that memory goes."""
+
+    def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
+        """The thread that trains, as the state is now: returns when ``paths`` are there."""
+        for path in paths:
+            write_tensor(shard.layout, path, shard.tensors[path], into)
 
     def copy(
         self,
@@ -46,6 +54,9 @@ class _GpuCopies(HostCopies):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._pinning = Pinning(self._use_device, say)
+        self._copies = DeviceCopies(self._pinning.cuts)
+        self._copying = threading.Lock()  # an older checkpoint may still be copied
 
     def ready(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()
@@ -53,10 +64,17 @@ class _GpuCopies(HostCopies):
         return event
 
     def pin(self, address: int, size: int) -> None:
-        register_memory(address, size)
+        self._pinning.pin(address, size)
 
     def unpin(self, address: int) -> None:
-        unregister_memory(address)
+        with self._copying:
+            self._copies.forget()
+        self._pinning.unpin(address)
+
+    def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
+        with self._copying:
+            self._copies.enqueue(shard.layout, shard.tensors, paths, into)
+        torch.cuda.current_stream(self._device).synchronize()
 
     def copy(
         self,
@@ -68,13 +86,16 @@ class _GpuCopies(HostCopies):
     ) -> None:
         del filled  # the bytes come to memory, not to a cache
         assert ready is not None
-        use_device(self._device)
+        self._use_device()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            for entry in shard.layout.entries:
-                if entry.name in paths:
-                    write_tensor(shard.layout, entry.name, shard.tensors[entry.name], into, non_blocking=True)
+            with self._copying:
+                self._copies.enqueue(shard.layout, shard.tensors, paths, into)
         self._stream.synchronize()
+
+    def _use_device(self) -> None:
+        """First in each thread: else it would make a context on the first GPU."""
+        use_device(self._device)
 
 
 def copies_from(device: torch.device) -> HostCopies:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs, content_digest
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.image import write_head, write_tensor
+from rackrun.checkpoint.image import write_head
 from rackrun.checkpoint.layout import ImageLayout
 from rackrun.checkpoint.lease import InUse, Lease
 from rackrun.checkpoint.location import parse_location
@@ -88,7 +88,8 @@ class DurableCheckpoints:
         """Whoever was lost may not have written its part of the last one."""
         self._whole: dict[int, bool] = {}
         """Step -> whether its checkpoint is, as far as somebody has looked."""
-        self._room = Room(1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._room = Room(ranks, self._device.pin, self._device.unpin)
         self._complained: set[str] = set()
         token = runtime.boot.token if runtime.boot else ""
         self._owner = content_digest(token.encode())[:16] if token else ""
@@ -244,8 +245,7 @@ class DurableCheckpoints:
         rank, ranks = self._world.rank, self._world.size
         later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, payload)
-        for path in shard.tensors.keys() - later:
-            write_tensor(shard.layout, path, shard.tensors[path], payload)
+        self._device.copy_now(shard, payload, shard.tensors.keys() - later)
         versions = [(shard.tensors[path], shard.tensors[path]._version) for path in later]
         ready, copied = self._device.ready(), threading.Event()
 

@@ -36,6 +36,7 @@ from rackrun.worker.exactly_once import ExactlyOnce, Slot
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
 from rackrun.worker.reports import say
 from rackrun.worker.scales import Scales, Width, fit
+from rackrun.worker.segments import Factors, Segments
 from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 from rackrun.worker.world import Abandoned, World
@@ -57,9 +58,8 @@ class ExactReduction:
         self._raised: tuple[int, torch.Tensor] | None = None
         """Larger scales for the next attempt in this generation. Another generation measures again: not everyone may have seen it."""
         self._fit = fit(self._scales.largest, width.headroom, self._bits)
-        self._inverse = torch.zeros(0)
-        """As in ``_fit``; on an accelerator alone."""
-        self._places: dict[tuple[int, ...], torch.Tensor] = {}
+        self._scale, self._inverse = Factors.all_of(world.device, self._fit.scale, self._fit.inverse)
+        self._segments: dict[tuple[tuple[int, ...], tuple[int, ...]], Segments] = {}
         self._measured = torch.zeros(0)
         self._largest = torch.zeros(0)
         """Over the shards of this rank, in this attempt."""
@@ -80,7 +80,7 @@ class ExactReduction:
             reducers.update(map(id, ddp.reduced_by(wrapper)))
         sharded: set[int] = set()
         for module in self._state.modules.values():
-            fsdp.reshard(module)
+            fsdp.reshard(fsdp.modules_of(module))
             sharded |= fsdp_reduce.parameters_of(module)
         reducers.update(sharded)
         trained = {
@@ -142,8 +142,7 @@ class ExactReduction:
                 slot.sums = None
         expected = self._raised[1] if self._raised is not None else self._scales.largest
         self._fit = fit(expected, self._width.headroom, self._bits)
-        if not self._arithmetic.on_host:
-            self._inverse = torch.tensor(self._fit.inverse, device=self._world.device)
+        self._scale, self._inverse = Factors.all_of(self._world.device, self._fit.scale, self._fit.inverse)
         self._largest.zero_()
         for slot in self._slots.values():
             slot.fresh, slot.reduced = True, False
@@ -258,21 +257,23 @@ class ExactReduction:
                 'reduction="exact" cannot add sparse gradients.', remedy="use nn.Embedding(..., sparse=False)."
             )
         wire = self._wire((number, bucket.index()), slots, buffer)
-        start = 0
+        segments = self._segments_of(slots, [slot.parameter.numel() for slot in slots])
+        fresh = counts and all(slot.fresh for slot in slots)
         for slot in slots:
             assert slot.sums is not None, "a part of the wire"
-            stop = start + slot.sums.numel()
-            if counts:
-                self._add(slot, buffer[start:stop])
-            elif slot.fresh:
+            if slot.fresh and not fresh:
                 slot.sums.zero_()
-            start = stop
-        self._mark_unusable(slots, wire[start:])
+        if counts:
+            sums = wire[: segments.count]
+            self._arithmetic.add_segments(buffer, segments, self._scale, sums, self._largest, fresh=fresh)
+            for slot in slots:
+                slot.fresh = False
+        self._mark_unusable(segments, wire[segments.count :])
         work = dist.all_reduce(wire, group=wrapper.process_group, async_op=True)
         assert work is not None, "it was asked for"
 
         def read(_: Any) -> torch.Tensor:
-            self._read(slots, [slot.sums.numel() for slot in slots], wire, buffer)  # type: ignore[union-attr]
+            self._read(segments, wire, buffer)
             return buffer
 
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(read)
@@ -316,7 +317,7 @@ class ExactReduction:
                 integers.add_(slot.sums)
             found.append(carried)
         marks = torch.empty(len(slots), dtype=self._width.dtype, device=found[0].device)
-        self._mark_unusable(slots, marks)
+        self._mark_unusable(self._segments_of(slots, [one.numel() for one in found]), marks)
         return found, marks.view(self._width.container)
 
     def _sum(self, output: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
@@ -330,35 +331,24 @@ class ExactReduction:
 
     def _read_shard(self, parameters: Sequence[nn.Parameter], sizes: Sequence[int], output: torch.Tensor) -> None:
         slots = [self._slots[id(parameter)] for parameter in parameters]
-        self._read(slots, sizes, output.view(self._width.dtype), output)
+        self._read(self._segments_of(slots, sizes), output.view(self._width.dtype), output)
 
     # -- both
-    def _mark_unusable(self, slots: Sequence[Slot], marks: torch.Tensor) -> None:
-        found = torch.stack([self._largest[slot.index] for slot in slots])
-        marks.copy_(found.isinf())
+    def _segments_of(self, slots: Sequence[Slot], sizes: Sequence[int]) -> Segments:
+        """Made once: a bucket is the same in every step."""
+        key = tuple(slot.index for slot in slots), tuple(sizes)
+        if key not in self._segments:
+            self._segments[key] = Segments(*key)
+        return self._segments[key]
 
-    def _read(self, slots: Sequence[Slot], sizes: Sequence[int], sums: torch.Tensor, out: torch.Tensor) -> None:
+    def _mark_unusable(self, segments: Segments, marks: torch.Tensor) -> None:
+        marks.copy_(self._largest[segments.places(self._largest.device)].isinf())
+
+    def _read(self, segments: Segments, sums: torch.Tensor, out: torch.Tensor) -> None:
         """Integers, and behind them the marks, to floats."""
-        marks = sums[sum(sizes) :]
-        if self._arithmetic.on_host:
-            unusable = marks[: len(slots)].tolist()
-            inverse = [
-                math.nan if bad else self._fit.inverse[slot.index] for slot, bad in zip(slots, unusable, strict=True)
-            ]
-        else:
-            known = self._inverse[self._places_of(slots)]
-            inverse = torch.where(marks[: len(slots)] > 0, math.nan, known).unbind()  # type: ignore[assignment]
-        start = 0
-        for factor, size in zip(inverse, sizes, strict=True):
-            self._arithmetic.read(sums[start : start + size], factor, out[start : start + size])
-            start += size
-
-    def _places_of(self, slots: Sequence[Slot]) -> torch.Tensor:
-        """Their indices, on the device, where they are brought once: the host would wait for that."""
-        key = tuple(slot.index for slot in slots)
-        if key not in self._places:
-            self._places[key] = torch.tensor(key, device=self._world.device)
-        return self._places[key]
+        count = segments.count
+        marks = sums[count : count + len(segments.slots)]
+        self._arithmetic.read_segments(sums[:count], segments, self._inverse, marks, out[:count])
 
 
 def _flat(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

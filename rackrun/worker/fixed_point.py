@@ -11,12 +11,13 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rackrun.worker import fixed_point_kernel
 from rackrun.worker.reports import say
+from rackrun.worker.segments import Factors, Segments
 
 if TYPE_CHECKING:
     from rackrun.worker.fixed_point_triton import TritonKernel
@@ -40,12 +41,62 @@ class FixedPoint(Protocol):
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
 
+    def add_segments(
+        self,
+        values: torch.Tensor,
+        segments: Segments,
+        scales: Factors,
+        into: torch.Tensor,
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        """`add`, for each of ``segments`` of ``values`` and ``into``. ``largest`` (fp32, none below 0) has one for every slot, and
+        becomes the larger of itself and what `add` returns."""
+
+    def read_segments(
+        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """`read`, for each of ``segments``. ``marks`` (integers) has one for every segment: above 0, all of it is NaN."""
+
 
 def fixed_point(device: torch.device) -> FixedPoint:
     return _InChunks() if device.type == "cpu" else _Whole(_kernel_for(device))
 
 
-class _InChunks:
+class _OneByOne:
+    """Segments, where there is no kernel for all of them."""
+
+    add: Any
+    read: Any
+
+    def add_segments(
+        self,
+        values: torch.Tensor,
+        segments: Segments,
+        scales: Factors,
+        into: torch.Tensor,
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        for slot, part in segments.parts():
+            found = self.add(values[part], scales.host[slot], into[part], fresh=fresh)
+            place = largest[slot]
+            if isinstance(found, torch.Tensor):
+                torch.maximum(place, found, out=place)
+            elif found > place.item():
+                place.fill_(found)
+
+    def read_segments(
+        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        factors = torch.where(marks > 0, math.nan, inverses.there[segments.places(inverses.there.device)])
+        for (_, part), factor in zip(segments.parts(), factors.unbind(), strict=True):
+            self.read(sums[part], factor, out[part])
+
+
+class _InChunks(_OneByOne):
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
 
     on_host = True
@@ -83,6 +134,12 @@ class _InChunks:
             scratch = floats[: stop - start].copy_(sums[start:stop])
             out[start:stop].copy_(scratch.mul_(inverse))
 
+    def read_segments(
+        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        for (slot, part), marked in zip(segments.parts(), marks.tolist(), strict=True):
+            self.read(sums[part], math.nan if marked > 0 else inverses.host[slot], out[part])
+
     def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
         found: torch.Tensor | None = getattr(self._local, str(dtype), None)
         if found is None:
@@ -91,7 +148,7 @@ class _InChunks:
         return found
 
 
-class _Whole:
+class _Whole(_OneByOne):
     """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
 
     on_host = False
@@ -110,6 +167,29 @@ class _Whole:
         else:
             into.add_(scaled.to(into.dtype))
         return torch.where(largest.isfinite(), largest, math.inf)
+
+    def add_segments(
+        self,
+        values: torch.Tensor,
+        segments: Segments,
+        scales: Factors,
+        into: torch.Tensor,
+        largest: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
+        if self._kernel is not None and values.dtype != torch.float64:
+            self._kernel.add_segments(values, segments, scales, into, largest, fresh=fresh)
+        else:
+            super().add_segments(values, segments, scales, into, largest, fresh=fresh)
+
+    def read_segments(
+        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if self._kernel is not None and out.dtype != torch.float64:
+            self._kernel.read_segments(sums, segments, inverses, marks, out)
+        else:
+            super().read_segments(sums, segments, inverses, marks, out)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         if self._kernel is not None and out.dtype != torch.float64:

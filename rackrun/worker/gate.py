@@ -22,7 +22,7 @@ __all__ = ["CollectiveOrder", "GateSums", "agreed", "elements", "offered"]
 _FINGERPRINT_BITS = 20
 """Sums of its square over 8,192 ranks are exact in a float64."""
 
-_POINT_TO_POINT = {"send", "recv", "recv_anysource"}
+_POINT_TO_POINT = {"send", "recv", "recv_anysource", "batch"}
 _SAME_SIZE_EVERYWHERE = {"allreduce", "broadcast", "reduce", "_allgather_base", "_reduce_scatter_base"}
 
 

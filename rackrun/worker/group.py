@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from rackrun.worker.works import AllOf, Done, Guarded
 
 if TYPE_CHECKING:
-    from rackrun.worker.communicator import Communicator
+    from rackrun.worker.communicator import Communicator, PointToPoint
     from rackrun.worker.world import World
 
 __all__ = ["BACKEND", "ElasticGroup"]
@@ -63,6 +63,15 @@ class ElasticGroup(dist.ProcessGroup):
         return BACKEND
 
     getBackendName = name  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Of whose tensors its collectives are: torch asks before it chooses where objects travel, and before an asynchronous checkpoint."""
+        host = torch.device("cpu")
+        return [host] if self.world.device.type == "cpu" else [torch.device(self.world.device.type), host]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+        return self
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -118,6 +127,30 @@ class ElasticGroup(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         on_host: bool = False,
     ) -> dist.Work:
+        return self._start(
+            name,
+            result,
+            loopback,
+            lambda communicator, on_host: communicator.call(name, *args, on_host=on_host),
+            then,
+            on_host=on_host or not self._is_of_device(args),
+            synchronous=not getattr(args[-1], "asyncOp", True),
+            torn=self._torn(name, result, args),
+        )
+
+    def _start(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        call: Callable[[Communicator, bool], dist.Work | None],
+        then: Callable[[], None] | None = None,
+        *,
+        on_host: bool = False,
+        synchronous: bool = False,
+        torn: Any = (),
+    ) -> dist.Work:
+        """``call`` is told whether the hosts' half is to do it. ``torn``: as of `Guarded`."""
         world = self.world
         generation = world.enter_collective(self, name, result)
         entered, communicator = world.progress.newest, self.communicator
@@ -125,11 +158,10 @@ class ElasticGroup(dist.ProcessGroup):
             loopback()
             world.progress.completed(entered)
             return Done(result)
-        on_host = on_host or not self._is_of_device(args)
         if not (on_host or world.queue.is_host):
             entered.reached = world.queue.moment()
         try:
-            work = communicator.call(name, *args, on_host=on_host)
+            work = call(communicator, on_host)
         except RuntimeError as error:
             if _is_misuse(error):
                 raise
@@ -138,13 +170,11 @@ class ElasticGroup(dist.ProcessGroup):
             world.progress.completed(entered)
             return Done(result)
         if entered.reached is not None:
-            world.enqueued(entered, work, synchronous=work is None or not getattr(args[-1], "asyncOp", True))
+            world.enqueued(entered, work, synchronous=work is None or synchronous)
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
-        return Guarded(
-            world, generation, work, result, loopback, then, entered=entered, torn=self._torn(name, result, args)
-        )
+        return Guarded(world, generation, work, result, loopback, then, entered=entered, torn=torn)
 
     def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
         """Of a broken collective's result, what is garbage and no loopback writes anew: it was given in the same place."""
@@ -325,6 +355,18 @@ class ElasticGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
+
+    def batches(self, device: torch.device) -> bool:
+        """Whether sends and receives of one batch have to be called as one: a device's stand behind each other in its stream."""
+        return device.type == self.world.device.type and not self.world.queue.is_host
+
+    @_not_compiled
+    def batch(self, operations: Sequence[PointToPoint]) -> dist.Work:
+        """All of them at once, whatever their order."""
+        received = [tensor for name, tensor, _, _ in operations if name == "recv"]
+        return self._start(
+            "batch", received, lambda: _zero(received), lambda communicator, _: communicator.batch(operations)
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rackrun.errors import StepError
+from rackrun.worker.tensor_lists import same_objects
 
 __all__ = ["OptimizerGroups"]
 
@@ -24,8 +25,17 @@ class OptimizerGroups:
 
         Raises `StepError` when the script has added a parameter of no tracked module.
         """
-        return {str(index): [self._path(paths, p) for p in self._optimizer.param_groups[index]["params"]]
-                for index in self._changed()}  # fmt: skip
+        found = {}
+        for index in self._changed():
+            trained = self._optimizer.param_groups[index]["params"]
+            known = [paths.get(id(parameter), "") for parameter in trained]
+            if "" in known:
+                raise StepError(
+                    f"a parameter of no tracked module (shape {tuple(trained[known.index('')].shape)}) was added to a tracked optimizer.",
+                    remedy="pass the module that owns it to run.track as well.",
+                )
+            found[str(index)] = known
+        return found
 
     def has_changed(self) -> bool:
         return bool(self._changed())
@@ -39,7 +49,7 @@ class OptimizerGroups:
             wanted = self._wanted(index, changed, parameters)
             if held is None:
                 optimizer.add_param_group({"params": wanted})
-            elif not _same(held, wanted):
+            elif not same_objects(held, wanted):
                 optimizer.param_groups[index]["params"] = wanted
         del optimizer.param_groups[count:]
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -53,7 +63,7 @@ class OptimizerGroups:
         return [
             index
             for index, group in enumerate(self._optimizer.param_groups)
-            if index >= len(first) or not _same(group["params"], first[index])
+            if index >= len(first) or not same_objects(group["params"], first[index])
         ]
 
     def _wanted(
@@ -68,16 +78,3 @@ class OptimizerGroups:
                 remedy="build the same model and optimizer on every rank and spare; nothing may depend on the rank before run.steps().",
             )
         return [parameters[path] for path in paths]
-
-    @staticmethod
-    def _path(paths: Mapping[int, str], parameter: torch.Tensor) -> str:
-        if id(parameter) not in paths:
-            raise StepError(
-                f"a parameter of no tracked module (shape {tuple(parameter.shape)}) was added to a tracked optimizer.",
-                remedy="pass the module that owns it to run.track as well.",
-            )
-        return paths[id(parameter)]
-
-
-def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))

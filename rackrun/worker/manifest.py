@@ -117,3 +117,5 @@ class Manifest(msgspec.Struct, frozen=True):
     whole: dict[str, int] = {}
     """Digests of the tensors that this rank has as a whole, where not all ranks are replicas: are they the same on all?"""
     modes: Modes = Modes()
+    numerics: dict[str, str] = {}
+    """What the state was computed with, just before it was described (`rackrun.worker.numerics`)."""

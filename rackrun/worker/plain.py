@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 
-__all__ = ["flatten", "leaves", "like", "with_tensors", "without_tensors"]
+__all__ = ["SCALARS", "flatten", "leaves", "like", "with_tensors", "without_tensors"]
+
+
+SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
@@ -15,29 +18,44 @@ def flatten(prefix: str, value: Any) -> dict[str, torch.Tensor]:
     return {path: tensor.detach() for path, tensor in leaves(prefix, value)}
 
 
-def leaves(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, each tensor as the object that its owner has."""
-    if isinstance(value, torch.Tensor):
-        yield prefix, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(f"{prefix}/{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for key, item in enumerate(value):
-            yield from leaves(f"{prefix}/{key}", item)
+def leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The same, each tensor as the object that its owner has. Depth first, in the order of the containers."""
+    found: list[tuple[str, torch.Tensor]] = []
+    left: list[tuple[str, Any]] = [(prefix, value)]
+    while left:
+        path, one = left.pop()
+        if isinstance(one, torch.Tensor):
+            found.append((path, one))
+        elif type(one) in SCALARS:
+            continue
+        elif isinstance(one, Mapping):
+            left += [(f"{path}/{key}", item) for key, item in reversed(list(one.items()))]
+        elif isinstance(one, (list, tuple)):
+            left += [(f"{path}/{key}", one[key]) for key in range(len(one) - 1, -1, -1)]
+    return found
 
 
 _TENSOR = "__rackrun_tensor__"
 
 
 def without_tensors(prefix: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {_TENSOR: prefix}
-    if isinstance(value, Mapping):
-        return {key: without_tensors(f"{prefix}/{key}", item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_tensors(f"{prefix}/{key}", item) for key, item in enumerate(value)]
-    return value
+    whole: list[Any] = [None]
+    left: list[tuple[Any, Any, str, Any]] = [(whole, 0, prefix, value)]
+    while left:
+        into, at, path, one = left.pop()
+        if isinstance(one, torch.Tensor):
+            into[at] = {_TENSOR: path}
+        elif type(one) in SCALARS:
+            into[at] = one
+        elif isinstance(one, Mapping):
+            filled = into[at] = dict.fromkeys(one)
+            left += [(filled, key, f"{path}/{key}", item) for key, item in one.items()]
+        elif isinstance(one, (list, tuple)):
+            into[at] = listed = [None] * len(one)
+            left += [(listed, key, f"{path}/{key}", item) for key, item in enumerate(one)]
+        else:
+            into[at] = one
+    return whole[0]
 
 
 def with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -26,10 +26,11 @@ from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.ends import leave
 from rackrun.worker.fetch import Damaged
 from rackrun.worker.loop_end import LoopEnd
-from rackrun.worker.manifest import Lineage
+from rackrun.worker.manifest import Lineage, Manifest
+from rackrun.worker.numerics import unlike
 from rackrun.worker.pace import Pace
 from rackrun.worker.replicas import ReplicaCheck
-from rackrun.worker.reports import Reports
+from rackrun.worker.reports import Reports, say
 from rackrun.worker.resharding import reshard
 from rackrun.worker.resizing import fixed_because
 from rackrun.worker.restore import Callbacks, run_restores, settle_restores
@@ -62,6 +63,8 @@ class Rejoin:
         self.loop_end = LoopEnd(state)
         self.known_digests: Callable[[], Mapping[str, int]] = dict
         """As `rackrun.worker.restore.Callbacks`."""
+        self._unlike = ""
+        """What was told last of how a state was computed that this process took over."""
         self.leaving = False
         """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
         self.left_after: int | None = None
@@ -232,7 +235,7 @@ class Rejoin:
                 ),
             )
             if manifest is not None:
-                self._replicas.adopt(manifest)
+                self._adopt(plan, manifest)
                 self._replicas.unique.take_place(world.rank)
                 if plan.rollback is not None:
                     self._seal(plan.rollback)
@@ -247,6 +250,20 @@ class Rejoin:
             world.stand_at(plan.committed, plan.gate)
         elif any(not restore.sources for restore in plan.restores):
             self._snapshots.hold(plan.committed.step)  # as the newcomer does, which can go back no further
+
+    def _adopt(self, plan: Plan, manifest: Manifest) -> None:
+        """The state in place is what ``manifest`` describes."""
+        self._replicas.adopt(manifest)
+        self._say_unlike(plan, manifest)
+
+    def _say_unlike(self, plan: Plan, manifest: Manifest) -> None:
+        different = unlike(manifest.numerics, self._runtime.device)
+        if different and different != self._unlike:
+            self._unlike = different
+            say(
+                f"rank {self._world.rank}, in generation {plan.generation}, goes on from a state that was computed with {different}: "
+                "the same bits as without a loss are not promised"
+            )
 
     def _seal(self, step: int) -> None:
         """Who goes back to another's state has no snapshot of it; all may have to go back there again, without that other."""
@@ -269,7 +286,8 @@ class Rejoin:
                 fetched = world.attempt(
                     plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
                 )
-            self._replicas.adopt(self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None))
+            manifest = self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None)
+            self._adopt(plan, manifest)
         except MemoryPlanError as error:
             leave(world.rank, f"has no memory for its own snapshot, and another takes its place: {error}")
         except Damaged as damaged:
@@ -379,6 +397,7 @@ class Rejoin:
         if communicator is not None:
             # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
             left = world.attempt(plan, lambda: _most(communicator, [left])[0])
+        self._say_unlike(plan, manifest)
         since = manifest.lineage
         self._state.lineage = Lineage(
             began=since.began,

@@ -26,6 +26,7 @@ from rackrun.core.wire import Logged, StateCopied, UnitCommitted
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch
+from rackrun.worker.numerics import numerics_of
 from rackrun.worker.runtime import Runtime
 
 __all__ = ["Reports", "say"]
@@ -35,6 +36,7 @@ class Reports:
     def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False, shards: int = 0) -> None:
         self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
         self._mesh, self._exact, self._shards = mesh, exact, shards
+        self._device = runtime.device
         self.fixed, self.reenters = "", False
         """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
         self.setup_ms = -1
@@ -60,6 +62,7 @@ class Reports:
                     exact=self._exact,
                     shards=self._shards,
                     setup_ms=self.setup_ms,
+                    numerics=tuple(numerics_of(self._device).items()),
                 )
             )
 

@@ -23,6 +23,7 @@ from rackrun.checkpoint.probation import Probation
 from rackrun.core.ids import Position
 from rackrun.errors import StateLost, UsageError
 from rackrun.worker.image import manifest_in
+from rackrun.worker.numerics import unlike
 from rackrun.worker.refill import Refill, check_alike
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
@@ -119,21 +120,30 @@ class Resumption:
 
     def _try(self, generation: int) -> Position | None:
         """Whether every rank could read it."""
-        problem, damaged, step, world_size = "", False, -1, 0
+        problem, damaged, step, world_size, different = "", False, -1, 0, ""
         try:
             with self._store.open(generation) as reader:
                 step, world_size = reader.step, reader.world_size
-                self._fill_from(reader)
+                different = self._fill_from(reader)
         except CheckpointError as error:
             problem, damaged = str(error), is_damage(error)
-        said = [one for one in self._gather((problem, damaged)) if one[0]]
+        told = self._gather((problem, damaged, different))
+        said = [one for one in told if one[0]]
         if said:
             self._pass_over(generation, said[0][0], any(one[1] for one in said))
             return None
         if self._world.rank == 0:
             ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
             say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+            self._say_unlike([one[2] for one in told])
         return Position(step)
+
+    def _say_unlike(self, told: list[str]) -> None:
+        """``told``: of each rank, as of `rackrun.worker.numerics.unlike`."""
+        for different in dict.fromkeys(filter(None, told)):
+            say(
+                f"rank {told.index(different)} goes on from a state that was computed with {different}: the same bits as without a stop are not promised"
+            )
 
     def _pass_over(self, generation: int, why: str, damaged: bool) -> None:
         """What is damaged stays so, and is remembered: it must not outlive a good one as one of the newest. What storage did not give
@@ -144,7 +154,8 @@ class Resumption:
             if damaged:
                 self._probation.quarantine(generation, f"damaged: {why}")
 
-    def _fill_from(self, reader: GenerationReader) -> None:
+    def _fill_from(self, reader: GenerationReader) -> str:
+        """Returns what was computed otherwise there than here (`rackrun.worker.numerics.unlike`)."""
         layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
         rank, same = self._world.rank, reader.world_size == self._world.size
         own = rank if same else 0
@@ -165,6 +176,7 @@ class Resumption:
             return own if first and layouts[own].by_name.get(target.name) == target else None
 
         Refill(self._state, manifest, rank, layouts, holders, source).run(reader.read)
+        return unlike(manifest.numerics, self._world.device)
 
     def _gather(self, mine: Any) -> list[Any]:
         """From every rank: plain data."""

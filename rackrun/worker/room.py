@@ -5,7 +5,9 @@ The first one is planned: what the host cannot bear is refused then, and not by 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from collections.abc import Callable
 
 from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
@@ -18,10 +20,16 @@ _SPARE_ROOM = 64
 
 
 class Room:
-    """For so many ranks of this host at once: the first time all take theirs; a newcomer finds the others' taken."""
+    """For so many ranks of this host at once: the first time all take theirs; a newcomer finds the others' taken. ``pin`` is told address and
+    size of what is new, ``unpin`` the address of what goes."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        ranks: int,
+        pin: Callable[[int, int], None] = lambda _address, _size: None,
+        unpin: Callable[[int], None] = lambda _address: None,
+    ) -> None:
+        self._ranks, self._pin, self._unpin = ranks, pin, unpin
         self._kept: mmap.mmap | None = None
 
     def take(self, size: int) -> mmap.mmap:
@@ -30,16 +38,28 @@ class Room:
         kept, self._kept = self._kept, None
         if kept is not None and len(kept) >= size:
             return kept
+        if kept is not None:
+            self._unpin(_address(kept))
         del kept
         room = max(size + size // _SPARE_ROOM, mmap.PAGESIZE)
         MemoryPlan(self._ranks, room, Redundancy.local(), ceilings(None)).check()
         try:
-            return mmap.mmap(-1, room)
+            memory = mmap.mmap(-1, room)
         except OSError as error:
             raise MemoryPlanError(
                 f"{room} bytes cannot be had: {error.strerror}.", remedy="see the limits of this process."
             ) from error
+        self._pin(_address(memory), room)
+        return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
+        """Nothing is copied to it any more."""
+        goes: mmap.mmap | None = memory
         if self._kept is None or len(self._kept) < len(memory):
-            self._kept = memory
+            goes, self._kept = self._kept, memory
+        if goes is not None:
+            self._unpin(_address(goes))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -24,6 +24,7 @@ from rackrun.worker.log_values import log_values
 from rackrun.worker.loops import ONE_LOOP, second_loop
 from rackrun.worker.lr_rule import ScaleLR
 from rackrun.worker.meetings import Meetings
+from rackrun.worker.numerics import numerics_of
 from rackrun.worker.places import Places
 from rackrun.worker.reports import say
 from rackrun.worker.rng import reseed
@@ -87,6 +88,7 @@ class Run:
         self._mesh: DeviceMesh | None = None
         self._loaders: list[Loader] = []
         self._state = TrackedState()
+        self._state.numerics = functools.partial(numerics_of, runtime.device)
         width = width_of(reduction, batch.shards)
         if width is not None and any(name == "pp" for name, _ in self._axes):
             raise UsageError(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,11 @@ from rackrun.core.ids import BEGIN, Incarnation, SlotId, Step, step_in
 from rackrun.errors import UsageError
 from rackrun.link.boot import Boot, current
 from rackrun.link.channel import WorkerChannel
-from rackrun.link.exchange import TCPSTORE_KEY
 from rackrun.link.page import Activity, HeartbeatPage
 from rackrun.worker import compat
 from rackrun.worker.broadcasts import Broadcasts
-from rackrun.worker.communicator import Communicator, build_communicator
+from rackrun.worker.builder import build_communicator
+from rackrun.worker.communicator import Communicator
 from rackrun.worker.control import ControlThread
 from rackrun.worker.group import BACKEND
 from rackrun.worker.nccl_environment import prepare_environment
@@ -50,6 +52,8 @@ class Runtime:
         self._entered_s = time.monotonic()
         self._entries = UnitTimes()
         self.device = _device(boot)
+        if self.device.type == "cuda":
+            compat.require("nccl")
         page_fd = boot.page_fd if boot else HeartbeatPage.create("alone")
         self.page = HeartbeatPage(page_fd)
         self.page.enter(Activity.SETUP, BEGIN, *UNKNOWN)
@@ -152,13 +156,11 @@ class Runtime:
             timeout=timedelta(minutes=10),
         )
         self._store = store
-        store.set(TCPSTORE_KEY, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
         def build(name: str, group_rank: int, group_size: int) -> Communicator:
-            room = f"rackrun/{attempt}/{name}"
-            within = dist.PrefixStore(room, store) if self.device.type == "cpu" else store
-            return build_communicator(self.device, within, room, group_rank, group_size, timedelta(minutes=10))
+            within = dist.PrefixStore(f"rackrun/{attempt}/{name}", store)
+            return build_communicator(self.device, within, group_rank, group_size, timedelta(minutes=10))
 
         self.world.join_fixed(build)
 
@@ -193,8 +195,27 @@ def _share_gpu(local: int) -> int:
     return local % torch.cuda.device_count()
 
 
+def _refuse_cpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> None:
+    """Raises UsageError where this host has GPUs that are not hidden, torch is built for them, and it sees none: the job would compute on
+    CPUs, and say nothing. (A torch for CPUs is refused by the launcher.)"""
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "all").strip() == ""
+    if torch.version.cuda is None or hidden or not any(devices.glob("nvidia[0-9]*")):
+        return
+    why = "torch.cuda.is_available() is False"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - whatever it says is the reason
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise UsageError(
+        f"this host has GPUs, and torch {torch.__version__} sees none: {why.rstrip('.')}.",
+        remedy="see nvidia-smi: the driver may be too old for this torch, or of another version than its libraries; or hide the "
+        "GPUs to train on CPUs (CUDA_VISIBLE_DEVICES=).",
+    )
+
+
 def _device(boot: Boot | None) -> torch.device:
     if not torch.cuda.is_available():
+        _refuse_cpus(os.environ)
         return torch.device("cpu")
     local = boot.local_rank if boot else int(os.environ.get("LOCAL_RANK", "0"))
     if os.environ.get(_SHARE) == "1" and torch.cuda.device_count():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = ["Reading", "ScriptChecks"]
 _LITTLE = 64
 """Fewer than one in so many elements of the gradients went through collectives: they were not reduced there, compressed or not."""
 _LOOKED_AT_STEPS = 16
+_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @dataclass
@@ -244,7 +247,8 @@ class ScriptChecks:
         step = self._step
         if step is None:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        trained = list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+        parameters = list(compress(trained, [gradient is not None for gradient in map(_GRAD, trained)]))
         if not self._readings:
             self._check_data_of_its_own()
         elif parameters:
@@ -282,7 +286,7 @@ class ScriptChecks:
         line = ""
         if step.local_loss is None and not step.weight_reads:
             line = user_line()
-        for parameter in parameters:
+        for parameter in parameters if self._strays else ():
             ref, stray = self._strays.get(id(parameter), (None, None))
             if stray is not None and ref is not None and ref() is parameter and stray.is_in(parameter.grad):
                 line = stray.line
@@ -307,7 +311,7 @@ class ScriptChecks:
             return
         self._reduced.add(id(optimizer))
         self._check_none_outside(optimizer, parameters)
-        elements = sum(_elements(parameter) for parameter in parameters if not isinstance(parameter, DTensor))
+        elements = _elements([parameter for parameter in parameters if not isinstance(parameter, DTensor)])
         if self._world.traffic * _LITTLE < elements:
             frozen = [p for wrapper in self._state.wrappers() for p in ddp.reduced_by(wrapper) if not p.requires_grad]
             if frozen and self._held_by_ddp().issuperset(map(id, parameters)):
@@ -339,7 +343,7 @@ class ScriptChecks:
         reduced = sum(p.numel() for wrapper in used for p in ddp.reduced_by(wrapper))
         ignored = {id(p) for wrapper in used for p in ddp.ignored_by(wrapper)}
         outside = [p for p in outside if id(p) not in ignored]
-        if outside and 0 < reduced <= self._world.traffic < reduced + sum(map(_elements, outside)) / 2:
+        if outside and 0 < reduced <= self._world.traffic < reduced + _elements(outside) / 2:
             raise StepError(
                 f"{user_line()}: the gradients of {len(outside)} parameter{'s' if len(outside) > 1 else ''} of {type(optimizer).__name__} were "
                 f"not reduced over the ranks, so each would train its own (the first: {self._state.name_of(outside[0])}).",
@@ -360,12 +364,14 @@ def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(callable(one) for one in (*args, *kwargs.values()))
 
 
-def _elements(parameter: torch.Tensor) -> int:
-    """Of its gradient: of a sparse one, those that are there."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.is_sparse:
-        return gradient._values().numel()
-    return parameter.numel()
+def _elements(parameters: Sequence[torch.Tensor]) -> int:
+    """Of their gradients: of sparse ones, those that are there."""
+    gradients = list(map(_GRAD, parameters))
+    if any(map(_IS_SPARSE, gradients)):
+        return sum(
+            [g._values().numel() if g.is_sparse else p.numel() for p, g in zip(parameters, gradients, strict=True)]
+        )
+    return sum(map(torch.Tensor.numel, parameters))
 
 
 def _spread(values: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ import torch
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
 from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.image import write_head, write_tensor
+from rackrun.checkpoint.image import write_head
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
 from rackrun.checkpoint.memory import MemoryPlan, ceilings
 from rackrun.checkpoint.placement import Redundancy
@@ -168,8 +168,7 @@ class Snapshots:
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
         later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, writer.payload)
-        for path in shard.tensors.keys() - later:
-            write_tensor(shard.layout, path, shard.tensors[path], writer.payload)
+        self._device.copy_now(shard, writer.payload, shard.tensors.keys() - later)
         copying = _Copying(
             named,
             slot,

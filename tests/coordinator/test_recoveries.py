@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
-from rackrun.core.commands import BreakGeneration, Decided, FenceWorker, ResumeGeneration, StartWorker
+from rackrun.core.commands import BreakGeneration, CondemnWorker, Decided, FenceWorker, ResumeGeneration, StartWorker
 from rackrun.core.events import (
     TrayLost,
     WorkerElastic,
@@ -230,7 +230,8 @@ def test_a_restart_from_a_checkpoint_does_only_the_steps_after_it_again(story: S
     assert restart.redone == (6, 7)
 
 
-def test_a_planned_swap_is_told_as_one_and_not_as_a_loss() -> None:
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_planned_swap_is_told_as_one_and_not_as_a_loss(on_gpus: bool) -> None:
     story = Story()
     story.does(ResumeGeneration(plan=FIRST, because="all are here"))
     for rank in range(3):
@@ -238,8 +239,11 @@ def test_a_planned_swap_is_told_as_one_and_not_as_a_loss() -> None:
             WorkerPaused(slot=SlotId(f"tray-00/{rank}"), incarnation=Incarnation(rank + 1), generation=Generation(1))
         )
     because = "GPU 2 is degraded: NVLink 3 down (nvml)"
-    story.does(FenceWorker(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because=because))
+    first = CondemnWorker if on_gpus else FenceWorker
+    story.does(first(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because=because))
     story.does(breaking(2))
+    if on_gpus:
+        story.does(FenceWorker(slot=SlotId("tray-00/2"), incarnation=Incarnation(3), because=because))
     story.does(ResumeGeneration(plan=plan(2, *FIRST.members[:2], member(2, "tray-00/4", 9, fresh=True)), because=""))
     story.finish()
     (recovery,) = story.told_of

@@ -16,6 +16,7 @@ from rackrun.core.commands import (
     Answer,
     BreakGeneration,
     Command,
+    CondemnWorker,
     DealShards,
     DismissTray,
     DrainWorkers,
@@ -56,6 +57,7 @@ from rackrun.core.events import (
     WorkerSevered,
     WorkerStalled,
 )
+from rackrun.core.fencing import FENCE_WAIT_MS
 from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
 from rackrun.core.rented import Stage
 from rackrun.worker.deals import Deals
@@ -65,7 +67,7 @@ Chain = tuple[tuple[int, int], ...]
 
 SHARDS = 37
 """Micro-batches of a unit."""
-SHORT = ("gather", "stalled", "judge", "last-call", "failed")
+SHORT = ("gather", "stalled", "judge", "last-call", "failed", "fence")
 TIMEOUTS = ("park", "owed", "resume")
 
 
@@ -165,6 +167,8 @@ class Cluster:
         """With which it was computed."""
         self.jammed: set[int] = set()
         """Generations whose collectives hang for everyone."""
+        self.condemned: dict[tuple[SlotId, int], int] = {}
+        """Since when."""
         self.announced = 0
         self.stopped: StopJob | None = None
         self.log: list[str] = []
@@ -190,6 +194,10 @@ class Cluster:
                 self.timers.append((command.at_ms, len(self.timers), command.name))
             case StartWorker():
                 self._start(command)
+            case CondemnWorker():
+                key = (command.slot, command.incarnation)
+                assert key not in self.condemned, "condemned twice"
+                self.condemned[key] = self.now
             case FenceWorker():
                 self._fence(command)
             case BreakGeneration():
@@ -305,7 +313,26 @@ class Cluster:
     def _fence(self, command: FenceWorker) -> None:
         process = self.processes.get((command.slot, command.incarnation))
         if process is not None and process.alive:
+            self._check_fence(process, command)
             self.end(process, signal=9)
+
+    def _check_fence(self, process: Process, command: FenceWorker) -> None:
+        """GPU memory is shared: who is killed has no peer in a collective, unless one has not left it for half a second."""
+        if not self.racks or process.finished or command.swept_along or process.state not in ("running", "resuming"):
+            return
+        key = (process.slot, process.incarnation)
+        inside = [
+            peer
+            for peer in self.processes.values()
+            if peer.alive
+            and peer.generation == process.generation
+            and peer.state in ("running", "resuming")
+            and peer is not process
+            and (peer.slot, peer.incarnation) not in self.condemned
+        ]
+        if inside and self.core.view().phase in ("parking", "training", "resuming"):
+            assert key in self.condemned, f"{process.slot} is killed while {inside[0].slot} computes with it"
+            assert self.now >= self.condemned[key] + FENCE_WAIT_MS, "it was not waited for"
 
     # -- trays -----------------------------------------------------------------------------------------------------
     def join(self, tray: TrayId, *, slots: int | None = None, lies: bool = False) -> None:

@@ -7,7 +7,15 @@ from typing import TypeVar
 
 import msgspec
 
-from rackrun.core.commands import Command, Plan, ResumeGeneration, StartWorker, StopJob
+from rackrun.core.commands import (
+    Command,
+    CondemnWorker,
+    FenceWorker,
+    Plan,
+    ResumeGeneration,
+    StartWorker,
+    StopJob,
+)
 from rackrun.core.config import JobConfig
 from rackrun.core.control_plane import ControlPlane, View
 from rackrun.core.events import (
@@ -298,6 +306,20 @@ def only(kind: type[C], commands: Sequence[Command]) -> C:
 
 def every(kind: type[C], commands: Sequence[Command]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
+
+
+def condemned(commands: Sequence[Command]) -> list[CondemnWorker | FenceWorker]:
+    """Who counts as lost while it lives, each once: killed at once, or when the others have left the generation."""
+    found: dict[tuple[str, int], CondemnWorker | FenceWorker] = {}
+    for command in commands:
+        if isinstance(command, CondemnWorker | FenceWorker):
+            found.setdefault((command.slot, command.incarnation), command)
+    return [*found.values()]
+
+
+def only_condemned(commands: Sequence[Command]) -> CondemnWorker | FenceWorker:
+    (one,) = condemned(commands)
+    return one
 
 
 def plan_in(commands: Sequence[Command]) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
-from core_told import Told, every, only, plan_in, ranks, stop_in
+from core_told import Told, condemned, every, only, only_condemned, plan_in, ranks, stop_in
 
 from rackrun.core.commands import (
     Answer,
@@ -14,7 +14,6 @@ from rackrun.core.commands import (
     Command,
     DismissTray,
     DrainWorkers,
-    FenceWorker,
     PauseWorkers,
     ResumeGeneration,
     StartWorker,
@@ -50,7 +49,7 @@ class Asked(Told):
     def moves(self, passed: int = 7, snapshots: Sequence[int] = ()) -> Sequence[Command]:
         """All pause, who leaves is gone, and all resume."""
         out = list(self.pause_all())
-        fenced = [command.slot for command in every(FenceWorker, out)]
+        fenced = [command.slot for command in condemned(out)]
         out += self.park_all(passed, snapshots=snapshots)
         for slot in fenced:
             out += self.exits(slot, snapshots=snapshots)
@@ -82,9 +81,9 @@ def test_a_drained_trays_ranks_go_to_spares_at_a_step_boundary_and_no_step_is_do
     begun = four.drain("b", "its fan")
     assert only(Answer, begun).text == "drain of b: ranks 2, 3 will leave at the next step boundary"
     assert len(only(PauseWorkers, begun).workers) == 6
-    assert not every(FenceWorker, begun)
+    assert not condemned(begun)
     moved = four.moves(passed=7)
-    assert [(fenced.slot, fenced.because) for fenced in every(FenceWorker, moved)] == [
+    assert [(fenced.slot, fenced.because) for fenced in condemned(moved)] == [
         ("b/0", "drained: its fan"),
         ("b/1", "drained: its fan"),
     ]
@@ -105,7 +104,7 @@ def test_it_is_done_when_nobody_is_there_any_more_and_all_train(four: Asked) -> 
 
 def test_nothing_starts_there_and_its_spares_end(four: Asked) -> None:
     drained = four.drain("d/0")
-    assert only(FenceWorker, drained).slot == "d/0"
+    assert only_condemned(drained).slot == "d/0"
     assert not every(PauseWorkers, drained)
     ended = four.exits("d/0")
     assert not every(StartWorker, ended)
@@ -121,8 +120,8 @@ def test_spares_of_what_is_drained_wait_until_the_ranks_have_left() -> None:
     assert [spare.slot for spare in told.view.spares] == ["c/0", "c/1", "c/2"]
     told.give_back("a")
     told = job("ab", spares=2, slots=3)  # a/2 and b/2 wait
-    assert not every(FenceWorker, told.drain("a/0"))
-    assert only(FenceWorker, told.pause_all()).slot == "a/0"
+    assert not condemned(told.drain("a/0"))
+    assert only_condemned(told.pause_all()).slot == "a/0"
 
 
 @pytest.mark.parametrize("wait", [False, True])
@@ -195,9 +194,9 @@ def test_replicas_that_would_all_leave_go_one_after_the_other() -> None:
     told.drain("a/0")
     told.drain("b/0")
     again = told.moves()
-    assert [fenced.slot for fenced in every(FenceWorker, again)] == ["a/0"]
+    assert [fenced.slot for fenced in condemned(again)] == ["a/0"]
     assert only(PauseWorkers, again).because == "rank 1: drained"
-    assert [fenced.slot for fenced in every(FenceWorker, told.moves())] == ["b/0"]
+    assert [fenced.slot for fenced in condemned(told.moves())] == ["b/0"]
 
 
 def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_drain_goes_on(four: Asked) -> None:
@@ -247,7 +246,7 @@ def test_a_tray_that_keeps_copies_is_empty_when_they_are_kept_elsewhere(order: t
         assert not every(Answer, told.exits(slot))
     resumed = told.moves()
     assert plan_in(resumed).mirrors == {"a": "b:2/b", "b": "a:2/a", "c": "a:2/a"}
-    assert not every(FenceWorker, resumed)
+    assert not condemned(resumed)
     copies = [told.mirrors(slot, "b" if slot < "b" else "a", 8) for slot in order]
     assert [bool(every(Answer, answers)) for answers in copies] == [False, False, False, True]
 
@@ -268,7 +267,7 @@ def test_a_return_calls_a_drain_off(four: Asked) -> None:
     assert [answer.text for answer in answers] == ["drain of b is called off: b was returned", "b may be used again"]
     paused = four.pause_all()
     assert "called off" in only(BreakGeneration, paused).because
-    assert not every(FenceWorker, paused)
+    assert not condemned(paused)
 
 
 def test_a_gpu_that_is_not_fit_is_not_returned_and_the_reason_is_told(four: Asked) -> None:
@@ -302,7 +301,7 @@ def test_a_rank_goes_to_the_best_spare_or_to_the_one_that_is_named(four: Asked, 
     begun = four.swap(3, to)
     assert only(Answer, begun).outcome == "begun"
     moved = four.moves()
-    assert only(FenceWorker, moved).slot == "b/1"
+    assert only_condemned(moved).slot == "b/1"
     there = ranks(plan_in(moved))[Rank(3)]
     assert there == (to or "d/0")
     assert only(Answer, moved).text == f"rank 3 went from b/1 to {there}"

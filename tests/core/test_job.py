@@ -198,6 +198,21 @@ def test_a_job_that_cannot_be_restored_however_often_says_why_and_what_to_do() -
     assert stop.remedy == "mend it."
 
 
+def test_a_newcomer_without_memory_costs_its_slot_and_a_second_one_ends_the_job_with_what_to_do(training: Told) -> None:
+    """Another process may hold one GPU's memory; that it holds two is less likely than that a rank does not fit."""
+    full = Failure(type="torch.OutOfMemoryError", message="CUDA out of memory.", traceback="", where="state.py:80")
+    training.exits("b/1", signal=9)
+    newcomer = plan_in(training.park_all()).members[3].slot
+    again = training.exits(newcomer, failure=full, step=4)
+    assert only(BreakGeneration, again).because == "rank 3 lost (torch.OutOfMemoryError at state.py:80)"
+    other = plan_in(training.park_all()).members[3].slot
+    assert other != newcomer
+    stop = stop_in(training.exits(other, failure=full, step=4))
+    assert (stop.exit_code, stop.rank) == (1, 3)
+    assert "torch.OutOfMemoryError at state.py:80 on rank 3 at step 4, as on rank 3 before" in stop.because
+    assert "needs as much memory as that rank had: see what else is on its GPU (nvidia-smi)" in stop.remedy
+
+
 def test_what_is_killed_and_does_not_exit_ends_the_job(rack: Told) -> None:
     rack.exits("a/0")
     stop = stop_in(rack.timer("exits"))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from core_told import Told, every, only, plan_in, slow_rank
+from core_told import Told, condemned, every, only, only_condemned, plan_in, slow_rank
 
-from rackrun.core.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.core.commands import Answer, BreakGeneration, Command, Notice, PauseWorkers
 from rackrun.core.config import JobConfig
 from rackrun.core.events import BreakerClosed, ReturnRequested, ShrinkRequested, SlowRanksChanged
 from rackrun.core.health import Health
@@ -46,7 +46,7 @@ def swapped(told: Told, answers: Sequence[Command]) -> dict[int, str]:
     """The planned swap that ``answers`` begin is made: rank -> its new slot."""
     assert only(PauseWorkers, answers)
     before = {rank.rank: rank.slot for rank in told.view.ranks}
-    fenced = [command.slot for command in every(FenceWorker, told.pause_all())]
+    fenced = [command.slot for command in condemned(told.pause_all())]
     assert len(fenced) == 1, "one at a time"
     plan = plan_in(told.park_all(passed=7))
     assert (plan.committed, plan.rollback) == (Position(7), None)
@@ -105,7 +105,7 @@ def test_what_is_said_of_another_generation_is_ignored() -> None:
 # -- swap ------------------------------------------------------------------------------------------------------------
 def test_a_slow_rank_is_replaced_between_two_steps(job: Told) -> None:
     answers = job.are_slow(3)
-    assert not every(FenceWorker, answers)
+    assert not condemned(answers)
     assert any("a planned swap" in text and "rank 3: slow: 1.5 times" in text for text in texts(answers))
     assert list(swapped(job, answers)) == [3]
 
@@ -144,7 +144,7 @@ def test_a_rank_that_recovers_before_it_is_replaced_stays(job: Told) -> None:
     job.are_slow(3)
     job.are_slow()
     paused = job.pause_all()
-    assert not every(FenceWorker, paused)
+    assert not condemned(paused)
     assert "called off" in only(BreakGeneration, paused).because
     assert not any(why for tray in job.view.trays for why in tray.against.values())
 
@@ -197,7 +197,7 @@ def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_swap_comes_after
 def test_a_slow_gpu_that_dies_is_fenced_at_once() -> None:
     told = trained("swap")
     told.are_slow(3)
-    assert only(FenceWorker, told.judges("b/1", Health.LOST)).slot == "b/1"
+    assert only_condemned(told.judges("b/1", Health.LOST)).slot == "b/1"
 
 
 def test_a_tray_that_comes_back_is_not_on_probation() -> None:

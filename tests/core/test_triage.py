@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from core_told import Told, every, only, plan_in, stop_in
+from core_told import Told, condemned, every, only, only_condemned, plan_in, stop_in
 
 from rackrun.core.commands import (
     BreakGeneration,
-    FenceWorker,
     Notice,
     PauseWorkers,
     ResumeGeneration,
@@ -39,7 +38,7 @@ def test_a_gpu_beyond_use_costs_its_rank_at_once_and_the_report_has_the_reason(
     one_clique: Told, health: Health
 ) -> None:
     answers = one_clique.judges("b/1", health)
-    fenced = only(FenceWorker, answers)
+    fenced = only_condemned(answers)
     assert (fenced.slot, fenced.because) == ("b/1", f"GPU 1 is {health.value}: it was tested (nvml)")
     assert only(BreakGeneration, answers).because == f"rank 3 lost ({fenced.because})"
     plan = plan_in(one_clique.park_all())
@@ -56,21 +55,21 @@ def test_nothing_is_started_on_that_gpu_until_it_is_well_again(one_clique: Told)
 
 def test_a_tray_to_be_rebooted_loses_all_its_ranks_in_one_decision(one_clique: Told) -> None:
     answers = one_clique.judges("b/0", Health.REBOOT)
-    assert [fenced.slot for fenced in every(FenceWorker, answers)] == ["b/0", "b/1"]
+    assert [fenced.slot for fenced in condemned(answers)] == ["b/0", "b/1"]
     plan = plan_in(one_clique.park_all())
     assert {plan.members[2].slot, plan.members[3].slot} == {"d/0", "d/1"}
 
 
 def test_a_spare_on_a_gpu_beyond_use_goes_quietly(one_clique: Told) -> None:
     answers = one_clique.judges("d/0", Health.LOST)
-    assert only(FenceWorker, answers).slot == "d/0"
+    assert only_condemned(answers).slot == "d/0"
     assert not every(BreakGeneration, answers)
     assert one_clique.view.phase == "training"
 
 
 def test_a_process_that_lost_its_context_has_a_moment_to_say_so_itself(one_clique: Told) -> None:
     answers = one_clique.judges("a/0", Health.APP)
-    assert not every(FenceWorker, answers)
+    assert not condemned(answers)
     timer = next(timer for timer in every(SetTimer, answers) if timer.name.startswith("failed:a/0:"))
     assert timer.at_ms == one_clique.now + LAST_WORDS_MS
     one_clique.exits("a/0", bug="train.py:3")
@@ -79,7 +78,7 @@ def test_a_process_that_lost_its_context_has_a_moment_to_say_so_itself(one_cliqu
 
 def test_a_process_that_lost_its_context_is_replaced_and_its_gpu_waits_as_a_spare(one_clique: Told) -> None:
     (timer,) = every(SetTimer, one_clique.judges("a/0", Health.APP))
-    assert only(FenceWorker, one_clique.tell(TimerFired(name=timer.name))).slot == "a/0"
+    assert only_condemned(one_clique.tell(TimerFired(name=timer.name))).slot == "a/0"
     one_clique.park_all()
     one_clique.exits("a/0")
     assert only(StartWorker, one_clique.resume_all()).slot == "a/0"
@@ -90,10 +89,10 @@ def test_a_failing_gpu_is_left_at_a_step_boundary_with_no_step_done_again(one_cl
     answers = one_clique.judges("b/1", Health.DEGRADED)
     pause = only(PauseWorkers, answers)
     assert len(pause.workers) == 6
-    assert not every(FenceWorker, answers)
+    assert not condemned(answers)
     assert any("planned swap" in notice.text and "rank 3" in notice.text for notice in every(Notice, answers))
     paused = one_clique.pause_all()
-    assert only(FenceWorker, paused).slot == "b/1"
+    assert only_condemned(paused).slot == "b/1"
     plan = plan_in(one_clique.park_all(passed=7))
     assert (plan.committed, plan.rollback) == (Position(7), None)
     assert plan.members[3].slot in ("d/0", "d/1")
@@ -159,14 +158,14 @@ def test_a_loss_in_the_middle_of_the_pause_is_recovered_and_the_swap_comes_after
 def test_a_pause_that_takes_too_long_is_not_waited_for(one_clique: Told) -> None:
     one_clique.judges("b/1", Health.DEGRADED)
     one_clique.pauses("a/0")
-    assert only(FenceWorker, one_clique.timer("pause")).slot == "b/1"
+    assert only_condemned(one_clique.timer("pause")).slot == "b/1"
 
 
 def test_a_pause_whose_reason_is_gone_ends_without_any_loss(one_clique: Told) -> None:
     one_clique.judges("b/1", Health.DEGRADED)
     one_clique.judges("b/1", Health.OK)
     paused = one_clique.pause_all()
-    assert not every(FenceWorker, paused)
+    assert not condemned(paused)
     assert "called off" in only(BreakGeneration, paused).because
     plan = plan_in(one_clique.park_all(passed=7))
     assert not plan.restores
@@ -174,7 +173,7 @@ def test_a_pause_whose_reason_is_gone_ends_without_any_loss(one_clique: Told) ->
 
 def test_a_gpu_that_dies_while_its_swap_is_planned_is_fenced_at_once(one_clique: Told) -> None:
     one_clique.judges("b/1", Health.DEGRADED)
-    assert only(FenceWorker, one_clique.judges("b/1", Health.LOST)).slot == "b/1"
+    assert only_condemned(one_clique.judges("b/1", Health.LOST)).slot == "b/1"
 
 
 def test_a_job_that_ends_swaps_nothing(one_clique: Told) -> None:
@@ -185,25 +184,25 @@ def test_a_job_that_ends_swaps_nothing(one_clique: Told) -> None:
 # -- the breaker -----------------------------------------------------------------------------------------------------
 def test_fabric_trouble_waits_a_moment_and_then_costs_its_rank(one_clique: Told) -> None:
     waiting = one_clique.judges("b/1", Health.FABRIC, fabric=True)
-    assert not every(FenceWorker, waiting)
+    assert not condemned(waiting)
     one_clique.now += 10_000
-    assert only(FenceWorker, one_clique.tell(TimerFired(name="breaker"))).slot == "b/1"
+    assert only_condemned(one_clique.tell(TimerFired(name="breaker"))).slot == "b/1"
 
 
 def test_fabric_trouble_on_several_trays_is_the_switch_and_nobody_is_taken_out(one_clique: Told) -> None:
     one_clique.judges("a/0", Health.FABRIC, fabric=True)
     answers = one_clique.judges("b/0", Health.FABRIC, fabric=True)
-    assert not every(FenceWorker, answers)
+    assert not condemned(answers)
     assert any("a switch or the fabric manager" in notice.text for notice in every(Notice, answers))
     one_clique.now += 10_000
-    assert not every(FenceWorker, one_clique.tell(TimerFired(name="breaker")))
+    assert not condemned(one_clique.tell(TimerFired(name="breaker")))
 
 
 def test_more_than_half_of_the_trays_are_never_taken_out_at_once(one_clique: Told) -> None:
     for tray in "ab":
-        assert every(FenceWorker, one_clique.judges(f"{tray}/0", Health.RESET))
+        assert condemned(one_clique.judges(f"{tray}/0", Health.RESET))
     answers = one_clique.judges("c/0", Health.RESET)
-    assert not every(FenceWorker, answers)
+    assert not condemned(answers)
     assert "until a person has looked" in only(Notice, answers).text
 
 
@@ -211,10 +210,10 @@ def test_a_person_who_has_looked_closes_the_breaker_and_what_was_held_back_is_do
     one_clique.judges("a/0", Health.FABRIC, fabric=True)
     one_clique.judges("b/0", Health.FABRIC, fabric=True)
     answers = one_clique.tell(BreakerClosed())
-    assert {fenced.slot for fenced in every(FenceWorker, answers)} == {"a/0", "b/0"}
+    assert {fenced.slot for fenced in condemned(answers)} == {"a/0", "b/0"}
     assert "2 verdicts were held back" in every(Notice, answers)[0].text
     one_clique.park_all()
-    assert not every(FenceWorker, one_clique.tell(BreakerClosed())), "once"
+    assert not condemned(one_clique.tell(BreakerClosed())), "once"
 
 
 # -- before and after training ---------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ def test_before_the_first_step_the_world_begins_again_elsewhere() -> None:
     for tray in "abc":
         told.join(tray, 1, clique="x")
     told.elastic("a/0")
-    fenced = [command.slot for command in every(FenceWorker, told.judges("a/0", Health.LOST))]
+    fenced = [command.slot for command in condemned(told.judges("a/0", Health.LOST))]
     assert set(fenced) == {"a/0", "b/0"}
     for slot in fenced:
         told.exits(slot)

@@ -50,10 +50,10 @@ def test_a_status_shows_what_was_said(text: str) -> None:
         "core": {
             "phase": text,
             "ranks": [{"rank": 0, "slot": text, "incarnation": 1, "state": "ready"}],
-            "trays": [{"withdrawn": {"tray-00/0": text}}],
+            "trays": [{"tray": "tray-00", "withdrawn": {"tray-00/0": text}, "unjudged": text}],
         },
     }
-    assert drawn(render_status, status).count(text) == 6
+    assert drawn(render_status, status).count(text) == 7
 
 
 def test_no_console_takes_markup() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rackrun.chaos.planner.costs import read_costs
 from rackrun.chaos.planner.survey import Survey
+from rackrun.chaos.planner.swap_model import Swap
 from tests.ctl.conftest import Said
 
 Rackctl = Callable[..., Said]
@@ -145,3 +147,45 @@ def test_a_small_job_that_is_killed_is_predicted(rackctl: Rackctl, tmp_path: Pat
 def test_it_is_listed_with_the_other_commands(rackctl: Rackctl) -> None:
     assert "plan" in rackctl("--help").out
     assert "calibrate" in rackctl("plan", "--help").out
+
+
+# -- the cost of a swap ------------------------------------------------------------------------------------------------
+SWAP = ("plan", "swap", "--ranks", 1024, "--groups", "tp:8,dp:128", "--state", "12.7GB")
+
+
+def test_a_swap_is_priced_stage_by_stage_and_says_what_is_only_predicted(rackctl: Rackctl) -> None:
+    said = rackctl(*SWAP)
+    assert said.code == 0
+    for stage in ("notice a dead process", "build groups, all warm", "restore over nvlink", "whole swap, spare cold"):
+        assert stage in said.out
+    assert "not calibrated" in said.out
+    assert "predicted, not measured: " in said.out
+
+
+def test_its_figure_is_a_cost_of_the_plan(rackctl: Rackctl, tmp_path: Path) -> None:
+    swap = msgspec.json.decode(rackctl(*SWAP, "--json").out, type=Swap)
+    written = tmp_path / "costs.json"
+    written.write_text(rackctl(*SWAP, "--as-costs").out)
+    costs = read_costs(written)
+    assert costs.takeover_s == swap.row("whole swap, spare warm").likely
+    assert costs.state_bytes == 12.7e9
+    assert "takeover_s" not in costs.guessed()
+    assert "reasoned; not calibrated" in costs.origin["takeover_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--groups", "tp"), "needs two parts"),
+        (("--groups", "tp:8,tp:8"), "is there twice"),
+        (("--groups", "tp:x"), "is no size"),
+        (("--groups", "tp:7"), "do not divide"),
+        (("--state", "much"), "is no number of bytes"),
+        (("--state", "-1GB"), "is no number of bytes"),
+        (("--kit", "absent.json"), "cannot be read"),
+    ],
+)
+def test_what_a_swap_cannot_be_asked_is_refused(rackctl: Rackctl, arguments: tuple[str, str], why: str) -> None:
+    said = rackctl(*SWAP, *arguments)
+    assert said.code == 2
+    assert why in said.err

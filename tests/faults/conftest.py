@@ -20,7 +20,15 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "train.py"
 DEADLINE_S = 100.0
 
+DOUBLED = Path(__file__).parents[1] / "worker" / "doubled.py"
+
 Train = Callable[..., Trained]
+
+
+def script(path: Path) -> list[str | Path]:
+    """What to start. RACKRUN_NCCL_DOUBLE says whether its workers have the double of NCCL's contract for their device."""
+    mode = os.environ.get("RACKRUN_NCCL_DOUBLE")
+    return [DOUBLED, mode, path] if mode else [path]
 
 
 @pytest.fixture
@@ -79,7 +87,7 @@ def train(start_rackrun: Callable[..., Any], tmp_path: Path) -> Train:
         }
         if patience_s:
             env["RACKRUN_TEST_PATIENCE"] = str(patience_s)
-        job = start_rackrun(["--standalone", *options, SCRIPT, mode, steps, folder / "held"], env=env)
+        job = start_rackrun(["--standalone", *options, *script(SCRIPT), mode, steps, folder / "held"], env=env)
         trained = read(job.finish(DEADLINE_S), folder)
         print(trained, file=sys.stderr)
         return trained
@@ -141,7 +149,7 @@ def story(start_rackrun: Callable[..., Any], tmp_path: Path) -> Callable[..., Tr
         if mode != "ddp":
             command += ["--preload", "torch.distributed.fsdp,torch.distributed.tensor"]
         env = {"RACKRUN_TEST_WORLDS": json.dumps(worlds)}
-        job = start_rackrun([*command, SCRIPTS / "resized.py", mode, steps, folder, reduction, batch], env=env)
+        job = start_rackrun([*command, *script(SCRIPTS / "resized.py"), mode, steps, folder, reduction, batch], env=env)
         told = Story(job, folder, ranks)
         job.wait_for(lambda status: status["core"]["phase"] == "training", WAIT_S)
         told.go_on(ranks)

@@ -23,7 +23,7 @@ HEAD = struct.Struct("<HI")
 
 @pytest.fixture
 async def server() -> AsyncIterator[ExchangeServer]:
-    served = ExchangeServer("127.0.0.1", TOKEN, {})
+    served = ExchangeServer("127.0.0.1", TOKEN)
     yield served
     await served.close()
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_all_hear_what_each_says(server: ExchangeServer) -> None:
 
 @pytest.mark.parametrize("advertise", ["127.0.0.1", "::1", "localhost"])
 async def test_it_listens_where_it_says_and_nowhere_else(advertise: str) -> None:
-    server = ExchangeServer(advertise, TOKEN, {})
+    server = ExchangeServer(advertise, TOKEN)
     try:
         host, port = parts(await server.start())
         assert host == advertise

@@ -646,7 +646,7 @@ class TinyCluster:
 
 
 async def _serve_exchange(until: int, tell: int) -> None:
-    server = ExchangeServer("127.0.0.1", "", {})
+    server = ExchangeServer("127.0.0.1", "")
     os.write(tell, (await server.start()).encode())
     os.close(tell)
     over = asyncio.Event()

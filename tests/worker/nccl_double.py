@@ -4,6 +4,7 @@
 - The collectives of one communicator run one after another, in the order of their calls, each behind what its stream waits for.
 - A break raises nowhere: what was in flight ends with garbage (NaN, -1), and every wait passes.
 - There is no receive from any source.
+- What is on the host goes over gloo: the tensors of torch's own collectives of objects.
 
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
@@ -18,6 +19,7 @@ What it cannot tell: streams beside the current one, whether a kernel ends when 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -27,13 +29,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from rackrun.worker import builder, restore, tensor_bytes, world
-from rackrun.worker.communicator import GlooCommunicator
+from rackrun.worker import builder, group, restore, tensor_bytes, world
+from rackrun.worker.communicator import PointToPoint
 from rackrun.worker.device_digest import device_digest
+from rackrun.worker.gloo import GlooCommunicator
 
 __all__ = ["MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
 
@@ -154,7 +158,7 @@ class InStream(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return self._of_parts(func, args, kwargs or {})
-        if any(one.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for one in types):
+        if any(is_traceable_wrapper_subclass_type(one) for one in types):
             return NotImplemented  # its own operations on its parts come here by themselves
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
@@ -204,7 +208,8 @@ class Double:
     def __init__(self, inner: Any, stream: Stream, mode: str) -> None:
         self._inner, self._stream, self._stuck = inner, stream, mode == "stuck"
         self._aborted = threading.Event()
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], LateWork, Reached] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[list[tuple[str, tuple[Any, ...]]], LateWork, Reached] | None]
+        self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nccl-double", daemon=True)
         self._thread.start()
 
@@ -218,11 +223,26 @@ class Double:
             if isinstance(tensor, torch.Tensor):
                 self._stream.before(tensor)
         self._stream.enqueue(work.enqueued)
-        self._calls.put((name, args, work, self._stream.moment()))
+        self._calls.put(([(name, args)], work, self._stream.moment()))
         if getattr(args[-1], "asyncOp", True):
             return work
         self._stream.waits_for(work.enqueued)
         return None
+
+    def batch(self, operations: Sequence[PointToPoint]) -> LateWork:
+        """All start before any is waited for."""
+        received = [tensor for name, tensor, _, _ in operations if name == "recv"]
+        work = LateWork(self._stream, received, [tensor for _, tensor, _, _ in operations])
+        for _, tensor, _, _ in operations:
+            self._stream.before(tensor)
+        self._stream.enqueue(work.enqueued)
+        together = [(name, ([tensor], peer, tag)) for name, tensor, peer, tag in operations]
+        self._calls.put((together, work, self._stream.moment()))
+        return work
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
 
     def abort(self) -> None:
         self._aborted.set()
@@ -234,14 +254,15 @@ class Double:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            name, args, work, reached = call
+            together, work, reached = call
             try:
                 while not (reached.passed() or self._aborted.is_set()):
                     self._aborted.wait(_LATE_S)
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
-                getattr(self._inner, name)(*args).wait()
+                for started in [getattr(self._inner, name)(*args) for name, args in together]:
+                    started.wait()
             except RuntimeError:
                 self._aborted.wait(None if self._stuck else _NOTICED_S)
                 time.sleep(_LEAVES_S)
@@ -252,14 +273,22 @@ class Double:
 
 
 class DoubleCommunicator:
-    """As `rackrun.worker.communicator.NcclCommunicator`."""
+    """As `rackrun.worker.nccl`."""
 
     def __init__(self, host: GlooCommunicator, device: GlooCommunicator, stream: Stream, mode: str) -> None:
         self._on_host, self._on_device = host, device
         self.host, self.inner = host.inner, Double(device.inner, stream, mode)
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
-        return getattr(self.host, name)(*args) if on_host else self.inner.call(name, *args)
+        return getattr(self.host, name)(*args) if on_host else self._whole().call(name, *args)
+
+    def batch(self, operations: Sequence[PointToPoint]) -> Any:
+        return self._whole().batch(operations)
+
+    def _whole(self) -> Double:
+        if self.inner.aborted:
+            raise RuntimeError("the communicator was broken")
+        return self.inner
 
     def break_(self) -> None:
         self._on_host.break_()
@@ -298,10 +327,8 @@ def install(mode: str) -> TorchDispatchMode:
     """In this process, before it makes its first group. What its main thread does is to run inside of what this returns."""
     stream = Stream()
 
-    def build(
-        device: torch.device, store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta
-    ) -> DoubleCommunicator:
-        del device, prefix
+    def build(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta) -> DoubleCommunicator:
+        del device
         host = GlooCommunicator(dist.PrefixStore("host", store), rank, size, timeout)
         return DoubleCommunicator(
             host, GlooCommunicator(dist.PrefixStore("device", store), rank, size, timeout), stream, mode
@@ -331,6 +358,7 @@ def install(mode: str) -> TorchDispatchMode:
             stream.read_by_host = False
 
     dist._verify_params_across_processes = verify_on_host
+    _have_objects_on_host()
     as_list = torch.Tensor.tolist
 
     def list_in_stream(self: torch.Tensor) -> Any:
@@ -345,6 +373,32 @@ def install(mode: str) -> TorchDispatchMode:
     restore.readable = unreadable  # type: ignore[assignment]
     tensor_bytes._digest = _digest_of_device
     return InStream(stream)
+
+
+def _have_objects_on_host() -> None:
+    """Torch puts objects into tensors of the host, where a group has a backend for those."""
+    on_host = threading.local()
+    is_of_device = group.ElasticGroup._is_of_device
+
+    def is_not_of_host(self: group.ElasticGroup, args: Sequence[Any]) -> bool:
+        return not getattr(on_host, "now", False) and is_of_device(self, args)
+
+    def of_objects(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            on_host.now = True
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                on_host.now = False
+
+        return called
+
+    group.ElasticGroup._is_of_device = is_not_of_host  # type: ignore[method-assign]
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+        wrapped = of_objects(getattr(dist, name))
+        for module in (dist, distributed_c10d):
+            setattr(module, name, wrapped)
 
 
 def _digest_of_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def given(root: Broadcasts) -> None:
 
 
 async def test_who_has_given_or_taken_says_it_again_at_another_exchange() -> None:
-    first, second, third = (ExchangeServer("127.0.0.1", TOKEN, {}) for _ in range(3))
+    first, second, third = (ExchangeServer("127.0.0.1", TOKEN) for _ in range(3))
     one, two, three = await first.start(), await second.start(), await third.start()
     root, spare = at(one, spare=False), at(one, spare=True)
     await asyncio.to_thread(given, root)

@@ -58,14 +58,14 @@ def cannot_be_set(patch: Patch) -> None:
 
 def reset_forgets_nothing(patch: Patch) -> None:
     patch.setattr(FSDPState, "_reset_iter_state", lambda self: None, raising=False)
-    patch.setattr(fsdp, "reset", lambda module: None)
+    patch.setattr(fsdp, "reset", lambda subs: None)
 
 
 def reset_forgets_too_much(patch: Patch) -> None:
     """Torch 2.15, without what rackrun does about it."""
 
-    def begin(module: torch.nn.Module, keep: object) -> None:
-        for param in fsdp.params(module):
+    def begin(subs: Any, keep: object) -> None:
+        for param in fsdp.params(subs):
             param.sharded_param.grad = None
 
     patch.setattr(fsdp, "_begin", begin)

@@ -33,6 +33,22 @@ def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
     assert len(room.take(200_000)) >= 200_000
 
 
+def test_memory_is_pinned_for_as_long_as_it_is_there() -> None:
+    pinned: dict[int, int] = {}
+    room = Room(1, pinned.__setitem__, pinned.__delitem__)
+    first, second = room.take(100_000), room.take(10)
+    assert sorted(pinned.values()) == sorted(map(len, (first, second)))
+    room.give_back(second)
+    assert len(pinned) == 2, "it is kept"
+    room.give_back(first)
+    assert list(pinned.values()) == [len(first)], "of two the larger"
+    assert room.take(1000) is first
+    assert len(pinned) == 1, "it was pinned before"
+    room.give_back(first)
+    third = room.take(200_000)
+    assert list(pinned.values()) == [len(third)]
+
+
 def test_what_fits_is_planned_for_all_ranks_of_the_host_and_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rackrun.worker.room.ceilings", lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),))
     assert len(Room(1).take(300_000)) >= 300_000

@@ -17,6 +17,7 @@ import torch
 
 from rackrun.worker import fixed_point_kernel
 from rackrun.worker.fixed_point import FixedPoint, fixed_point
+from rackrun.worker.segments import Factors, Segments
 
 
 def plain() -> FixedPoint:
@@ -116,14 +117,74 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 arithmetic.read(sums, 2.0**-20, back)
                 found.append((largest, sums.tolist(), back.tolist()))
             assert found[0] == found[1], (dtype, integers, size)
+from rackrun.worker.segments import Factors, Segments
+sizes = (1, 0, 63, 2048, 5, 2043, 7000, 1, 1, 3)
+slots = (4, 0, 7, 1, 9, 2, 3, 8, 5, 6)
+segments = Segments(slots, sizes)
+scales = [2.0 ** (slot + 8) for slot in range(10)]
+scale, inverse = Factors.all_of(torch.device("cpu"), scales, [1 / one for one in scales])
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for integers in (torch.int32, torch.int64):
+        values = (torch.randn(sum(sizes), generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+        values[70] = math.nan
+        marks = torch.tensor([0, 0, 2, 0, 0, 1, 0, 0, 0, 0], dtype=integers)
+        found = []
+        for arithmetic in (reference, fixed_point(torch.device("cuda", 0)), kernel):
+            largest = torch.full((10,), 0.5)
+            sums, back = torch.full((sum(sizes),), 99, dtype=integers), torch.empty(sum(sizes), dtype=dtype)
+            for fresh in (True, False):
+                arithmetic.add_segments(values, segments, scale, sums, largest, fresh=fresh)
+            arithmetic.read_segments(sums, segments, inverse, marks, back)
+            sums[70] = 0  # of NaN there is no integer
+            back = back.float().nan_to_num(123.0)
+            found.append((largest.tolist(), sums.tolist(), back.tolist()))
+        assert found[0] == found[1] == found[2], (dtype, integers)
+        assert found[0][0][1] == math.inf
+        own = torch.empty(2048, dtype=integers)
+        reference.add(values[64:2112], scales[1], own, fresh=True)
+        assert found[0][1][100] == 2 * int(own[36])
 values = torch.randn(5000)
 apart, in_place = torch.empty(5000, dtype=torch.int32), values.clone()
 kernel.add(values, 2.0**20, apart, fresh=True)
 kernel.add(in_place, 2.0**20, in_place.view(torch.int32), fresh=True)
+halves = Segments((0, 1), (2500, 2500))
+both, back = Factors.all_of(torch.device("cpu"), [2.0**20] * 2, [2.0**-20] * 2)
+as_one = values.clone()
+kernel.add_segments(as_one, halves, both, as_one.view(torch.int32), torch.zeros(2), fresh=True)
+assert torch.equal(as_one.view(torch.int32), apart)
+kernel.read_segments(as_one.view(torch.int32), halves, back, torch.zeros(2, dtype=torch.int32), as_one)
+assert torch.equal(as_one, apart.float() * 2.0**-20)
 assert torch.equal(in_place.view(torch.int32), apart)
 values[77] = math.nan
 assert float(kernel.add(values, 1.0, apart, fresh=True)) == math.inf
 """
+
+
+def test_a_segment_is_scaled_and_measured_by_itself_on_the_host_too() -> None:
+    segments = Segments((2, 0, 1), (3, 0, 2))
+    scale, inverse = Factors.all_of(torch.device("cpu"), [1.0, 2.0, 4.0], [1.0, 0.5, 0.25])
+    values, sums = torch.tensor([1.25, -2.0, 0.5, 3.0, math.inf]), torch.full((5,), 7, dtype=torch.int32)
+    for arithmetic in (plain(), fixed_point(torch.device("cpu")), of_a_gpu()):
+        largest, back = torch.tensor([0.0, 1.0, 9.0]), torch.empty(5)
+        arithmetic.add_segments(values, segments, scale, sums, largest, fresh=True)
+        assert largest.tolist() == [0.0, math.inf, 9.0]
+        assert sums[:4].tolist() == [5, -8, 2, 6]
+        arithmetic.read_segments(sums, segments, inverse, torch.tensor([0, 0, 1]), back)
+        assert back[:3].tolist() == [1.25, -2.0, 0.5]
+        assert back[3:].isnan().all()
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 100])
+def test_a_block_knows_which_segments_it_has_a_part_of(block: int) -> None:
+    segments = Segments((5, 6, 7, 8, 9), (3, 0, 9, 1, 12))
+    table = segments.table(block, torch.device("cpu"))
+    assert segments.table(block, torch.device("cpu")) is table
+    blocks = -(-25 // block)
+    of_element = [index for index, size in enumerate(segments.sizes) for _ in range(size)]
+    for number in range(blocks):
+        theirs = of_element[number * block : (number + 1) * block]
+        assert (int(table[number]), int(table[blocks + number])) == (min(theirs), max(theirs))
+    assert table[2 * blocks :].view(-1, 3).tolist() == [[0, 3, 5], [3, 3, 6], [3, 12, 7], [12, 13, 8], [13, 25, 9]]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

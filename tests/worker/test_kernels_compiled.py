@@ -83,3 +83,48 @@ def test_the_exact_reduction_reads_and_writes_in_vectors_whatever_the_count(
     )
     assert any(is_vector(form) for form in widths(read, "ld")), widths(read, "ld")
     assert any(is_vector(form) for form in widths(read, "st")), widths(read, "st")
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"sm_{one.arch}")
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(("values", "sums"), [("*fp32", "*i32"), ("*bf16", "*i32"), ("*fp16", "*i64")])
+def test_a_bucket_is_read_and_written_in_vectors_wherever_its_parameters_begin(
+    values: str, sums: str, fresh: bool, target: GPUTarget
+) -> None:
+    """All but the last block, whose mask is of single elements, and what is looked up for each parameter."""
+    block = fixed_point_triton._SEGMENTED_BLOCK
+    table = {"table": "*i64", "count": "i32"}
+    code = compiled(
+        fixed_point_triton._add_segments,
+        target,
+        {"values": values, "sums": sums, "scales": "*fp32", "largest": "*i32", **table},
+        {"FRESH": fresh, "BLOCK": block},
+    )
+    read = compiled(
+        fixed_point_triton._read_segments,
+        target,
+        {"sums": sums, "out": values, "inverses": "*fp32", "marks": sums, **table},
+        {"BLOCK": block},
+    )
+    for one, loaded, stored in ((code, values, sums), (read, sums, values)):
+        assert bytes_in_vectors(one, "ld") >= block // _threads(one) * _SIZES[loaded], widths(one, "ld")
+        assert bytes_in_vectors(one, "st") >= block // _threads(one) * _SIZES[stored], widths(one, "st")
+    if not fresh:
+        assert bytes_in_vectors(code, "ld") >= block // _threads(code) * (_SIZES[values] + _SIZES[sums])
+
+
+_SIZES = {"*fp32": 4, "*i32": 4, "*bf16": 2, "*fp16": 2, "*i64": 8}
+
+
+def _threads(code: Any) -> int:
+    return int(32 * code.metadata.num_warps)
+
+
+def bytes_in_vectors(code: Any, access: str) -> int:
+    """What one thread reads or writes in vectors."""
+    found = 0
+    for form, often in widths(code, access).items():
+        vector = re.search(r"v(\d)\.[bfsu](\d+)", form)
+        if vector:
+            found += often * int(vector[1]) * int(vector[2]) // 8
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -192,7 +193,13 @@ def wrong_shapes(run: Run) -> None:
         (sharded_gradients_not_cleared, "were not cleared"),
         (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
-        (wrong_shapes, "invalid tensor size|same dtype|shape"),
+        pytest.param(
+            wrong_shapes,
+            "invalid tensor size|same dtype|shape",
+            marks=pytest.mark.skipif(
+                "RACKRUN_NCCL_DOUBLE" in os.environ, reason="only gloo looks at sizes when it is called"
+            ),
+        ),
     ],
 )
 def test_a_broken_rule_is_named(main: Callable[[Run], None], words: str, train: Train) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ended
+from harness import Ended, say
 from nccl_double import MODES, Double, InStream, Stream
-from scripts import adam, ddp, fit, net
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
+from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.run import Run
+from rackrun.worker.step import Step
 
 Train = Callable[..., Ended]
 
@@ -116,3 +119,88 @@ def test_a_lost_shard_is_computed_again_in_fsdps_own_order(train: Train, monkeyp
     ended = train(main, kill={1: "enters a collective after Position(step=4"})
     assert len(ended.plans) == 1, ended
     assert not ended.differences(undisturbed), ended
+
+
+LARGE = 2**21
+"""Elements: more than a socket holds, so that a send ends only when its peer receives."""
+
+
+def ring(run: Run) -> None:
+    """Ring attention's exchange, in each step: every rank sends to the next before it receives from the one before."""
+    model = ddp(run)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+    received: dict[int, float] = {}
+
+    @run.step
+    def step(step: Step) -> None:
+        mine = torch.full((LARGE,), float(run.rank + int(step)))
+        theirs = torch.empty(LARGE)
+        following, before = (run.rank + 1) % run.world_size, (run.rank - 1) % run.world_size
+        operations = [dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, theirs, before)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        received[int(step)] = float(theirs.mean())
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in run.steps(STEPS):
+        step(number)
+    say(received=received, rank=run.rank, size=run.world_size)
+
+
+@pytest.mark.parametrize("killed", [None, "enters a collective after Position(step=4"])
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_sends_and_receives_of_a_batch_do_not_wait_for_each_other(
+    mode: str | None, killed: str | None, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, all ranks would send, and nobody receive."""
+    if mode is not None:
+        monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(ring, kill={1: killed} if killed else {})
+    assert ended.exit_code == 0, ended
+    assert len(ended.plans) == bool(killed)
+    for said in ended.said.values():
+        before = (said["rank"] - 1) % said["size"]
+        assert said["received"] == {step: before + int(step) for step in said["received"]}
+        assert str(STEPS - 1) in said["received"]
+
+
+def objects_and_checkpoints(folder: Path) -> Callable[[Run], None]:
+    """What goes over the hosts' half: objects, a barrier, tensors of the host, and an asynchronous checkpoint of torch's own."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def after(step: int) -> None:
+            gathered: list[Any] = [None] * run.world_size
+            dist.all_gather_object(gathered, (run.rank, step))
+            named = ["from rank 0" if run.rank == 0 else None]
+            dist.broadcast_object_list(named, src=0)
+            dist.barrier()
+            say(gathered=list(map(list, gathered)), named=named)
+
+        def save() -> None:
+            checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=folder / "saved").result()
+
+        run.at_end(save)
+        fit(run, model, adam(model), after=after)
+
+    return main
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_objects_and_asynchronous_checkpoints(
+    mode: str | None, train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if mode is not None:
+        monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(objects_and_checkpoints(tmp_path), kill={1: "enters a collective after Position(step=4"})
+    assert ended.exit_code == 0, ended
+    for said in ended.said.values():
+        assert said["named"] == ["from rank 0"]
+        assert said["gathered"] == [[rank, STEPS - 1] for rank in range(3)]
+    assert (tmp_path / "saved" / ".metadata").exists()

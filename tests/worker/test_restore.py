@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker import neighbour
 from rackrun.worker.manifest import TensorInfo
-from rackrun.worker.restore import landing_places
+from rackrun.worker.restore_transfer import landing_places
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 

@@ -18,7 +18,7 @@ from torch import nn
 from rackrun.errors import StepError
 from rackrun.worker.device_digest import device_digest
 from rackrun.worker.manifest import Manifest, TensorInfo
-from rackrun.worker.restore import CHUNK_BYTES, _Layout
+from rackrun.worker.restore_layout import PIECE_BYTES_MIN, Layout
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import digest
 from rackrun.worker.undo import Undo
@@ -443,21 +443,21 @@ def manifest_of(*sizes: int) -> Manifest:
     return Manifest([TensorInfo(f"t{i}", "uint8", (size,), False, False) for i, size in enumerate(sizes)], b"")
 
 
-def test_sources_share_the_chunks_and_each_byte_is_sent_once() -> None:
-    sizes = (10, 3 * CHUNK_BYTES + 5, 100_000)
-    layout = _Layout(manifest_of(*sizes), (2, 5))
+def test_sources_share_the_pieces_and_each_byte_is_sent_once() -> None:
+    sizes = (10, 3 * PIECE_BYTES_MIN + 5, 100_000)
+    layout = Layout(manifest_of(*sizes), (2, 5))
     assert layout.small == ["t0"]
     for index in (1, 2):
-        parts = [(chunk.start, chunk.stop) for chunk in layout.chunks if chunk.path == f"t{index}"]
+        parts = [(piece.start, piece.stop) for piece in layout.pieces if piece.path == f"t{index}"]
         assert parts[0][0] == 0
         assert parts[-1][1] == sizes[index]
         assert all(a[1] == b[0] for a, b in pairwise(parts))
-    assert {chunk.source for chunk in layout.chunks} == {2, 5}
+    assert {piece.source for piece in layout.pieces} == {2, 5}
 
 
-def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first_chunk() -> None:
-    layout = _Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
-    first = {chunk.path: chunk.source for chunk in layout.chunks if chunk.start == 0}
+def test_a_tensor_is_checked_by_another_source_than_the_one_that_sends_its_first_piece() -> None:
+    layout = Layout(manifest_of(100_000, 100_000, 100_000), (1, 4, 6))
+    first = {piece.path: piece.source for piece in layout.pieces if piece.start == 0}
     assert all(layout.checker[path] != source for path, source in first.items())
 
 

@@ -21,10 +21,12 @@ _WORKER = Path(rackrun.__file__).parent / "worker"
 _CHECKPOINT = Path(rackrun.checkpoint.__file__).parent
 
 FIRST = {
+    ("checkpoint/pinning.py", "self._register"): "_register",
     ("worker/builder.py", "Builder"): "run",
-    ("worker/communicator.py", "self._end"): "_end",
+    ("worker/builder.py", "self._try"): "_try",
     ("worker/control.py", "ControlThread"): "run",
     ("worker/device_return.py", "self._synchronise"): "_synchronise",
+    ("worker/nccl.py", "self._end"): "_end",
     ("worker/refill.py", "pool"): "",
     ("worker/tensor_bytes.py", "pool"): "",
     ("worker/world.py", "_drop"): "_drop",
@@ -123,7 +125,7 @@ def test_a_thread_of_a_gpu_sets_it_and_keeps_out_of_what_others_capture(monkeypa
         return 0
 
     runtime = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(device_module, "loaded_runtime", lambda: runtime)
+    monkeypatch.setattr(device_module, "loaded_library", lambda _: runtime)
     use_device(torch.device("cpu"))
     assert calls == []
     use_device(torch.device("cuda", 1))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -20,7 +21,7 @@ _asked_for: list[dist.ProcessGroup] = []
 
 
 def missing() -> list[str]:
-    needed = ("_world", "_get_default_group", "destroy_process_group")
+    needed = ("_world", "_get_default_group", "destroy_process_group", "batch_isend_irecv", "_check_p2p_op_list")
     return [f"distributed_c10d.{name} is gone" for name in needed if not hasattr(c10d, name)]
 
 
@@ -36,10 +37,27 @@ def install() -> None:
         if not _elastic:
             destroy(group)
 
+    one_by_one = dist.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        """Torch batches on groups of its own class only; one by one, two ranks of NCCL that both send first wait for each other."""
+        group: Any = (p2p_op_list[0].group if p2p_op_list else None) or (
+            c10d._get_default_group() if _elastic else None
+        )
+        if not p2p_op_list or not hasattr(group, "batches") or not group.batches(p2p_op_list[0].tensor.device):
+            return one_by_one(p2p_op_list)
+        c10d._check_p2p_op_list(p2p_op_list)
+        return [group.batch([_as_operation(one) for one in p2p_op_list])]
+
     for module in (dist, c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
     warnings.filterwarnings("ignore", message=".*barrier\\(\\): using the device under current context.*")
+
+
+def _as_operation(one: dist.P2POp) -> tuple[str, torch.Tensor, int, int]:
+    return "send" if one.op is dist.isend else "recv", one.tensor, one.group_peer, one.tag
 
 
 def register_backend(name: str, create_default: Callable[[], dist.ProcessGroup]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "is_gathered",
     "mesh_of_several_axes",
     "missing",
+    "modules_of",
     "params",
     "promote_sharded",
     "reset",
@@ -84,31 +86,37 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def begin(module: nn.Module) -> None:
+def modules_of(module: nn.Module) -> list[FSDPModule]:
+    """Those in it that ``fully_shard`` was called on: what the functions of a step take."""
+    return [sub for _, sub in walk.modules(module) if isinstance(sub, FSDPModule)]
+
+
+def begin(subs: Sequence[FSDPModule]) -> None:
     """Before a unit: forget the forward passes that no backward followed (an evaluation's). FSDP would prefetch for them in the
     next backward, and find its root gathered already: all-gathers that a newcomer, which has not evaluated, does not make."""
-    if any(_fsdp_modules(module)):
-        _begin(module, [leaf for param in params(module) for leaf in _leaves(param)])
+    if subs:
+        found = params(subs)
+        unsharded = [getattr(param, "_unsharded_param", None) for param in found]
+        _begin(subs, [*[param.sharded_param for param in found], *[leaf for leaf in unsharded if leaf is not None]])
 
 
-def reset(module: nn.Module) -> None:
+def reset(subs: Sequence[FSDPModule]) -> None:
     """After an abandoned forward or backward: drop unsharded gradients and parameters, and the iteration's state."""
-    _begin(module, [param.sharded_param for param in params(module)])
-    for param in params(module):
+    _begin(subs, [param.sharded_param for param in params(subs)])
+    for param in params(subs):
         if _accumulated(param) is not None:
             param.unsharded_accumulated_grad = None
         for leaf in _leaves(param)[1:]:
             leaf.grad = None
 
 
-def _begin(module: nn.Module, keep: Sequence[torch.Tensor]) -> None:
+def _begin(subs: Sequence[FSDPModule], keep: Sequence[torch.Tensor]) -> None:
     """``keep``: whose gradients stay. Torch 2.15 drops all: then nobody would notice a step that adds to the one before."""
     kept = [leaf.grad for leaf in keep]
-    for sub in _fsdp_modules(module):
-        state = sub._get_fsdp_state()
+    for state in _states(subs):
         if state._is_root:
             _forget_iteration(state)
-    reshard(module)
+    reshard(subs)
     for leaf, gradient in zip(keep, kept, strict=True):
         if leaf.grad is not gradient:
             leaf.grad = gradient
@@ -144,18 +152,19 @@ def _leaves(param: Any) -> list[torch.Tensor]:
     return [param.sharded_param] if unsharded is None else [param.sharded_param, unsharded]
 
 
-def reshard(module: nn.Module) -> None:
+def reshard(subs: Sequence[FSDPModule]) -> None:
     """Between units every parameter is its local shard (a forward without a backward leaves the root unsharded)."""
-    for sub in _fsdp_modules(module):
+    for sub in subs:
         sub.reshard()
 
 
-def is_gathered(module: nn.Module) -> bool:
-    return any(param.sharded_state != ShardedState.SHARDED for param in params(module))
+def is_gathered(subs: Sequence[FSDPModule]) -> bool:
+    states = [param.sharded_state for param in params(subs)]
+    return states.count(ShardedState.SHARDED) < len(states)
 
 
-def synchronise_gradients(module: nn.Module, last: bool) -> None:
-    for sub in _fsdp_modules(module):
+def synchronise_gradients(subs: Sequence[FSDPModule], last: bool) -> None:
+    for sub in subs:
         sub.set_requires_gradient_sync(last, recurse=False)
         sub.set_is_last_backward(last)
 
@@ -171,13 +180,14 @@ def promote_sharded(modules: Iterable[nn.Module], rank: int, meshes: Iterable[De
         found = (mesh.mesh == rank).nonzero().tolist()
         mesh._coordinate_on_dim = tuple(found[0]) if found else None
     for module in modules:
-        for group in _fsdp_groups(module):
+        subs = modules_of(module)
+        for group in _groups(_states(subs)):
             for info in {id(i): i for i in (group.mesh_info, group.post_forward_mesh_info) if i is not None}.values():
                 if hasattr(info, "shard_process_group"):
                     info.shard_mesh_rank = info.shard_process_group.rank()
                 if hasattr(info, "replicate_process_group"):
                     info.replicate_mesh_rank = info.replicate_process_group.rank()
-        for param in params(module):
+        for param in params(subs):
             _reshape_shard(param)
 
 
@@ -194,10 +204,10 @@ def _forget_iteration(root: Any) -> None:
     for state in root._state_ctx.all_states:
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
-        for group in _groups_of(state):
-            group.finalize_backward()
-            group._partial_reduce_output = None
-            group._training_state = TrainingState.IDLE
+    for group in _groups(root._state_ctx.all_states):
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        group._training_state = TrainingState.IDLE
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False
 
@@ -219,23 +229,21 @@ def _reshape_shard(param: Any) -> None:
     param.sharded_param.grad = None
 
 
-def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
-    return (sub for _, sub in walk.modules(module) if isinstance(sub, FSDPModule))
+def _states(subs: Sequence[FSDPModule]) -> list[Any]:
+    return [sub._get_fsdp_state() for sub in subs]
 
 
-def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
-    for sub in _fsdp_modules(module):
-        yield from _groups_of(sub._get_fsdp_state())
+def _groups(states: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for state in states:
+        several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+        if several is not None:
+            found += several
+        elif state._fsdp_param_group:
+            found.append(state._fsdp_param_group)
+    return found
 
 
-def _groups_of(state: Any) -> list[Any]:
-    """One until torch 2.12."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
-def params(module: nn.Module) -> Iterator[Any]:
+def params(subs: Sequence[FSDPModule]) -> list[Any]:
     """torch's own view of every parameter that ``fully_shard`` manages."""
-    for group in _fsdp_groups(module):
-        yield from group.fsdp_params
+    return list(chain.from_iterable([group.fsdp_params for group in _groups(_states(subs))]))

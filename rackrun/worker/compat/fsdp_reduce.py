@@ -39,14 +39,16 @@ def missing() -> list[str]:
 def parameters_of(module: nn.Module) -> set[int]:
     """The ids of the parameters, resharded, whose gradients FSDP reduces. The module knows them first: FSDP itself takes note of
     those that ``to_empty`` has made in its first forward."""
-    owners = ((param._module_info.module, param._module_info.param_name) for param in fsdp.params(module))
+    owners = (
+        (param._module_info.module, param._module_info.param_name) for param in fsdp.params(fsdp.modules_of(module))
+    )
     return {id(getattr(owner, name)) for owner, name in owners}
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor, Callable[[], torch.Tensor]]]:
     """What backward passes without synchronisation have left: whole parameters' gradients, of this rank alone. And what gives the part
     that a tensor-parallel rank has of it, for which collectives may run."""
-    for param in fsdp.params(module):
+    for param in fsdp.params(fsdp.modules_of(module)):
         held, part = fsdp.gradient_before_reduction(param)
         if held is not None:
             yield param.sharded_param, held, functools.partial(getattr, param, part)
@@ -54,7 +56,7 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
 
 def clear_local_gradients(module: nn.Module) -> None:
     """To zero: one that is gone would be left out of the reduction, were it not used in the last micro-batch."""
-    for param in fsdp.params(module):
+    for param in fsdp.params(fsdp.modules_of(module)):
         fsdp.clear_unreduced(param)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, norms
+from rackrun.worker.compat import ddp, fsdp, fsdp_reduce, nccl, norms
 
 __all__ = ["TRIALS", "known_problems", "problems"]
 
@@ -97,24 +97,25 @@ def _sharded(mesh: DeviceMesh | None = None) -> nn.Module:
 def _going_back_of_fsdp() -> None:
     """A step is left in the middle: after a micro-batch whose gradient was not reduced, and after a forward without a backward."""
     module = _sharded()
+    subs = fsdp.modules_of(module)
     one = torch.ones(())
-    fsdp.synchronise_gradients(module, last=False)
+    fsdp.synchronise_gradients(subs, last=False)
     module(one).backward()
-    held = [fsdp.gradient_before_reduction(param) for param in fsdp.params(module)]
+    held = [fsdp.gradient_before_reduction(param) for param in fsdp.params(subs)]
     _expect("what is not reduced yet", [g.tolist() for g, _ in held if g is not None], [_ONCE])
     module(one)
-    fsdp.reset(module)
-    _expect("what is gathered after a reset", fsdp.is_gathered(module), False)
+    fsdp.reset(subs)
+    _expect("what is gathered after a reset", fsdp.is_gathered(subs), False)
     _expect(
         "what a reset has left",
-        [g for g, _ in map(fsdp.gradient_before_reduction, fsdp.params(module)) if g is not None],
+        [g for g, _ in map(fsdp.gradient_before_reduction, fsdp.params(subs)) if g is not None],
         [],
     )
-    fsdp.synchronise_gradients(module, last=True)
+    fsdp.synchronise_gradients(subs, last=True)
     module(one).backward()
     parameter = next(module.parameters())
     _expect("the gradient after a reset", _local(parameter), _ONCE)
-    fsdp.begin(module)
+    fsdp.begin(subs)
     _expect("the gradient of the step before, when another begins", _local(parameter), _ONCE)
 
 
@@ -150,13 +151,14 @@ def _sums_of_fsdp() -> None:
         decoded.append((len(parameters), flat[sum(sizes) :].tolist()))
 
     fsdp_reduce.divert(torch.float32, encode, add, decode)
+    subs = fsdp.modules_of(module)
     try:
-        fsdp.synchronise_gradients(module, last=False)
+        fsdp.synchronise_gradients(subs, last=False)
         module(torch.ones(())).backward()
         found = [(gradient.tolist(), part().tolist()) for _, gradient, part in fsdp_reduce.local_gradients(module)]
         _expect("what is not reduced yet", found, [(_ONCE, _ONCE)])
         fsdp_reduce.clear_local_gradients(module)
-        fsdp.synchronise_gradients(module, last=True)
+        fsdp.synchronise_gradients(subs, last=True)
         module(torch.ones(())).backward()
     finally:
         fsdp_reduce.restore()
@@ -183,12 +185,19 @@ def _norm_of_sharded_gradients() -> None:
     )
 
 
+def _names_of_nccl() -> None:
+    """A GPU's collectives are NCCL's."""
+    if names := nccl.missing():
+        raise AssertionError("; ".join(names))
+
+
 TRIALS: Mapping[str, tuple[str, Callable[[], None]]] = {
     "ddp": ("DistributedDataParallel", _buckets_of_ddp),
     "ddp exact": ('DistributedDataParallel with reduction="exact"', _sums_of_ddp),
     "fsdp": ("fully_shard (FSDP2)", _going_back_of_fsdp),
     "fsdp place": ("a spare for fully_shard (FSDP2)", _another_place_in_fsdp),
     "fsdp exact": ('fully_shard (FSDP2) with reduction="exact"', _sums_of_fsdp),
+    "nccl": ("GPUs", _names_of_nccl),
     "norm exact": ('clip_grad_norm_ with reduction="exact"', _norm_of_sharded_gradients),
 }
 """Need -> what a script does that needs it, and how it is tried."""

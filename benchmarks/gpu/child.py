@@ -1,0 +1,65 @@
+"""The process of one check: ``python -m benchmarks.gpu.child JSON``. What it finds lies in ``result.json`` of its folder, whole or not at all."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.gpu.registry import Context, Found, Skip, load
+from rackrun.agent import proc
+
+__all__ = ["TRACES_S", "main"]
+
+TRACES_S = 5.0
+"""So long before the limit the stacks of all threads go to the log."""
+
+
+def main(given: str) -> NoReturn:
+    order: dict[str, Any] = json.loads(given)
+    proc.die_with(order["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    limit_s = float(order["limit_s"])
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(traces_after(limit_s), exit=False)
+    deadline = time.monotonic() + limit_s
+    os.environ["RACKRUN_KIT_DEADLINE"] = repr(deadline)  # ranks and scripts print their stacks in time, too
+    context = Context(order["mode"], Path(order["folder"]), Path(order["shared"]), limit_s, deadline)
+    answer = _answer(order["id"], order["modules"], context)
+    written = context.folder / "result.json.new"
+    written.write_text(json.dumps(answer))
+    written.rename(context.folder / "result.json")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without destructors of CUDA and NCCL: what was found is found
+
+
+def traces_after(limit_s: float) -> float:
+    return max(limit_s - TRACES_S, limit_s / 2)
+
+
+def _answer(wanted: str, modules: list[str], context: Context) -> dict[str, Any]:
+    try:
+        one = next(one for one in load(modules) if one.id == wanted)
+        found = one.run(context)
+    except Skip as error:
+        outcome, found = "skip", Found(note=str(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this check's failure, and the others go on
+        traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        outcome, found = "fail", Found(note=f"{type(error).__name__}: {error} ({where})")
+    else:
+        outcome = "ok" if found.ok else "fail"
+    note = "; ".join(filter(None, [found.note, *context.notes]))
+    return {"outcome": outcome, "value": found.value, "unit": found.unit, "note": note}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

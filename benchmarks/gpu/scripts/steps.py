@@ -1,0 +1,225 @@
+"""Step times with and without rackrun: blocks of steps of a training under the launcher, and with --bare of the same training alone, in a process
+beside it. They take turns, so that both see the same machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import Dataset
+
+import rackrun
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from common import Record, doubled, show_stacks_in_time
+from train_gpt import GPT, Size
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--layers", type=int, required=True)
+parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--context", type=int, default=1024)
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--block", type=int, default=10)
+parser.add_argument("--blocks", type=int, default=4, help="of each kind")
+parser.add_argument("--snapshot-every", type=int, default=10**6)
+parser.add_argument("--reduction", default="fast")
+parser.add_argument("--syncs", action="store_true", help="count what waits for the device, in a block at the end")
+parser.add_argument("--bare", action="store_true")
+parser.add_argument("--record", required=True)
+parser.add_argument("--flags", type=Path, required=True)
+ARGS = parser.parse_args()
+SIZE = Size(ARGS.layers, ARGS.width, max(ARGS.width // 128, 2), ARGS.context)
+
+
+class Tokens(Dataset[Tensor]):
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(11)
+        self.tokens = torch.randint(0, 256, (512, ARGS.context + 1), generator=draws)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index % 512]
+
+
+class Between:
+    """Marks on the device: what lies between the end of backward and the beginning of the update."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu, self._pairs, self._last = device.type == "cuda", [], None  # type: ignore[var-annotated]
+
+    def mark(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def backward_done(self) -> None:
+        self._last = self.mark()
+
+    def update_begins(self) -> None:
+        if self._last is not None:
+            self._pairs.append((self._last, self.mark()))
+            self._last = None
+
+    def taken_ms(self) -> list[float]:
+        pairs, self._pairs = self._pairs, []
+        return [one.elapsed_time(other) if self._gpu else 1e3 * (other - one) for one, other in pairs]
+
+
+def idle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def loss_of(model: nn.Module, tokens: Tensor, device: torch.device) -> Tensor:
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        logits = model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Turns:
+    """Files: block *n* under the launcher, block *n* bare, the next one."""
+
+    def __init__(self, folder: Path, mine: str, other: str) -> None:
+        self._folder, self._mine, self._other, self._number = folder, mine, other, 0
+
+    def take(self, *, first: bool) -> None:
+        """Returns when the other has done the block before."""
+        number = self._number if first else self._number + 1
+        while number and not (self._folder / f"turn-{self._other}-{number}").exists():
+            time.sleep(0.001)
+
+    def over(self) -> None:
+        self._number += 1
+        (self._folder / f"turn-{self._mine}-{self._number}").touch()
+
+
+class Blocks:
+    """Times of one kind, written down block by block."""
+
+    def __init__(self, kind: str, device: torch.device, between: Between) -> None:
+        self._kind, self._device, self._between = kind, device, between
+        self._record, self._times = Record(ARGS.record), []  # type: ignore[var-annotated]
+        self._turns = Turns(ARGS.flags, kind, "bare" if kind == "elastic" else "elastic")
+        self._number, self._began = 0, 0.0
+
+    def begin(self) -> None:
+        self._turns.take(first=self._kind == "elastic")
+        idle(self._device)
+        self._began, self._times = time.perf_counter(), []
+
+    def step(self, call: Any) -> None:
+        entered = time.perf_counter()
+        call()
+        self._times.append(time.perf_counter() - entered)
+
+    def end(self) -> None:
+        idle(self._device)
+        took_s = (time.perf_counter() - self._began) / ARGS.block
+        memory = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        told = {"slowest_s": max(self._times), "bubble_ms": self._between.taken_ms(), "allocated": memory}
+        self._record.write("block", kind=self._kind, warm=self._number > 0, step_s=took_s, **told)
+        self._number += 1
+        self._turns.over()
+
+    def finish(self, **told: Any) -> None:
+        self._record.write("end", kind=self._kind, **told)
+
+
+def bare() -> None:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    tokens, between = Tokens(), Between(device)
+    torch.manual_seed(3)
+    model = GPT(SIZE).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    optimizer.register_step_pre_hook(lambda *_: between.update_begins())
+    blocks = Blocks("bare", device, between)
+
+    def train_step(number: int) -> None:
+        batch = torch.stack([tokens[number * ARGS.batch + row] for row in range(ARGS.batch)]).to(device)
+        loss_of(model, batch, device).backward()
+        between.backward_done()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for block in range(ARGS.blocks + 1):
+        blocks.begin()
+        for number in range(ARGS.block):
+            blocks.step(lambda number=number, block=block: train_step(block * ARGS.block + number))  # type: ignore[misc]
+        blocks.end()
+
+
+@rackrun.elastic(
+    global_batch_size=ARGS.batch,
+    micro_batch_size=ARGS.batch,
+    seed=3,
+    snapshot_every=ARGS.snapshot_every,
+    reduction=ARGS.reduction,
+)
+def elastic(run: rackrun.Run) -> None:
+    device, between = run.device, Between(run.device)
+    model = DDP(GPT(SIZE).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Tokens())
+    optimizer.register_step_pre_hook(lambda *_: between.update_begins())
+    blocks = Blocks("elastic", device, between)
+
+    @run.step
+    def train_step(step: rackrun.Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch, device))
+        between.backward_done()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    timed = ARGS.block * (ARGS.blocks + 1)
+    seen: list[warnings.WarningMessage] = []
+    for step in run.steps(timed + ARGS.block * ARGS.syncs):
+        at = int(step)
+        if at < timed:
+            if at % ARGS.block == 0:
+                blocks.begin()
+            blocks.step(lambda step=step: train_step(step))  # type: ignore[misc]
+            if at % ARGS.block == ARGS.block - 1:
+                blocks.end()
+        else:
+            seen += waits_of(lambda step=step: train_step(step), device)  # type: ignore[misc]
+    ours = [one for one in seen if "rackrun/" in one.filename]
+    places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in ours})
+    blocks.finish(syncs=len(ours) / ARGS.block if ARGS.syncs else None, places=places)
+
+
+def waits_of(call: Any, device: torch.device) -> list[warnings.WarningMessage]:
+    """What has waited for the device in ``call``, as torch sees it."""
+    if device.type != "cuda":
+        call()
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [one for one in caught if "synchroniz" in str(one.message)]
+
+
+if __name__ == "__main__":
+    show_stacks_in_time()
+    if ARGS.bare:
+        bare()
+    else:
+        with doubled():
+            elastic()

@@ -1,0 +1,52 @@
+"""Where the kit reaches into rackrun, all in one place: what moves there is changed here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.link.exchange import TCPSTORE_KEY
+from rackrun.worker import builder, world
+from rackrun.worker.nccl_environment import prepare_environment
+
+__all__ = ["asynchronous", "communicator", "prepare", "quiet_after"]
+
+HANDSHAKE = timedelta(seconds=20)
+_NAP_S = 0.0005
+
+
+def prepare() -> None:
+    """What a worker does before its first group."""
+    prepare_environment()
+
+
+def communicator(address: str, name: str, rank: int, size: int, device: torch.device) -> Any:
+    """One that workers of a generation would build, between ``size`` processes that call this with one ``name``. ``address``: of a TCPStore that
+    outlives them. Blocks until all have come, or raises RuntimeError."""
+    host, _, port = address.rpartition(":")
+    store = dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+    store.set(TCPSTORE_KEY, address)
+    return builder.build_communicator(device, store, f"kit/{name}", rank, size, HANDSHAKE)
+
+
+def asynchronous() -> dist.AllreduceOptions:
+    """Of a sum that is enqueued."""
+    options = dist.AllreduceOptions()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
+
+
+def quiet_after(device: torch.device, limit_s: float, *, stop: Callable[[], bool] = lambda: False) -> float | None:
+    """Seconds until the device has done all that this thread has enqueued. None: it has not, after ``limit_s``. Nothing blocks on the device."""
+    passed, began = world.queue_of(device).mark(), time.monotonic()
+    while not passed():
+        if time.monotonic() - began > limit_s or stop():
+            return None
+        time.sleep(_NAP_S)
+    return time.monotonic() - began

@@ -1,0 +1,85 @@
+"""Tensors of a device into an image in the host's memory, all of them in one call of torch.
+
+A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the thread that trains launches nothing. What takes Python
+here is done once for each image that lies in the same place with the same layout: where every tensor goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from rackrun.checkpoint.image import bits_of, memory_of
+from rackrun.checkpoint.layout import ImageLayout
+
+__all__ = ["DeviceCopies"]
+
+Cuts = Callable[[int, int], list[int]]
+"""Of an address and a size: where a copy to these bytes is to be cut."""
+_KEPT = 4
+"""Two snapshots, and two checkpoints on their way."""
+
+
+class _Places:
+    """Where the tensors of an image lie in ``into``."""
+
+    def __init__(self, layout: ImageLayout, into: memoryview, cuts: Cuts) -> None:
+        self.layout = layout
+        self._memory = torch.frombuffer(memory_of(into), dtype=torch.uint8)
+        self._cuts = cuts
+        self._places: dict[str, tuple[torch.Tensor, list[int]]] = {}
+
+    def of(self, name: str, bits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The place of a tensor that has these ``bits``, as integers of the same size and shape; and where it is cut, in bytes."""
+        known = self._places.get(name)
+        if known is None:
+            start, _ = self.layout.extents[name]
+            place = self._memory[start : start + bits.nbytes].view(bits.dtype).view(bits.shape)
+            known = self._places[name] = place, self._cuts(place.data_ptr(), bits.nbytes)
+        return known
+
+
+class DeviceCopies:
+    """Not for two threads at once."""
+
+    def __init__(self, cuts: Cuts = lambda _address, _size: []) -> None:
+        self._cuts = cuts
+        self._kept: dict[tuple[int, bytes], _Places] = {}
+
+    def forget(self) -> None:
+        """The memory of an image goes: nothing here refers to it any more."""
+        self._kept.clear()
+
+    def enqueue(
+        self, layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview
+    ) -> None:
+        """On the current stream: ``names`` of ``tensors`` are there when it has come so far. Nothing is checked."""
+        places = self._places_in(layout, into)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for entry in layout.entries:  # in the order of the image
+            if entry.name not in names or not entry.box.numel:
+                continue
+            bits = bits_of(tensors[entry.name])
+            place, cuts = places.of(entry.name, bits)
+            if not cuts:
+                targets.append(place)
+                sources.append(bits)
+                continue
+            flat, there = (one.contiguous().view(-1).view(torch.uint8) for one in (bits, place))
+            for start, stop in zip((0, *cuts), (*cuts, flat.numel()), strict=True):
+                targets.append(there[start:stop])
+                sources.append(flat[start:stop])
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _places_in(self, layout: ImageLayout, into: memoryview) -> _Places:
+        key = torch.frombuffer(memory_of(into), dtype=torch.uint8).data_ptr(), bytes(layout.header)
+        places = self._kept.pop(key, None)
+        if places is None:
+            places = _Places(layout, into, self._cuts)
+        self._kept[key] = places  # the newest is the last
+        while len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        return places

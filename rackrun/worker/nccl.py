@@ -1,0 +1,213 @@
+"""NCCL for a device's tensors and gloo for the host's: one communicator, in two classes, because torch has two backends for NCCL.
+
+`LegacyNccl` stands on ``ProcessGroupNCCL``, the only one that torch 2.10 to 2.14 can break at any time. `Nccl2` stands on ``ProcessGroupNCCL2``, the
+default from torch 2.15 on, in its reconfigurable mode, in which torch's watchdog ends no process and an abort revokes.
+
+What both keep:
+
+* The communicator is ready when its constructor returns. Until then nothing could break it, so the constructor runs in a thread that may be left.
+* A break stops the host's half first. What the hosts agree on, such as a gate, must not pass behind a collective that was left in the middle.
+* A break first *revokes*: kernels leave within milliseconds, and nothing is freed. Memory is freed when no thread is inside a call any more, because
+  NCCL forbids that beside one. Source: NCCL's user guide on ``ncclCommAbort`` and ``ncclCommRevoke``.
+* The unique ids travel over the group's own store, which is closed once the group is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, PointToPoint
+from rackrun.worker.gloo import GlooCommunicator
+
+__all__ = ["LegacyNccl", "Nccl2", "nccl_communicator"]
+
+_BACKEND = "RACKRUN_NCCL_BACKEND"
+_ENQUEUE_S = 0.5
+"""So long a break waits for a thread that is inside a call: what is inside for longer comes out only once the communicator is revoked."""
+_LEAVE_S = 5.0
+"""And so long after that, before the memory is freed all the same."""
+_NCCL_DONE = (0, 7)
+"""``ncclSuccess`` and ``ncclInProgress``."""
+
+
+def nccl_communicator(
+    device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta, host: GlooCommunicator
+) -> _Nccl:
+    """``store`` is this group's alone. Raises RuntimeError after ``timeout``. RACKRUN_NCCL_BACKEND says which: "legacy" or "nccl2"."""
+    kind = os.environ.get(_BACKEND) or ("nccl2" if _has_bounded_nccl2() else "legacy")
+    if kind not in ("legacy", "nccl2"):
+        raise RuntimeError(f"{_BACKEND} is {kind!r}; it can be 'legacy' or 'nccl2'")
+    torch.cuda.set_device(device)  # of this thread: else it would make a context on the first GPU
+    within = dist.PrefixStore("nccl", store)
+    return (Nccl2 if kind == "nccl2" else LegacyNccl)(device, within, rank, size, timeout, host)
+
+
+def _has_bounded_nccl2() -> bool:
+    """Before torch 2.15 its initialisation in reconfigurable mode blocks without a limit; with 2.15 came the access to the communicator."""
+    return hasattr(getattr(dist, "ProcessGroupNCCL2", None), "_comm_ptr")
+
+
+class _Nccl(ABC):
+    """What does not hang on the backend: calls, and how they end."""
+
+    inner: Any
+
+    def __init__(
+        self,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        host: GlooCommunicator,
+    ) -> None:
+        self.host: Any = host.inner
+        self._gloo, self._device = host, device
+        self._store = store  # torch holds it too, but not what Python adds to it
+        self._enqueue = threading.Lock()
+        self._broken = False
+        self._once = threading.Lock()
+        self._ending = threading.Thread(target=self._end, name="rackrun-nccl-end", daemon=True)
+        self._build(store, rank, size, timeout)
+
+    def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
+        if on_host:
+            return getattr(self.host, name)(*args)
+        with self._enqueue:
+            self._check_whole()
+            return getattr(self.inner, name)(*args)
+
+    def batch(self, operations: Sequence[PointToPoint]) -> Any:
+        with self._enqueue:
+            self._check_whole()
+            self.inner._start_coalescing()
+            try:
+                for name, tensor, peer, tag in operations:
+                    getattr(self.inner, name)([tensor], peer, tag)
+            finally:
+                work = self.inner._end_coalescing()
+        return work
+
+    def break_(self) -> None:
+        self._gloo.break_()
+        if self._once.acquire(blocking=False):
+            self._ending.start()
+
+    def drop(self) -> None:
+        self.break_()
+        self._ending.join()
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise RuntimeError("the communicator was broken")
+
+    def _end(self) -> None:
+        torch.cuda.set_device(self._device)
+        entered = self._enqueue.acquire(timeout=_ENQUEUE_S)
+        self._broken = True
+        try:
+            with contextlib.suppress(RuntimeError):
+                self._stop()
+            entered = entered or self._enqueue.acquire(timeout=_LEAVE_S)
+            with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+                self._free()
+        finally:
+            if entered:
+                self._enqueue.release()
+
+    @abstractmethod
+    def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Set `inner`, and return when it is ready. Raises RuntimeError."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End what is in flight, and free nothing."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """No thread is inside a call."""
+
+
+class LegacyNccl(_Nccl):
+    def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        del timeout  # TORCH_NCCL_NONBLOCKING_TIMEOUT, which `prepare_environment` sets
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = COLLECTIVE_TIMEOUT
+        options.config.blocking = 0  # an abort must find no thread inside a blocking call
+        self.inner = dist.ProcessGroupNCCL(store, rank, size, options)
+        self.inner.eager_connect_single_device(self._device)
+        self._revoke: Callable[[], bool] = _cannot
+        if not hasattr(self.inner, "_comm_ptr"):
+            self._meet()
+            return
+        address = self.inner._comm_ptr()  # waits until it is ready
+        revoke = _loaded_nccl("ncclCommRevoke")
+        if revoke is not None:
+            self._revoke = lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
+
+    def _meet(self) -> None:
+        """The first collective waits until the communicator is ready."""
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self.inner.allreduce([torch.zeros(1, device=self._device)]).wait()
+
+    def _stop(self) -> None:
+        self._revoke()
+
+    def _free(self) -> None:
+        self.inner.abort()
+
+
+class Nccl2(_Nccl):
+    def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        from torch._C._distributed_c10d import ReconfigureOptions  # type: ignore[attr-defined] # not in every torch
+
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = COLLECTIVE_TIMEOUT
+        options.enable_reconfigure = True
+        self.inner = dist.ProcessGroupNCCL2(store, rank, size, options)  # type: ignore[attr-defined]
+        mine = self.inner.get_reconfigure_handle()
+        if rank == 0:
+            store.set("first", mine)
+        wanted: Any = ReconfigureOptions()
+        wanted.uuid = 1  # the store is of this communicator alone
+        wanted.handles = reconfigure_handles(mine, rank, size, lambda: store.get("first").decode())
+        wanted.timeout = timeout
+        self.inner.reconfigure(wanted)
+
+    def _stop(self) -> None:
+        self.inner.abort()
+
+    def _free(self) -> None:
+        self.inner.shutdown()
+
+
+def reconfigure_handles(mine: str, rank: int, size: int, first: Callable[[], str]) -> list[str]:
+    """One for each rank of a new communicator, in order. Torch looks for this rank's own to learn its rank, and names the key of the unique id by the
+    first: those two are true. The others must only parse, and differ. Source: torch's ``ReconfigureNCCL.cpp``."""
+    backend, _, rest = mine.partition(":")
+    after_rank = rest.partition(":")[2]
+    handles = [f"{backend}:{peer}:{after_rank}" for peer in range(size)]
+    handles[0] = mine if rank == 0 else first()
+    handles[rank] = mine
+    return handles
+
+
+def _cannot() -> bool:
+    return False
+
+
+def _loaded_nccl(function: str) -> Any:
+    """Of the library that torch has loaded. None: it has no such function (``ncclCommRevoke`` came with NCCL 2.28.7)."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libnccl" in line}
+    return getattr(ctypes.CDLL(min(paths)), function, None) if paths else None

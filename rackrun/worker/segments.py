@@ -1,0 +1,66 @@
+"""Parameters that lie one after another in one tensor: a bucket of DDP's, or what FSDP reduces at once."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Factors", "Segments"]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One for every slot."""
+
+    host: list[float]
+    there: torch.Tensor
+    """The same on the device, fp32."""
+
+    @classmethod
+    def all_of(cls, device: torch.device, *lists: list[float]) -> list[Factors]:
+        """The host waits once, for all of ``lists``."""
+        rows = torch.tensor(lists, dtype=torch.float32, device=device)
+        return [cls(one, row) for one, row in zip(lists, rows, strict=True)]
+
+
+class Segments:
+    """``slots``: each one's place in what is kept for every parameter (scales, maxima); ``sizes``: in elements, of this tensor."""
+
+    def __init__(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        self.slots, self.sizes = tuple(slots), tuple(sizes)
+        self.starts = (0, *itertools.accumulate(sizes))
+        self.count = self.starts[-1]
+        self._tables: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._places: dict[torch.device, torch.Tensor] = {}
+
+    def parts(self) -> Iterator[tuple[int, slice]]:
+        """Slot, and where it lies."""
+        for slot, start, size in zip(self.slots, self.starts, self.sizes, strict=False):
+            yield slot, slice(start, start + size)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """``slots`` there, int64. Brought there once: the host would wait for that."""
+        if device not in self._places:
+            self._places[device] = torch.tensor(self.slots, device=device)
+        return self._places[device]
+
+    def table(self, block: int, device: torch.device) -> torch.Tensor:
+        """For a kernel that takes ``block`` elements at a time, int64, flat: of each block the first segment that it has a part of; of each
+        block the last; and of each segment start, stop and slot. Brought there once."""
+        key = block, device
+        if key not in self._tables:
+            blocks = range(0, self.count, block)
+            ends = self.starts[1:]
+            first = [bisect.bisect_right(ends, start) for start in blocks]
+            last = [bisect.bisect_right(ends, min(start + block, self.count) - 1) for start in blocks]
+            rows = [
+                number
+                for slot, start, stop in zip(self.slots, self.starts, ends, strict=False)
+                for number in (start, stop, slot)
+            ]
+            self._tables[key] = torch.tensor([*first, *last, *rows], dtype=torch.int64, device=device)
+        return self._tables[key]

@@ -1,0 +1,91 @@
+"""What the tracked modules are made of: modules, parameters, buffers, and their names.
+
+To walk through a large model takes as long as some kernels do, and a step needs these lists several times. So they are made once, and then
+held beside what the modules have: every module's own dictionaries, name by name and object by object. Whatever a script
+adds, drops, replaces or renames, by whichever way, is in these dictionaries, and the lists are made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
+
+from rackrun.worker import walk
+from rackrun.worker.tensor_lists import same_objects
+
+__all__ = ["Structure"]
+
+_DICTIONARIES = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
+_NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
+
+
+class Structure:
+    """Of ``roots`` as they are now: tracked name -> module. None of its lists is to be changed. What two roots share is there twice."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = dict(roots)
+        walked = {name: walk.modules(root) for name, root in roots.items()}
+        self.modules: list[nn.Module] = []
+        """As ``modules()`` of each."""
+        self.parameters: list[nn.Parameter] = []
+        """As ``parameters()`` of each."""
+        self.parameter_paths: list[str] = []
+        self.buffers: list[torch.Tensor] = []
+        """As ``buffers()`` of each."""
+        self.buffer_paths: list[str] = []
+        """Without the kind: ``name/path``."""
+        self.norm_buffers: set[str] = set()
+        """Paths, with the kind, of those that batch norm and its kin write, as a rule without counting up their version."""
+        self.with_extra_state: list[tuple[str, str, nn.Module]] = []
+        """Tracked name, path and module, of those that have some."""
+        self.fsdp: list[FSDPModule] = []
+        for name, found in walked.items():
+            seen: set[int] = set()
+            for path, module in found:
+                prefix = f"{path}." if path else ""
+                self.modules.append(module)
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        self.parameters.append(parameter)
+                        self.parameter_paths.append(f"{name}/param/{prefix}{key}")
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        self.buffers.append(buffer)
+                        self.buffer_paths.append(f"{name}/{prefix}{key}")
+                        if isinstance(module, _NormBase):
+                            self.norm_buffers.add(f"{name}/buffer/{prefix}{key}")
+                if isinstance(module, FSDPModule):
+                    self.fsdp.append(module)
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    self.with_extra_state.append((name, path, module))
+        self._kinds, self._counts, self._names, self._things = self._held()
+
+    def stands(self, roots: Mapping[str, nn.Module]) -> bool:
+        """It is what a structure of ``roots`` that is made now would be."""
+        if list(roots) != list(self._roots) or not same_objects(list(roots.values()), list(self._roots.values())):
+            return False
+        kinds, counts, names, things = self._held()
+        return (
+            same_objects(kinds, self._kinds)
+            and counts == self._counts
+            and names == self._names
+            and same_objects(things, self._things)
+        )
+
+    def _held(self) -> tuple[list[type], list[int], list[str], list[Any]]:
+        """By the known modules: with the same children they are all that there are."""
+        dictionaries = list(chain.from_iterable([map(of, self.modules) for of in _DICTIONARIES]))
+        full = list(filter(None, dictionaries))
+        plain = set(map(type, full)) <= {dict}  # those of a scripted module are not
+        names = chain.from_iterable(full if plain else map(_NAMES, full))
+        things = chain.from_iterable(map(dict.values if plain else _THINGS, full))
+        return list(map(type, self.modules)), list(map(len, dictionaries)), list(names), list(things)

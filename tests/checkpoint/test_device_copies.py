@@ -1,0 +1,120 @@
+"""What a device's tensors become in an image: the same bytes as one after another, by one call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rackrun.checkpoint.device_copies import DeviceCopies
+from rackrun.checkpoint.entries import entries_of
+from rackrun.checkpoint.image import plan_image, write_tensors
+from rackrun.checkpoint.layout import ImageLayout
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    torch.manual_seed(0)
+    conjugate = torch.randn(5, dtype=torch.complex64).conj()
+    return {
+        "a": torch.randn(33, 7),
+        "b": torch.randn(12, 5).t(),
+        "c": torch.randn(9).to(torch.bfloat16),
+        "d": torch.tensor(3.5, dtype=torch.float64),
+        "e": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "f": torch.tensor([True, False, True]),
+        "g": conjugate,
+        "h": torch.empty(0),
+        "i": torch.full((40,), float("nan")),
+        "j": torch.arange(1000, dtype=torch.int16),
+    }
+
+
+def planned(tensors: Tensors) -> tuple[ImageLayout, bytearray]:
+    entries = [entry for one in tensors.items() for entry in entries_of(dict([one]))]
+    layout = plan_image(entries, 0)
+    return layout, bytearray(layout.total_bytes)
+
+
+def cuts_every(size: int) -> Any:
+    """As if the memory had been registered in pieces that end at multiples of ``size``."""
+    return lambda address, count: [at for at in range(1, count) if (address + at) % size == 0]
+
+
+@pytest.mark.parametrize("piece", [7, 64, 10**9])
+def test_the_bytes_are_those_of_one_tensor_after_another(piece: int, tensors: Tensors) -> None:
+    layout, expected = planned(tensors)
+    write_tensors(layout, tensors, memoryview(expected))
+    found, copies = bytearray(len(expected)), DeviceCopies(cuts_every(piece))
+    for _ in range(2):  # the second time by what the first has found out
+        found[:] = bytes(len(found))
+        copies.enqueue(layout, tensors, tensors.keys(), memoryview(found))
+        assert found == expected
+
+
+def test_only_what_is_named_is_written(tensors: Tensors) -> None:
+    layout, expected = planned(tensors)
+    names = {"a", "j"}
+    write_tensors(layout, {name: tensors[name] for name in names}, memoryview(expected))
+    found = bytearray(len(expected))
+    DeviceCopies().enqueue(layout, tensors, names, memoryview(found))
+    DeviceCopies().enqueue(layout, tensors, (), memoryview(found))
+    assert found == expected
+
+
+def test_torch_is_called_once_and_places_are_looked_up_once(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, looked_up = [], []
+    foreach = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *args, **how: (calls.append(how), foreach(*args, **how)))
+
+    def cuts(address: int, size: int) -> list[int]:
+        looked_up.append(size)
+        return []
+
+    layout, memory = planned(tensors)
+    copies = DeviceCopies(cuts)
+    for _ in range(3):
+        copies.enqueue(layout, tensors, tensors.keys(), memoryview(memory))
+    assert calls == [{"non_blocking": True}] * 3
+    assert len(looked_up) == sum(1 for one in tensors.values() if one.numel())
+
+
+def test_another_layout_in_the_same_memory_is_another_image(tensors: Tensors) -> None:
+    copies, memory = DeviceCopies(), bytearray(2**16)
+    for chosen in ({"a": tensors["a"], "j": tensors["j"]}, {"b": tensors["b"], "j": tensors["j"] + 1}):
+        layout, expected = planned(chosen)
+        write_tensors(layout, chosen, memoryview(expected))
+        copies.enqueue(layout, chosen, chosen.keys(), memoryview(memory))
+        start, stop = layout.extents["j"]
+        assert memory[start:stop] == expected[start:stop]
+
+
+def test_memory_that_goes_is_not_held(tensors: Tensors) -> None:
+    class Memory(np.ndarray[Any, Any]):
+        """Which a weak reference can be had of."""
+
+    layout, image = planned(tensors)
+    memory = np.frombuffer(bytes(len(image)), dtype=np.uint8).copy().view(Memory)
+    gone = weakref.ref(memory)
+    copies = DeviceCopies()
+    copies.enqueue(layout, tensors, tensors.keys(), memoryview(memory))
+    del memory
+    gc.collect()
+    assert gone() is not None
+    copies.forget()
+    gc.collect()
+    assert gone() is None
+
+
+def test_images_that_have_long_been_written_are_forgotten(tensors: Tensors) -> None:
+    layout, image = planned(tensors)
+    copies, memories = DeviceCopies(), [bytearray(len(image)) for _ in range(10)]
+    for memory in memories:
+        copies.enqueue(layout, tensors, tensors.keys(), memoryview(memory))
+    assert len(copies._kept) == 4
