@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.device_copies import DeviceCopies
 from rackrun.checkpoint.image import write_tensor
 from rackrun.checkpoint.layout import ImageLayout
@@ -66,7 +67,7 @@ class Staging:
 
     def _use_device(self) -> None:
         """First in each thread: else it would make a context on the first GPU."""
-        torch.cuda.set_device(self._device)
+        use_device(self._device)
 
 
 def _copy(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview) -> None:

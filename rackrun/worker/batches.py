@@ -156,7 +156,7 @@ def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
     if world.size == 1:
         return
     digest = hashlib.blake2b(repr(list(factors)).encode(), digest_size=7).digest()
-    row = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=world.device)
+    row = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
     rows = [torch.empty_like(row) for _ in range(world.size)]
     dist.all_gather(rows, row)
     if len({int(other.item()) for other in rows}) > 1:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan
 from rackrun.worker.communicator import Communicator
-from rackrun.worker.device_queue import use_device
 from rackrun.worker.gate_tree import with_gate_tree
 from rackrun.worker.gloo import GlooCommunicator
 from rackrun.worker.store import ExchangeStore
@@ -106,6 +106,7 @@ class Builder(threading.Thread):
     def _try(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
         use_device(self._device)
         try:
+            use_device(self._device)
             self._build(group, key, rank, ranks)
         except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
             self.error = self.error or error

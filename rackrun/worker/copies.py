@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.device_copies import DeviceCopies
 from rackrun.checkpoint.image import write_tensor, write_tensors
 from rackrun.checkpoint.pinning import Pinning
@@ -94,7 +95,7 @@ class _GpuCopies(HostCopies):
 
     def _use_device(self) -> None:
         """First in each thread: else it would make a context on the first GPU."""
-        torch.cuda.set_device(self._device)
+        use_device(self._device)
 
 
 def copies_from(device: torch.device) -> HostCopies:

@@ -7,15 +7,15 @@ device come there first, and looks whether the generation is broken afterwards.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-__all__ = ["DeviceQueue", "Moment", "queue_of", "use_device", "wait_until"]
+from rackrun.checkpoint.device import use_device
+
+__all__ = ["DeviceQueue", "Moment", "queue_of", "wait_until"]
 
 _EAGER_S = 0.002
 _NAP_S = 0.0002
@@ -25,7 +25,7 @@ class Moment(Protocol):
     """A place in a stream, and the time at which the device came past it."""
 
     def passed(self) -> bool:
-        """Any thread that has called `use_device`."""
+        """Any thread that has called `DeviceQueue.use`."""
 
     def since(self, earlier: Moment) -> float:
         """Seconds of the device, once both are passed."""
@@ -52,7 +52,7 @@ class DeviceQueue(Protocol):
         """What this thread enqueues is recorded for later, in a graph."""
 
     def use(self) -> None:
-        """As `use_device`."""
+        """As `rackrun.checkpoint.device.use_device`."""
 
     def synchronise(self) -> None:
         """Wait until all is over that anybody has enqueued, in any stream. It cannot be left: for a thread that may be. RuntimeError where the
@@ -61,17 +61,6 @@ class DeviceQueue(Protocol):
 
 def queue_of(device: torch.device) -> DeviceQueue:
     return _CudaQueue(device) if device.type == "cuda" else _HostQueue()
-
-
-def use_device(device: torch.device) -> None:
-    """First in each thread that may touch ``device``: else CUDA would make a context on the first GPU, which is another rank's. And what this
-    thread asks for does not spoil a CUDA graph that another one captures."""
-    if device.type != "cuda":
-        return
-    torch.cuda.set_device(device)
-    mode = ctypes.c_int(_OF_THIS_THREAD)
-    with contextlib.suppress(OSError, AttributeError):
-        _loaded_runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
@@ -166,20 +155,6 @@ class _CudaMoment:
     def since(self, earlier: Moment) -> float:
         assert isinstance(earlier, _CudaMoment), "a moment of this queue"
         return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-_OF_THIS_THREAD = 1
-"""cudaStreamCaptureModeThreadLocal: of captures, only this thread's own forbid it anything. By default an event that is asked for, beside a
-capture of any other thread, ends that capture with an error."""
-
-
-def _loaded_runtime() -> ctypes.CDLL:
-    """The library that torch has loaded. OSError: there is none."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
-    if not paths:
-        raise OSError("no libcudart is loaded")
-    return ctypes.CDLL(min(paths))
 
 
 def _over() -> bool:

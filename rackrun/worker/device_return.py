@@ -43,13 +43,18 @@ class DeviceReturn:
         self._failed = ""
         self._broke_s = 0.0
 
+    def breaks(self) -> None:
+        """Its communicators are about to be broken: `wait` waits from now on."""
+        if not self._queue.is_host:
+            self._broke_s, self._failed = self._clock(), ""
+            self._over = threading.Event()
+
     def broke(self) -> None:
-        """All communicators are being broken: what the device has to do is what it has now."""
-        if self._queue.is_host:
-            return
-        self._broke_s, self._failed = self._clock(), ""
-        self._over = over = threading.Event()
-        threading.Thread(target=self._synchronise, args=[over], name="rackrun-device-return", daemon=True).start()
+        """They are being broken: what the device has to do is what it has now."""
+        if self._over is not None:
+            threading.Thread(
+                target=self._synchronise, args=[self._over], name="rackrun-device-return", daemon=True
+            ).start()
 
     def wait(self) -> None:
         """Until the device came back from the last break. Not for ever: see `look`."""

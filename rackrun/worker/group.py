@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "ElasticGroup"]
 
 BACKEND = "rackrun"
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
 
 Tensors = Sequence[torch.Tensor]
 
@@ -135,6 +136,7 @@ class ElasticGroup(dist.ProcessGroup):
             then,
             on_host=on_host or not self._is_of_device(args),
             synchronous=not getattr(args[-1], "asyncOp", True),
+            torn=self._torn(name, result, args),
         )
 
     def _start(
@@ -147,8 +149,9 @@ class ElasticGroup(dist.ProcessGroup):
         *,
         on_host: bool = False,
         synchronous: bool = False,
+        torn: Any = (),
     ) -> dist.Work:
-        """``call`` is told whether the hosts' half is to do it."""
+        """``call`` is told whether the hosts' half is to do it. ``torn``: as of `Guarded`."""
         world = self.world
         generation = world.enter_collective(self, name, result)
         entered, communicator = world.progress.newest, self.communicator
@@ -172,7 +175,12 @@ class ElasticGroup(dist.ProcessGroup):
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
-        return Guarded(world, generation, work, result, loopback, then, entered=entered)
+        return Guarded(world, generation, work, result, loopback, then, entered=entered, torn=torn)
+
+    def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
+        """Of a broken collective's result, what is garbage and no loopback writes anew: it was given in the same place."""
+        in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
+        return result if in_place else ()
 
     def _is_of_device(self, args: Sequence[Any]) -> bool:
         """By the first tensor. A barrier has none, and is the hosts'."""

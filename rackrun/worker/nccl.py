@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rackrun.checkpoint.device import use_device
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, PointToPoint
-from rackrun.worker.device_queue import use_device
 from rackrun.worker.gloo import GlooCommunicator
 
 __all__ = ["LegacyNccl", "Nccl2", "nccl_communicator"]

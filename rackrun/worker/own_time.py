@@ -6,7 +6,7 @@ for the futures of its buckets without asking us. That one is bounded by two sta
 is computed, and the futures' own completion. A wait that nobody sees counts as the rank's own: it makes the fast look as slow as
 the slowest, and never one slower than the others.
 
-On a GPU the host does not wait, its stream does. There the stamps are events in the stream, on both sides of each of its waits, and the engine
+On a GPU the host does not wait, its stream does. There the stamps are events in the stream, on both sides of each of its waits (FSDP2's too, which it does itself), and the engine
 calls back before and after those of a backward pass. They are read when a unit is committed, by when the device has come past all that
 stands before the gate, so nothing waits for them. Those behind the gate, in an optimizer's update, have not been passed then: they count for the next
 unit, in which the host waits for the device. Waits in other streams than the unit's own are no waits of what it computes, and are not counted.
@@ -14,8 +14,9 @@ unit, in which the host waits for the device. Waits in other streams than the un
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,14 @@ class OwnTime:
         assert self._queue is not None, "the host has no stream"
         if self._queue.stream() == self._stream and not self._ends_backward:
             self._waits.append(_Wait(before, after, self.passes > 0 and self._passes_until is None))
+
+    @contextlib.contextmanager
+    def stream_wait(self) -> Iterator[None]:
+        """What this thread's current stream is told to wait for within."""
+        assert self._queue is not None, "the host has no stream"
+        before = self._queue.moment()
+        yield
+        self.stream_waited(before, self._queue.moment())
 
     def future_given(self) -> None:
         """Somebody will wait for a collective's future: in a backward pass, its engine, once all is computed."""

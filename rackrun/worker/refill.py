@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.errors import LayoutMismatch
 from rackrun.checkpoint.layout import ImageLayout, TensorEntry
 from rackrun.checkpoint.reshard import Fetch, Read, fill, plan_reshard
-from rackrun.worker.device_queue import use_device
 from rackrun.worker.image import entry_of
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState

@@ -188,10 +188,9 @@ class Resumption:
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        row = mine.to(self._world.device)
-        rows = [torch.empty_like(row) for _ in range(self._world.size)]
-        dist.all_gather(rows, row)
-        return [other.cpu() for other in rows]
+        rows = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(rows, mine)
+        return rows
 
 
 def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:

@@ -61,6 +61,8 @@ class Runtime:
         slot, incarnation = (boot.slot, boot.incarnation) if boot else (SlotId("alone/0"), Incarnation(0))
         self.world = World(self.page, self.device, slot, incarnation, boot.token if boot else "")
         self.world.broadcasts = Broadcasts(boot)
+        if not self.world.queue.is_host:
+            compat.watch_waits(self.world.own_time.stream_wait)
         rank, size = self._init_groups(boot)
         if self.channel and boot:  # only now: a plan is built for the groups that exist when it comes
             ControlThread(boot, self.channel, self.page, self.world, self.snapshots).start()

@@ -66,10 +66,11 @@ class Guarded(dist.Work):
         then: Callable[[], None] | None = None,
         *,
         entered: Entered,
+        torn: Any = (),
     ) -> None:
-        """``then`` makes ``result`` of what ``work`` gave."""
+        """``then`` makes ``result`` of what ``work`` gave. ``torn``: of the result, what the loopback does not write anew."""
         super().__init__()
-        self._entered, self._on_device = entered, entered.reached is not None
+        self._entered, self._on_device, self._torn = entered, entered.reached is not None, torn
         self._world, self._generation, self._work = world, generation, work
         self._result, self._loopback, self._then = result, loopback, then
         self._future: torch.futures.Future[Any] | None = None
@@ -163,8 +164,8 @@ class Guarded(dist.Work):
         world = self._world
         if error is not None:
             world.collective_failed(self._generation, error, self._result)
-            if self._on_device:
-                _zero(self._result)  # garbage, perhaps, of which a loopback in place would make more
+            if self._on_device and world.script_reads:
+                _zero(self._torn)  # the script may yet look at it, where it cannot be left: inside autograd, say
             self._loopback()
         if self._generation == world.generation and not self._on_device:
             world.progress.completed(self._entered)

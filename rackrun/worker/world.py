@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import BreakGeneration, DealShards, Member, Plan
 from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
@@ -26,7 +27,7 @@ from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.deals import Deals
-from rackrun.worker.device_queue import Moment, queue_of, use_device, wait_until
+from rackrun.worker.device_queue import Moment, queue_of, wait_until
 from rackrun.worker.device_return import DeviceReturn
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
@@ -495,6 +496,7 @@ class World:
                 return None
             self._announced = command.generation
             self._broken = True
+            self.returns.breaks()
             self.stages.begin()
             self.flights.broke()
             report = WorkerParked(
@@ -533,6 +535,9 @@ class World:
         with self.page.no_deadline():
             with self._changed:  # a collective that failed by itself is broken on the device only when all are told
                 self._changed.wait_for(lambda: self._announced > self.generation or self._released)
+            self.returns.wait()
+            self.returns.breaks()  # this thread may have been about to enqueue something when the others were asked for
+            self.returns.broke()
             self.returns.wait()
 
     def _class_to_report(self) -> str:

@@ -8,7 +8,7 @@
 
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
-collective takes a millisecond and more. "stuck": besides, a lost peer is no error, and the collective does not end before it is broken.
+collective takes a millisecond and more, and one that has lost a peer ends a second later, or when it is broken. "stuck": it ends only then.
 
 The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
 last collective is over that the stream waits for in front of it.
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -38,10 +39,11 @@ from rackrun.worker.communicator import PointToPoint
 from rackrun.worker.device_digest import device_digest
 from rackrun.worker.gloo import GlooCommunicator
 
-__all__ = ["MODES", "Double", "Stream", "install", "stream_of"]
+__all__ = ["MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
+_NOTICED_S = 1.0
 _LEAVES_S = 0.02
 """A kernel sees now and then that it is to leave."""
 _LOOK = timedelta(milliseconds=250)
@@ -155,12 +157,25 @@ class InStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return self._of_parts(func, args, kwargs or {})
         if any(is_traceable_wrapper_subclass_type(one) for one in types):
-            return NotImplemented  # a DTensor, say: its own operations on its part come here by themselves
+            return NotImplemented  # its own operations on its parts come here by themselves
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._stream.before(leaf)
         return func(*args, **(kwargs or {}))
+
+    def _of_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Torch goes on with a DTensor's part, and with its collectives, past this mode: they are waited for, as the stream would."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._stream.before(leaf._local_tensor if isinstance(leaf, DTensor) else leaf)
+        before, self._stream.read_by_host = self._stream.read_by_host, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._stream.read_by_host = before
 
 
 class LateWork(dist.Work):
@@ -250,8 +265,7 @@ class Double:
                 for name, started in [(name, getattr(self._inner, name)(*args)) for name, args in together]:
                     started.wait() if name in ("send", "recv") else _wait(started, self._aborted)
             except RuntimeError:
-                if self._stuck:
-                    self._aborted.wait()
+                self._aborted.wait(None if self._stuck else _NOTICED_S)
                 time.sleep(_LEAVES_S)
                 with torch.no_grad():
                     for tensor in work.outputs:
@@ -286,7 +300,7 @@ class DoubleCommunicator:
         """Nothing to wait for."""
 
 
-class _Queue:
+class Queue:
     is_host = False
     name = "double of a GPU"
 
@@ -355,7 +369,7 @@ def install(mode: str) -> TorchDispatchMode:
 
     torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign]
     builder.build_communicator = build  # type: ignore[assignment]
-    world.queue_of = lambda _: _Queue(stream)  # type: ignore[assignment, return-value]
+    world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
     world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
     restore.readable = unreadable  # type: ignore[assignment]
     tensor_bytes._digest = _digest_of_device

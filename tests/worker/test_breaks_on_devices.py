@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,15 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, say
-from nccl_double import MODES, Stream, stream_of
-from scripts import adam, ddp, fit
+from nccl_double import MODES, InStream, LateWork, Queue, Stream, stream_of
+from scripts import adam, ddp, fit, net
 
-from rackrun.errors import StepError
+from rackrun.core.ids import Generation, Incarnation, SlotId
+from rackrun.errors import CollectiveBroken, StepError
+from rackrun.link.page import HeartbeatPage
 from rackrun.worker import device_return
+from rackrun.worker import world as world_module
 from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.run import Run
-from rackrun.worker.world import World
+from rackrun.worker.undo import Undo
+from rackrun.worker.world import Scope, World
 
 Train = Callable[..., Ended]
 
@@ -51,7 +55,6 @@ def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_
     def main(run: Run) -> None:
         seen: list[float] = []
 
-        @run.every(2)
         def evaluate() -> None:
             for _ in range(3):
                 tensor = torch.ones(4)
@@ -59,6 +62,7 @@ def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_
                 seen.append((tensor + 0).sum().item())
                 say(seen=seen)
 
+        run.every(2, evaluate)
         model = ddp(run)
         fit(run, model, adam(model))
 
@@ -82,30 +86,29 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
     mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def main(run: Run) -> None:
+        stream = stream_of(run._world)
         begins: list[tuple[int, bool]] = []
         begin_unit = World.begin_unit
 
         def looked_at(world: World, *, phase: bool) -> None:
-            if os.environ.get("RACKRUN_NCCL_DOUBLE") and world.broken is False:
-                begins.append((int(world.generation), stream_of(world).is_empty()))
-                say(begins=begins)
+            begins.append((int(world.generation), stream.is_empty()))
+            say(begins=begins)
             begin_unit(world, phase=phase)
 
-        monkeypatch.setattr(World, "begin_unit", looked_at)
-        discard = type(run._units._undo).discard
+        discard = Undo.discard
 
-        def looked_at_too(undo: Any, **how: Any) -> list[str]:
-            if os.environ.get("RACKRUN_NCCL_DOUBLE") and run._world.generation:
-                say(undone_when_empty=stream_of(run._world).is_empty())
-            found: list[str] = discard(undo, **how)
-            return found
+        def undone(undo: Undo, *, backward_open: bool) -> list[str]:
+            if run._world.generation:
+                say(undone_when_empty=stream.is_empty())
+            return discard(undo, backward_open=backward_open)
 
-        monkeypatch.setattr(type(run._units._undo), "discard", looked_at_too)
-        model = ddp(run)
-        fit(run, model, adam(model))
+        World.begin_unit, Undo.discard = looked_at, undone  # type: ignore[method-assign]
+        model = net().to(run.device)
+        fit(run, model, adam(model), average=True)
 
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
     ended = train(main, kill={1: "enters a collective after Position(step=4"})
+    assert ended.exit_code == 0, ended
     assert len(ended.plans) == 1, ended
     for rank in (0, 2):
         again = [empty for generation, empty in ended.said[rank]["begins"] if generation > 1]
@@ -114,24 +117,102 @@ def test_nothing_is_done_again_before_what_was_in_flight_is_over(
         assert ended.said[rank]["undone_when_empty"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("future", [False, True])
 def test_before_the_first_step_a_broken_collective_ends_its_script_and_gives_it_nothing(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+    asynchronous: bool, future: bool, alone: World
 ) -> None:
-    def main(run: Run) -> None:
-        for _ in range(3):
-            tensor = torch.ones(4)
-            dist.all_reduce(tensor)
-            value = (tensor + 0).sum().item()
-            assert value == 4.0 * run.world_size, f"the script was given {value}"
-            if run.rank == 1 and not run._runtime.boot.restarts:  # type: ignore[union-attr]
-                os._exit(9)
-        model = ddp(run)
-        fit(run, model, adam(model))
+    """The communicator is broken while the script waits; the kernel leaves, and all waits pass."""
+    group = alone.groups[0]
+    tensor, options = torch.ones(4), dist.AllreduceOptions()
+    options.asyncOp = asynchronous
+    breaks_in_it(alone)
+    with InStream(stream_of(alone)):
+        work = group.allreduce([tensor], options)
+        with pytest.raises(CollectiveBroken, match="before the first step"):
+            work.get_future() if future else work.wait()
+    assert torch.equal(tensor, torch.zeros(4)), "whoever catches that is given no garbage either"
 
-    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", "stuck")
-    ended = train(main, start_over=True)
-    assert ended.exit_code == 0, ended
-    assert ended.restarted, ended
+
+@pytest.mark.parametrize(
+    ("start", "kept"),
+    [
+        (lambda group, tensor: group.broadcast([tensor], root(0)), True),
+        (lambda group, tensor: group.broadcast([tensor], root(1)), False),
+        (lambda group, tensor: group.send([tensor], 1), True),
+        (lambda group, tensor: group.reduce([tensor]), False),
+    ],
+    ids=["source of a broadcast", "broadcast", "send", "reduce"],
+)
+def test_what_a_broken_collective_only_read_is_kept_and_what_it_wrote_is_zero(
+    start: Callable[[Any, torch.Tensor], dist.Work], kept: bool, alone: World
+) -> None:
+    """In the first phase, in a backward pass, which cannot be left."""
+    tensor = torch.ones(4)
+    breaks_in_it(alone, writes=not kept)
+    alone.scope, alone.in_phase, alone.may_leave_phase = Scope.UNIT, True, lambda: False
+    with InStream(stream_of(alone)):
+        start(alone.groups[0], tensor).wait()
+    assert tensor.tolist() == [float(kept)] * 4
+    assert alone.broken
+
+
+def root(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def breaks_in_it(world: World, *, writes: bool = True) -> None:
+    """The communicator of its only group, in the first collective, beside who waits for it. ``writes``: it leaves garbage."""
+    stream = stream_of(world)
+
+    def call(_name: str, tensors: list[torch.Tensor], *args: Any, **_how: Any) -> LateWork | None:
+        work = LateWork(stream, tensors, tensors)
+        stream.enqueue(work.enqueued)
+
+        def breaks() -> None:
+            world.collective_failed(1, RuntimeError("broken"))
+            if writes:
+                tensors[0].fill_(torch.nan)
+            stream.over(work.enqueued)
+
+        threading.Thread(target=breaks).start()
+        if getattr(args[-1], "asyncOp", True):
+            return work
+        stream.waits_for(work.enqueued)
+        return None
+
+    world.groups[0].communicator = cast("Any", SimpleNamespace(call=call))
+
+
+def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
+    """It polls, which is no work."""
+    seen: list[int] = []
+
+    def passed() -> bool:
+        seen.append(alone.stands_since_ns)
+        return len(seen) > 1
+
+    place = SimpleNamespace(passed=passed)
+    assert alone.device_comes(cast("Any", place), 1)
+    assert all(seen)
+    assert not alone.stands_since_ns
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Of two ranks, in generation 1, on a device."""
+    fd = HeartbeatPage.create("alone")
+    page = HeartbeatPage(fd)
+    os.close(fd)
+    stream = Stream()
+    monkeypatch.setattr(world_module, "queue_of", lambda _: Queue(stream))
+    world = World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    world.create_default(0, 2)
+    world.generation = Generation(1)
+    yield world
+    page.close()
 
 
 # -- a device that does not come back
@@ -166,6 +247,10 @@ class Rig:
             leave=lambda *how: self.left.append(how),
         )
 
+    def breaks(self) -> None:
+        self.returns.breaks()
+        self.returns.broke()
+
     def over(self) -> None:
         """Its thread has ended."""
         for thread in threading.enumerate():
@@ -183,7 +268,7 @@ def rig() -> Any:
 
 def test_a_device_that_comes_back_costs_no_rank(rig: Rig) -> None:
     rig.returns.unit_s = lambda: 1.0
-    rig.returns.broke()
+    rig.breaks()
     rig.now += RETURNS_S
     rig.returns.look()
     rig.device.back.set()
@@ -196,7 +281,7 @@ def test_a_device_that_comes_back_costs_no_rank(rig: Rig) -> None:
 
 def test_a_device_that_does_not_come_back_ends_its_rank_and_is_named(rig: Rig) -> None:
     rig.returns.unit_s = lambda: 1.0
-    rig.returns.broke()
+    rig.breaks()
     rig.now += RETURNS_S + 2.0 + 0.1
     rig.returns.look()
     [(rank, because)] = rig.left
@@ -206,7 +291,7 @@ def test_a_device_that_does_not_come_back_ends_its_rank_and_is_named(rig: Rig) -
 
 def test_what_was_enqueued_before_a_break_may_take_a_good_part_of_a_unit(rig: Rig) -> None:
     rig.returns.unit_s = lambda: 30.0
-    rig.returns.broke()
+    rig.breaks()
     rig.now += 60
     rig.returns.look()
     assert not rig.left
@@ -218,7 +303,7 @@ def test_what_was_enqueued_before_a_break_may_take_a_good_part_of_a_unit(rig: Ri
 def test_a_device_that_fails_ends_its_rank_at_once_with_what_it_says(rig: Rig) -> None:
     rig.device.error = "CUDA error: an illegal memory access was encountered\nmore"
     rig.device.back.set()
-    rig.returns.broke()
+    rig.breaks()
     rig.over()
     rig.returns.look()
     [(_, because)] = rig.left
@@ -226,9 +311,9 @@ def test_a_device_that_fails_ends_its_rank_at_once_with_what_it_says(rig: Rig) -
 
 
 def test_a_second_break_waits_for_the_device_anew(rig: Rig) -> None:
-    rig.returns.broke()
+    rig.breaks()
     first = rig.returns._over
-    rig.returns.broke()
+    rig.breaks()
     assert rig.returns._over is not first
     rig.device.back.set()
     rig.returns.wait()
@@ -240,6 +325,7 @@ def test_a_second_break_waits_for_the_device_anew(rig: Rig) -> None:
 def test_a_hosts_work_is_over_when_its_calls_return() -> None:
     queue = queue_of(torch.device("cpu"))
     returns = DeviceReturn(queue, lambda: 0)
+    returns.breaks()
     returns.broke()
     returns.wait()
     assert queue.mark()()

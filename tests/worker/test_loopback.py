@@ -147,7 +147,7 @@ class EndsWhileItIsLookedAfter(dist.Work):
 def test_a_look_that_times_out_is_no_verdict(world: World, error: str) -> None:
     tensor = ones(4)
     work = EndsWhileItIsLookedAfter(error)
-    Guarded(world, world.generation, work, [tensor], lambda: None).wait()
+    Guarded(world, world.generation, work, [tensor], lambda: None, entered=world.progress.enter()).wait()
     assert work.looks == 2
     assert world.broken == bool(error)
 

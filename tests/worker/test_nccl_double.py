@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from harness import Ended, say
 from nccl_double import MODES, Double, InStream, Stream
-from scripts import STEPS, Samples, adam, ddp, fit, loss_of
+from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch.distributed import checkpoint
+from torch.distributed.fsdp import fully_shard
 
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -101,6 +102,21 @@ def test_a_rank_is_lost_and_the_bits_are_those_of_a_job_on_hosts(
     undisturbed = train(main)
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
     ended = train(main, kill={1: killed})
+    assert len(ended.plans) == 1, ended
+    assert not ended.differences(undisturbed), ended
+
+
+def test_a_lost_shard_is_computed_again_in_fsdps_own_order(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for collectives by itself, in operations of DTensors."""
+
+    def main(run: Run) -> None:
+        model = net()
+        fully_shard(model)
+        fit(run, model, adam(model))
+
+    undisturbed = train(main)
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", "stuck")
+    ended = train(main, kill={1: "enters a collective after Position(step=4"})
     assert len(ended.plans) == 1, ended
     assert not ended.differences(undisturbed), ended
 

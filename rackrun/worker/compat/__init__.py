@@ -14,6 +14,7 @@ try:
     from rackrun.worker.compat.c10d import adopt_default_group, forget_groups, promote_groups, register_backend
     from rackrun.worker.compat.fsdp import forget_meshes, promote_sharded
     from rackrun.worker.compat.install import check, install, require
+    from rackrun.worker.compat.stream_waits import watch_waits
 except ImportError as error:  # a private module that has moved: no trial can begin
     raise UsageError(
         f"rackrun does not know torch {torch.__version__}: {error}.", remedy="install torch 2.10 to 2.15."
@@ -29,4 +30,5 @@ __all__ = [
     "promote_sharded",
     "register_backend",
     "require",
+    "watch_waits",
 ]

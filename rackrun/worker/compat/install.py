@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.compat import c10d, calls, ddp, fsdp, grads, trial
+from rackrun.worker.compat import c10d, calls, ddp, fsdp, grads, one_sided, trial
 
 __all__ = ["REMEDY", "check", "install", "require"]
 
@@ -41,4 +41,5 @@ def install() -> None:
     ddp.install()
     fsdp.install()
     grads.install()
+    one_sided.install()
     calls.install()
