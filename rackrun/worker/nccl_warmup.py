@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rackrun.checkpoint.device import use_device
 from rackrun.worker.reports import say
 
 __all__ = ["Alone", "warm_nccl"]
@@ -58,7 +59,7 @@ class _OneRank:
         self._device = torch.device("cpu")
 
     def connect(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread: else it would make a context on the first GPU
+        use_device(device)
         self._device = device
         self._group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
         self._group.eager_connect_single_device(device)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
@@ -77,8 +78,7 @@ def run_restores(
 
     RuntimeError when a peer is lost meanwhile.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: else it would make a context on the first GPU
+    use_device(device)
     received = None
     for restore in plan.restores:
         if not restore.sources:

@@ -75,13 +75,14 @@ ENVIRONMENT = {"compat/trial.py _world_of_one": STARTS, "runtime.py _share_gpu":
 
 NO_DEVICE = "calls nothing of a device's"
 THREADS = {
-    "builder.py Builder": "communicator.py NcclCommunicator.__init__",
-    "communicator.py NcclCommunicator.__init__": "communicator.py NcclCommunicator._end",
+    "builder.py Builder": "builder.py Builder.run",
+    "builder.py Builder.run": "builder.py Builder._try",
     "compat/loader.py stay": NO_DEVICE,
     "control.py ControlThread": NO_DEVICE,
     "durable.py DurableCheckpoints.distrust": NO_DEVICE,
     "durable.py DurableCheckpoints.save": "copies.py _GpuCopies.copy",
     "durable.py DurableCheckpoints.save_if_due": NO_DEVICE,
+    "nccl.py _Nccl.__init__": "nccl.py _Nccl._end",
     "refill.py Refill.run": "refill.py Refill.run",
     "restore.py _read": NO_DEVICE,
     "snapshot.py Snapshots.take": "copies.py _GpuCopies.copy",
