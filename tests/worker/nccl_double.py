@@ -8,7 +8,7 @@
 
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
-collective takes a millisecond and more, and one that has lost a peer ends a second later, or when it is broken. "stuck": it ends only then.
+collective takes a millisecond and more, and one that has lost a peer ends ten seconds later, or when it is broken. "stuck": it ends only then.
 
 The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
 last collective is over that the stream waits for in front of it.
@@ -43,7 +43,7 @@ __all__ = ["MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_
 
 MODES = ("late", "stuck")
 _LATE_S = 0.001
-_NOTICED_S = 1.0
+_NOTICED_S = 10.0
 _LEAVES_S = 0.02
 """A kernel sees now and then that it is to leave."""
 _LOOK = timedelta(milliseconds=250)
