@@ -83,8 +83,12 @@ class Builder(threading.Thread):
             communicator.break_()
 
     def run(self) -> None:
-        use_device(self._device)
-        self._make_room()
+        try:
+            use_device(self._device)
+            self._make_room()
+        except RuntimeError as error:
+            self._fail(error)
+            return
         threads = [
             threading.Thread(target=self._try, args=group, name=self.name, daemon=True) for group in self._groups[1:]
         ]
@@ -104,14 +108,16 @@ class Builder(threading.Thread):
         self._old.clear()
 
     def _try(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
-        use_device(self._device)
         try:
             use_device(self._device)
             self._build(group, key, rank, ranks)
         except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
-            self.error = self.error or error
-            self.over = True
-            self._done()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.over = True
+        self._done()
 
     def _build(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
         rooms: list[ExchangeStore] = []

@@ -43,6 +43,7 @@ def warm_nccl(device: torch.device, alone: Alone | None = None) -> threading.Thr
 
 
 def _warm(device: torch.device, alone: Alone) -> None:
+    use_device(device)
     try:
         try:
             alone.connect(device)
@@ -59,7 +60,6 @@ class _OneRank:
         self._device = torch.device("cpu")
 
     def connect(self, device: torch.device) -> None:
-        use_device(device)
         self._device = device
         self._group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
         self._group.eager_connect_single_device(device)

@@ -153,10 +153,23 @@ def test_what_is_ready_after_it_was_overtaken_is_broken(
     assert broken.is_set()
 
 
+def test_a_device_that_cannot_be_used_is_told(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: torch.device) -> None:
+        raise RuntimeError("the GPU has fallen off the bus")
+
+    monkeypatch.setattr(builder, "use_device", lost)
+    built, heard = build(exchange, [group("a", 0), group("b", 0)])
+    heard.over.wait()
+    built.join()
+    assert built.over
+    assert str(built.error) == "the GPU has fallen off the bus"
+
+
 def test_a_device_with_little_memory_gets_the_old_communicators_back_first(
     exchange: str, handshakes: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
+    monkeypatch.setattr(builder, "use_device", lambda _: None)
     old = group("a", 0)
     old.communicator = SimpleNamespace(drop=lambda: order.append("dropped"))
     handshakes["a"] = lambda: order.append("built") or SimpleNamespace(break_=lambda: None)  # type: ignore[func-returns-value]

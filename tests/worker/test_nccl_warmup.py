@@ -21,6 +21,12 @@ Train = Callable[..., Ended]
 GPU = torch.device("cuda", 3)
 
 
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be used."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+
 class Double:
     """``fails``: the call that does. ``waits``: connecting takes until somebody lets it go."""
 

@@ -27,8 +27,8 @@ FIRST = {
     ("worker/control.py", "ControlThread"): "run",
     ("worker/device_return.py", "self._synchronise"): "_synchronise",
     ("worker/nccl.py", "self._end"): "_end",
+    ("worker/nccl_warmup.py", "_warm"): "_warm",
     ("worker/refill.py", "pool"): "",
-    ("worker/tensor_bytes.py", "pool"): "",
     ("worker/world.py", "_drop"): "_drop",
     ("worker/world.py", "run"): "run",
 }
@@ -52,6 +52,7 @@ ON_HOST = {
     ("worker/durable.py", "self._look_at"): "files",
     ("worker/durable.py", "self._probation.confirm"): "files",
     ("worker/restore.py", "pool"): "from memory of the host to memory of the host",
+    ("worker/tensor_bytes.py", "pool"): "tensors of the host",
 }
 """It touches none."""
 
@@ -92,7 +93,8 @@ def test_a_thread_says_its_device_before_anything_else(place: tuple[str, str], f
         pools = [
             node for node in ast.walk(tree) if isinstance(node, ast.Call) and "ThreadPool" in ast.unparse(node.func)
         ]
-        assert all(any(ast.unparse(one) == "use_device" for one in pool.args) for pool in pools)
+        given = [[*pool.args, *(word.value for word in pool.keywords)] for pool in pools]
+        assert all(any(ast.unparse(one) == "use_device" for one in arguments) for arguments in given)
         return
     bodies = [
         "\n".join(ast.unparse(line) for line in node.body[:2])
