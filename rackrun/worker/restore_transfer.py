@@ -56,13 +56,10 @@ def post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: i
 
 
 def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -> list[Transfer]:
-    """As `post`; as one group, where the communicator has groups."""
-    if not messages or not getattr(world.inner, "supports_coalescing", False):
+    """As `post`; as one batch, where a device moves them."""
+    if not messages or world.inner is world.host:
         return [post(world, kind, *message) for message in messages]
-    world.call("_start_coalescing")
-    for message in messages:
-        world.call(kind, [message.tensor], message.peer, message.tag)
-    work = world.call("_end_coalescing")
+    work = world.batch([(kind, message.tensor, message.peer, message.tag) for message in messages])
     return [Transfer(work, limited=messages[0].tensor.device.type == "cpu")]
 
 

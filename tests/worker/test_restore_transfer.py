@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import nccl_double
@@ -14,6 +14,7 @@ from harness import Ended, moments
 from test_restore import wide
 
 from rackrun.worker import neighbour, restore_layout, restore_transfer
+from rackrun.worker.communicator import PointToPoint
 from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.restore import _receive_pieces, _send_pieces
 from rackrun.worker.restore_layout import PIECE_BYTES_MAX, PIECE_BYTES_MIN, ROUND_BYTES, ROUND_PIECES, Layout
@@ -69,26 +70,22 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 class Line:
     """A communicator between a source and a newcomer of one process. It can say when nobody waits any more."""
 
-    supports_coalescing = False
-
     def __init__(self, given: dict[int, torch.Tensor] | None = None) -> None:
-        self.inner = self
+        self.inner: Any = self
+        self.host: Any = self
         self.given = {} if given is None else given
         self.calls: list[str] = []
+        self.begun = 0
         self.in_flight = self.most_in_flight = 0
         self.ends_after = 10**9
-        self._group: list[Callable[[], None]] | None = None
 
     def call(self, name: str, *args: Any) -> Any:
         self.calls.append(name)
-        if name == "_start_coalescing":
-            self._group = []
-            return None
-        if name == "_end_coalescing":
-            together, self._group = self._group, None
-            assert together
-            return Work(together)
         (tensor,), _, tag = args
+        return Work([self._begin(name, tensor, tag)])
+
+    def _begin(self, name: str, tensor: torch.Tensor, tag: int) -> Callable[[], None]:
+        self.begun += 1
         self.in_flight += tensor.nbytes
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
@@ -99,17 +96,22 @@ class Line:
             else:
                 tensor.copy_(self.given[tag])
 
-        if self._group is None:
-            return Work([over])
-        self._group.append(over)
-        return None  # as NCCL within a group
+        return over
 
     def overtaken(self) -> bool:
-        return len(self.calls) >= self.ends_after
+        return self.begun >= self.ends_after
 
 
-class Grouping(Line):
-    supports_coalescing = True
+class Batching(Line):
+    """Of a device."""
+
+    def __init__(self, given: dict[int, torch.Tensor] | None = None) -> None:
+        super().__init__(given)
+        self.host = None
+
+    def batch(self, operations: Sequence[PointToPoint]) -> Any:
+        self.calls.append(f"batch of {len(operations)}")
+        return Work([self._begin(name, tensor, tag) for name, tensor, _, tag in operations])
 
 
 class Work:
@@ -133,7 +135,7 @@ def tensors_of(layout: Layout, *, seed: int | None = None) -> dict[str, torch.Te
     }
 
 
-@pytest.fixture(params=[Line, Grouping])
+@pytest.fixture(params=[Line, Batching])
 def line(request: pytest.FixtureRequest) -> Iterator[Line]:
     return request.param()  # type: ignore[no-any-return]
 
@@ -153,10 +155,10 @@ def test_what_is_sent_arrives_with_two_rounds_in_flight_at_most(line: Line) -> N
 
 
 @pytest.mark.usefixtures("small_rounds")
-def test_a_round_is_one_group_where_the_communicator_has_groups() -> None:
-    line, layout = Grouping(), layout_of(2**20, sources=(1,))
+def test_a_round_is_one_batch_on_a_device() -> None:
+    line, layout = Batching(), layout_of(2**20, sources=(1,))
     _send_pieces(line, layout, tensors_of(layout, seed=1), 1, 0, CPU, line.overtaken)  # type: ignore[arg-type]
-    assert line.calls == ["_start_coalescing", *["send"] * 4, "_end_coalescing"] * 4
+    assert line.calls == ["batch of 4"] * 4
 
 
 @pytest.mark.usefixtures("small_rounds")
@@ -165,11 +167,10 @@ def test_who_is_overtaken_leaves_in_the_middle_and_writes_nothing_more(line: Lin
     source, newcomer = tensors_of(layout, seed=1), tensors_of(layout)
     for rank in (1, 2):
         _send_pieces(line, layout, source, rank, 0, CPU, line.overtaken)  # type: ignore[arg-type]
-    line.calls.clear()
-    line.ends_after = 20
+    line.begun, line.ends_after = 0, 20
     with pytest.raises(RuntimeError, match="newer generation"):
         _receive_pieces(line, layout, Landing(layout, newcomer, CPU), (), CPU, line.overtaken)  # type: ignore[arg-type]
-    assert len(line.calls) < len(layout.pieces)
+    assert line.begun < len(layout.pieces)
     with pytest.raises(RuntimeError, match="newer generation"):
         _send_pieces(line, layout, source, 1, 0, CPU, line.overtaken)  # type: ignore[arg-type]
 
@@ -223,33 +224,12 @@ def test_several_rounds_over_sockets_are_bit_equal(
     assert ended.plans[0].restores[0].sources == (0, 1)
 
 
-class GroupingDouble(nccl_double.Double):
-    """Whose sends and receives between two calls are one launch: alone they give no work."""
-
-    supports_coalescing = True
-    _together: list[tuple[str, tuple[Any, ...]]] | None = None
-
-    def call(self, name: str, *args: Any) -> Any:
-        if name == "_start_coalescing":
-            self._together = []
-            return None
-        if name == "_end_coalescing":
-            together, self._together = self._together, None
-            assert together
-            return [super(GroupingDouble, self).call(one, *given) for one, given in together][-1]
-        if self._together is not None:
-            self._together.append((name, args))
-            return None
-        return super().call(name, *args)
-
-
 @pytest.mark.usefixtures("small_rounds")
 @pytest.mark.parametrize("mode", nccl_double.MODES)
-def test_over_a_communicator_that_has_groups_and_waits_for_nobody(
+def test_over_a_communicator_that_has_batches_and_waits_for_nobody(
     mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
-    monkeypatch.setattr(nccl_double, "Double", GroupingDouble)
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended
