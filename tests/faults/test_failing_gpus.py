@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rackrun.chaos.fake_nvml.fake import FakeRack, build
+from rackrun.core.fencing import FENCE_WAIT_MS
 from rackrun.topology.rack_file import read_rack_file
 from tests.faults.scripts.strike import CLOCK, Fault
 from tests.faults.trained import RANKS, Trained
@@ -94,7 +96,8 @@ def test_a_gpu_beyond_use_is_left_at_once(
     assert [lost["how"].partition(":")[0] for one in trained.recoveries for lost in one["lost"]] == [
         f"GPU 0 is {FENCED[name][1]}" for name in story
     ], trained
-    assert_told_in_time(trained, faults, "FenceWorker")
+    assert_told_in_time(trained, faults, "CondemnWorker")
+    assert_broken_before_killed(trained)
 
 
 @pytest.mark.parametrize(("mode", "story"), [*in_threes(SWAPPED, "fsdp", 0), *in_threes(SWAPPED, "ddp", 0)])
@@ -164,6 +167,26 @@ def notices(trained: Trained) -> list[str]:
 def journal(trained: Trained, query: str) -> list[Any]:
     with contextlib.closing(sqlite3.connect(trained.ran.out_dir / "journal.sqlite")) as connection:
         return [value for (value,) in connection.execute(query)]
+
+
+def assert_broken_before_killed(trained: Trained) -> None:
+    """Whoever lived was killed when all others had left the generation, or half a second after they were told to."""
+    wanted = "('CondemnWorker', 'BreakGeneration', 'WorkerParked', 'FenceWorker')"
+    with contextlib.closing(sqlite3.connect(trained.ran.out_dir / "journal.sqlite")) as connection:
+        rows = connection.execute(f"SELECT name, at_ms, body FROM events WHERE name IN {wanted} ORDER BY id").fetchall()
+    told = [(name, at_ms, msgspec.json.decode(body)) for name, at_ms, body in rows]
+    fences = [at for at, (name, _, body) in enumerate(told) if name == "FenceWorker" and not body["swept_along"]]
+    assert fences, trained
+    for at in fences:
+        slot, before = told[at][2]["slot"], told[:at]
+        condemned = max(i for i, one in enumerate(before) if one[0] == "CondemnWorker" and one[2]["slot"] == slot)
+        broken = max(i for i, one in enumerate(before) if one[0] == "BreakGeneration")
+        generation, left = told[broken][2]["generation"], {worker[0] for worker in told[broken][2]["workers"]}
+        parked = {
+            one[2]["slot"] for one in before[broken:] if one[0] == "WorkerParked" and one[2]["generation"] == generation
+        }
+        waited_ms = told[at][1] - told[condemned][1]
+        assert left <= parked or waited_ms >= FENCE_WAIT_MS, (slot, left - parked, waited_ms, trained)
 
 
 def assert_told_in_time(trained: Trained, faults: Sequence[Fault], command: str) -> None:
