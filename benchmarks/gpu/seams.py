@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.checkpoint import registration
-from rackrun.link.exchange import TCPSTORE_KEY
+from rackrun.link import exchange
 from rackrun.worker import builder, world
 from rackrun.worker.nccl_environment import prepare_environment
 
@@ -31,8 +32,12 @@ def communicator(address: str, name: str, rank: int, size: int, device: torch.de
     outlives them. Blocks until all have come, or raises RuntimeError."""
     host, _, port = address.rpartition(":")
     store = dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
-    store.set(TCPSTORE_KEY, address)
-    return builder.build_communicator(device, store, f"kit/{name}", rank, size, HANDSHAKE)
+    given: dict[str, Any] = {"device": device, "store": store, "rank": rank, "size": size, "timeout": HANDSHAKE}
+    if hasattr(exchange, "TCPSTORE_KEY"):  # where NCCL needs a store of torch's own
+        store.set(exchange.TCPSTORE_KEY, address)
+    if "prefix" in inspect.signature(builder.build_communicator).parameters:
+        given["prefix"] = f"kit/{name}"
+    return builder.build_communicator(**given)
 
 
 def asynchronous() -> dist.AllreduceOptions:
