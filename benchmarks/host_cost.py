@@ -165,10 +165,10 @@ class Script:
         self._process.wait()
 
 
-def counted(tree: Path) -> dict[str, dict[int, int]]:
+def counted(tree: Path, sizes: list[int]) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {}
     for case in CASES:
-        for size in SIZES:
+        for size in sizes:
             script = Script(tree, "counts", case, str(size))
             found.setdefault(case, {})[size] = script.answer()["calls"]
             script.close()
@@ -206,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another tree of this repository")
     parser.add_argument("--counts", action="store_true", help="no processor time")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the models that are counted")
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -222,7 +223,7 @@ def main() -> None:
 
     trees = {"rackrun": HERE, **({"old": args.against.resolve()} if args.against else {})}
     result: dict[str, Any] = {"machine": machine(), "parameters": args.parameters}
-    result["calls of a step, by parameters"] = counted(HERE)
+    result["calls of a step, by parameters"] = counted(HERE, args.sizes)
     if not args.counts:
         result["processor time of a step"] = compared(trees, args.parameters, args.rounds)
         print(save("host_cost", result))

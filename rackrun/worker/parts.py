@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rackrun.worker.state import TrackedState
+from rackrun.worker.tensor_lists import marks, storages
 
 __all__ = ["Parts"]
 
@@ -66,14 +67,15 @@ class Parts:
         self._signature = None
 
     def _sign(self) -> tuple[object, ...]:
-        versions = [(path, tensor.data_ptr(), tensor._version) for path, tensor in self._state.tensors().items()]
+        tensors = self._state.tensors()
+        versions = list(tensors), marks(tensors.values())
         whole = self._times <= _LOOKED_AT_WHOLE or not self._times & (self._times - 1)
         return versions, self._state.encode_plain(), self._state.content(buffers=True) if whole else 0
 
 
 def writes_tracked(state: TrackedState, result: Any) -> bool:
     """``result``: the tensors that a collective is to write, nested in lists."""
-    mine = {tensor.untyped_storage().data_ptr() for tensor in state.tensors().values() if tensor.nbytes}
+    mine = storages([tensor for tensor in state.tensors().values() if tensor.nbytes])
     return any(tensor.untyped_storage().data_ptr() in mine for tensor in _tensors(result))
 
 

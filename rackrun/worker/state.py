@@ -101,30 +101,26 @@ class TrackedState:
     # -- tensors
     def tensors(self) -> dict[str, torch.Tensor]:
         """Path -> this rank's part, as a tensor that may be written into."""
-        return {path: local_part(tensor) for path, tensor in self.parts().items()}
+        parts = self.parts()
+        return dict(zip(parts, local_parts(parts.values()), strict=True))
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The same, as tensors that know which part they are (DTensors)."""
         fsdp.reshard(self.structure().fsdp)
-        return dict(self._leaves())
-
-    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Path -> tensor, as the object that its owner has."""
-        for name, module in self.modules.items():
-            for path, parameter in module.named_parameters():
-                yield f"{name}/param/{path}", parameter
-            for path, buffer in module.named_buffers():
-                yield f"{name}/buffer/{path}", buffer
+        structure = self.structure()  # of shards now
+        found: dict[str, torch.Tensor] = dict(zip(structure.parameter_paths, structure.parameters, strict=True))
+        for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
+            name, _, rest = path.partition("/")
+            found[f"{name}/buffer/{rest}"] = buffer
         for name, optimizer in self.optimizers.items():
-            for path, _, key, value in _optimizer_state(optimizer):
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}/{path}/{key}", value
+            found |= _held(name, optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
-                        yield f"{name}/group/{index}/{key}", value
+                        found[f"{name}/group/{index}/{key}"] = value
         for name, other in self.others.items():
-            yield from leaves(f"{name}/state", other.state_dict())
+            found.update(leaves(f"{name}/state", other.state_dict()))
+        return found
 
     def is_settled(self, path: str) -> bool:
         """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
@@ -343,10 +339,6 @@ class TrackedState:
         paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
         return next(paths, "of no tracked module").replace("/param/", ".")
 
-    def group_sizes(self) -> list[list[int]]:
-        """Of each optimizer and group: how many parameters it trains."""
-        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers.values()]
-
     def _put_groups(self, plain: Mapping[str, Any]) -> None:
         for name, groups in self._groups.items():
             if name in plain:
@@ -381,12 +373,10 @@ class TrackedState:
 
     def held_by_optimizers(self) -> dict[str, torch.Tensor]:
         """For what they train: this rank's part."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
-            for path, _, key, value in _optimizer_state(optimizer):
-                if isinstance(value, torch.Tensor):
-                    found[f"{name}/{path}/{key}"] = local_part(value)
-        return found
+            found |= _held(name, optimizer)
+        return dict(zip(found, local_parts(found.values()), strict=True))
 
     def put_owned(self, path: str, value: torch.Tensor) -> None:
         """What an optimizer has held for a parameter, where it has dropped or replaced it."""
@@ -576,6 +566,21 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
                     for inner, tensor in flatten(key, value).items():
                         yield path, parameter, inner, tensor
                 yield path, parameter, key, value
+
+
+def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Path -> tensor, of all that it holds for parameters; in lists, too."""
+    found: dict[str, torch.Tensor] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                path = f"{name}/state/{group_index}/{index}/{key}"
+                if isinstance(of[key], torch.Tensor):
+                    found[path] = of[key]
+                elif type(of[key]) not in SCALARS:
+                    found.update(leaves(path, of[key]))
+    return found
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -6,20 +6,21 @@ ten times that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Fact", "Mark", "facts", "local_parts", "marks", "nbytes", "same_objects", "versions", "written"]
+__all__ = ["Fact", "Mark", "facts", "local_parts", "marks", "nbytes", "same_objects", "storages", "versions", "written"]
 
 Mark = tuple[int, int]
 """Address and version of a tensor. One that has moved proves a change; one that stands proves nothing."""
 Fact = tuple[Any, ...]
 """Type, shape, strides, dtype and device of a tensor: a copy that was made for it fits another with the same."""
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _VERSION, _NBYTES = attrgetter("_version"), attrgetter("nbytes")
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
@@ -32,12 +33,13 @@ def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def local_parts(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of each, detached: the same memory, and the same version."""
-    found = list(map(torch.Tensor.detach, tensors))
-    if _any_sharded(found):
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
-    return found
+    found = written(tensors)
+    if set(map(type, found)) <= _PLAIN:
+        return list(map(torch.Tensor.detach, found))
+    detached = [tensor.detach() for tensor in tensors]  # a part that is still being gathered, or of a kind of its own
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in detached]
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -55,6 +57,11 @@ def facts(tensors: Sequence[torch.Tensor]) -> list[Fact]:
     return list(
         zip(map(type, tensors), map(_SHAPE, tensors), strides, map(_DTYPE, tensors), map(_DEVICE, tensors), strict=True)
     )
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The addresses of the memory that they are views of."""
+    return set(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> list[int]:

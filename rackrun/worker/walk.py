@@ -6,12 +6,9 @@ times, and a large model has thousands. Names, order, and what is named once alt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import nn
 
-__all__ = ["buffers", "modules", "parameters"]
+__all__ = ["modules"]
 
 
 def modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -29,19 +26,3 @@ def modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
             prefix = f"{path}." if path else ""
             left += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
     return found
-
-
-def parameters(root: nn.Module) -> list[nn.Parameter]:
-    """As ``root.parameters()``."""
-    found = {id(p): p for _, module in modules(root) for p in module._parameters.values() if p is not None}
-    return list(found.values())
-
-
-def buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As ``root.named_buffers()``."""
-    seen: set[int] = set()
-    for path, module in modules(root):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{path}.{name}" if path else name, buffer

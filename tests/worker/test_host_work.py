@@ -148,7 +148,7 @@ def script(
         extras[extra] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn())
     elif extra == "nested":
         extras[extra] = NestedAverage(model)
-    run.track(model=model, optimizer=optimizer, **({extra: extras[extra]} if extra else {}))
+    run.track(model=model, optimizer=optimizer, **({extra: extras[extra]} if extra in extras else {}))
     data, calls = run.loader(Samples()), Counter[str]()
 
     @run.step
@@ -165,7 +165,9 @@ def script(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if extra == "scheduler":
+        if extra == "reduced":
+            dist.all_reduce(torch.ones(1))  # a number to be shown
+        elif extra == "scheduler":
             scheduler.step()
         elif extra == "average":
             extras[extra].update_parameters(model)
@@ -204,6 +206,7 @@ def grown(train: Train, how: tuple[Any, ...], ranks: int) -> dict[str, tuple[int
     [
         (replicated, sgd, "", 2),
         (plain, sgd, "", 2),
+        (replicated, adam, "reduced", 2),
         (sharded, adam, "", 2),
         (replicated, adam, "average", 1),
         (with_norms, adam, "", 2),

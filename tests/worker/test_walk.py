@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rackrun.worker import walk
+from rackrun.worker.structure import Structure
 
 
 def tied() -> nn.Module:
@@ -51,15 +52,9 @@ def test_modules_parameters_and_buffers_are_those_of_torch(build: Callable[[], n
     assert [(path, id(one)) for path, one in walk.modules(root)] == [
         (path, id(one)) for path, one in root.named_modules()
     ]
-    assert [id(one) for one in walk.parameters(root)] == [id(one) for one in root.parameters()]
-    assert [(path, id(one)) for path, one in walk.buffers(root)] == [
-        (path, id(one)) for path, one in root.named_buffers()
-    ]
-
-
-def test_what_is_exchanged_in_a_module_is_seen_at_once() -> None:
-    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    walk.parameters(root)
-    root[0].weight = nn.Parameter(torch.zeros(2, 2))
-    root[1] = nn.Linear(2, 5)
-    assert [id(one) for one in walk.parameters(root)] == [id(one) for one in root.parameters()]
+    structure = Structure({"m": root})
+    assert structure.stands({"m": root})
+    assert [id(one) for one in structure.parameters] == [id(one) for one in root.parameters()]
+    assert [f"m/param/{path}" for path, _ in root.named_parameters()] == structure.parameter_paths
+    assert [id(one) for one in structure.buffers] == [id(one) for one in root.buffers()]
+    assert [f"m/{path}" for path, _ in root.named_buffers()] == structure.buffer_paths
