@@ -6,6 +6,7 @@
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
+#   make double   the workers' tests with a double of NCCL for their device; RACKRUN_DOUBLE=stuck for its other mode (`campaign` takes it too)
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer
@@ -25,7 +26,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites 7,000 asserts at every start, and every job compiles rackrun
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stories campaign strangers soak crashes compat gpu-kit check bench clean
+.PHONY: help demo test stories campaign double strangers soak crashes compat gpu-kit check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,7 +44,10 @@ campaign: $(READY)
 	@rm -rf out/campaign.jsonl*
 	@mkdir -p out
 	@$(VENV)/bin/rackctl chaos campaign --seeds $(or $(RACKRUN_SEEDS),1000:1021) --tally out/campaign.jsonl $(ARGS) -- \
-	    examples/chaos/small.py {wrap} {reduction} 40 {out} $(if $(RACKRUN_FLAGS),{flags})
+	    $(if $(RACKRUN_DOUBLE),tests/worker/doubled.py $(RACKRUN_DOUBLE)) examples/chaos/small.py {wrap} {reduction} 40 {out} $(if $(RACKRUN_FLAGS),{flags})
+
+double: $(READY)
+	@RACKRUN_NCCL_DOUBLE=$(or $(RACKRUN_DOUBLE),late) $(PY) -m pytest -n auto --dist worksteal tests/worker $(ARGS)
 
 strangers: $(READY)
 	@$(PY) -m tests.strangers --seeds $(or $(RACKRUN_STRANGERS),0:60) --tally out/strangers.jsonl $(ARGS)

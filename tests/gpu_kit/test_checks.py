@@ -62,6 +62,7 @@ def test_a_defect_of_a_primitive_is_told(tmp_path: Path, one: str, says: str) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.stories
 def test_a_defect_of_a_whole_job_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer that keeps one of the tensors with which it began."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests/chaos/scripts")]))

@@ -66,4 +66,4 @@ def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
 def test_of_a_sparse_gradient_those_elements_count_that_are_there() -> None:
     table = torch.nn.Embedding(100, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
-    assert _elements(table.weight) == 6
+    assert _elements([table.weight]) == 6
