@@ -6,7 +6,7 @@
 #   make bench    the measurements (minutes)     make clean    remove what these made
 #   make stories  many more whole jobs with faults than make test has; RACKRUN_STORIES=1/12 for a twelfth (CI runs one)
 #   make campaign jobs and faults drawn from 21 seeds; RACKRUN_SEEDS=0:500 for others, RACKRUN_FLAGS=1 for scripts with more in them
-#   make double   the workers' tests with a double of NCCL for their device; RACKRUN_DOUBLE=stuck for its other mode (`campaign` takes it too)
+#   make double   the workers' tests with a double of NCCL for their device; RACKRUN_DOUBLE=stuck for its other mode (`campaign` takes it too), RACKRUN_DOUBLE_PART=1/4 for less
 #   make strangers training scripts as people write them, and faults at their lines; RACKRUN_STRANGERS=0:300 for more seeds
 #   make soak     ranks lost at many more random moments; RACKRUN_SOAK_SEEDS=100 for longer
 #   make crashes  10,000 crashes of checkpoints, and what is restored; RACKRUN_CRASHES=500 for fewer

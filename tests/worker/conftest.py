@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,29 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from harness import Ended, TinyCluster
+
+ABOUT_THE_DOUBLE = {"test_nccl_double", "test_breaks_on_devices", "test_progress"}
+"""They say themselves when it is there."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a double of NCCL for the workers' device: whole jobs, which have workers. ``RACKRUN_DOUBLE_PART=2/4``: the second quarter of them, drawn
+    by their names."""
+    if "RACKRUN_NCCL_DOUBLE" not in os.environ:
+        return
+    part, _, parts = os.environ.get("RACKRUN_DOUBLE_PART", "1/1").partition("/")
+    others = {
+        item
+        for item in items
+        if item.path.is_relative_to(Path(__file__).parent)
+        and (
+            "train" not in getattr(item, "fixturenames", ())
+            or item.path.stem in ABOUT_THE_DOUBLE
+            or zlib.crc32(item.nodeid.encode()) % int(parts) != int(part) - 1
+        )
+    }
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture

@@ -352,6 +352,7 @@ def test_a_rank_whose_device_does_not_come_back_is_replaced_and_the_bits_stay(
 
         fit(run, model, adam(model), before=hang)
 
+    monkeypatch.delenv("RACKRUN_NCCL_DOUBLE", raising=False)
     undisturbed = train(main)
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
     ended = train(main, spares=2, kill={1: "enters a collective after Position(step=2"})

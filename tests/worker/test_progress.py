@@ -194,6 +194,7 @@ def test_a_kernel_that_hangs_is_blamed_on_its_own_rank_and_the_others_lose_nothi
         finally:
             cluster.close()
 
+    monkeypatch.delenv("RACKRUN_NCCL_DOUBLE", raising=False)
     undisturbed = job(TinyCluster)
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
     ended = job(Watched)

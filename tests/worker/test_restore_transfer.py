@@ -10,7 +10,7 @@ from typing import Any
 import nccl_double
 import pytest
 import torch
-from harness import Ended, moments
+from harness import HOSTS_ONLY, Ended, moments
 from test_restore import wide
 
 from rackrun.worker import neighbour, restore_layout, restore_transfer
@@ -209,6 +209,7 @@ def test_a_source_that_is_no_dense_block_is_laid_out_once(monkeypatch: pytest.Mo
 
 
 # -- in a job ------------------------------------------------------------------------------------------------------
+@HOSTS_ONLY
 @pytest.mark.usefixtures("small_rounds")
 @pytest.mark.parametrize("readable", [0, 1])
 def test_several_rounds_over_sockets_are_bit_equal(
