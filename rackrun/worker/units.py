@@ -333,6 +333,8 @@ class UnitRunner:
         self._owed = None
         channel, boot = self._runtime.channel, self._runtime.boot
         took_ms = self._page.own_ms_now
+        with contextlib.suppress(Abandoned):
+            self._world.let_device_come()  # nobody is released, and lets go of a communicator, whose peers' kernels still use it
         self._page.enter(Activity.WAITING)
         while channel is not None and boot is not None:
             self._settle()

@@ -688,11 +688,15 @@ class World:
         self.generation = 1
 
     def close(self) -> None:
-        """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it."""
+        """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it. NCCL's are aborted, as torch's own destructor
+        would wait for the others; what this rank has enqueued is over by then."""
+        self.queue.synchronise()
         if self._fixed is not None:
             self.groups[0].communicator.host.barrier().wait()  # type: ignore[union-attr]
         for group in self.groups:
-            group.communicator = None
+            communicator, group.communicator = group.communicator, None
+            if communicator is not None and not self.queue.is_host:
+                communicator.drop()
 
     def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
         """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
