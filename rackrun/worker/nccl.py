@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.checkpoint.device import use_device
+from rackrun.checkpoint.libraries import loaded_library
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, PointToPoint
 from rackrun.worker.gloo import GlooCommunicator
 
@@ -209,6 +210,4 @@ def _cannot() -> bool:
 
 def _loaded_nccl(function: str) -> Any:
     """Of the library that torch has loaded. None: it has no such function (``ncclCommRevoke`` came with NCCL 2.28.7)."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libnccl" in line}
-    return getattr(ctypes.CDLL(min(paths)), function, None) if paths else None
+    return getattr(loaded_library("libnccl"), function, None)
