@@ -80,13 +80,16 @@ def plain(case: str, parameters: int) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = nn.parallel.DistributedDataParallel(Layers(parameters, 0))
     optimizer, turns = optimizer_of(case, model), Turns()
-    samples = torch.randn(4, 2)
+    data = torch.utils.data.DataLoader([torch.randn(2) for _ in range(32)], batch_size=4, shuffle=True)  # type: ignore[arg-type]
     while True:
-        turns.begin()
-        (model(samples) - samples).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        turns.end()
+        batches = iter(data)
+        for _ in range(len(data)):
+            turns.begin()
+            samples = next(batches)
+            (model(samples) - samples).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            turns.end()
 
 
 def elastic(case: str, parameters: int, *, counts: bool) -> None:

@@ -392,7 +392,7 @@ def _zero(tensors: Tensors) -> None:
 
 
 def _sum_of_equals(tensors: Tensors, opts: Any, size: int) -> None:
-    if opts.reduceOp == dist.ReduceOp.SUM:
+    if opts.reduceOp == dist.ReduceOp.SUM and size > 1:
         for tensor in tensors:
             if tensor.dtype is not torch.bool:
                 tensor.mul_(size)

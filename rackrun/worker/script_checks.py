@@ -8,9 +8,9 @@ that it comes from; what may be meant is said once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -247,14 +247,12 @@ class ScriptChecks:
         step = self._step
         if step is None:
             return
-        trained = list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
-        parameters = list(compress(trained, [gradient is not None for gradient in map(_GRAD, trained)]))
         if not self._readings:
             self._check_data_of_its_own()
-        elif parameters:
+        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # the first, as a rule
             self._check_read_through()
-            self._check_weighted(step, parameters)
-        self._check_reduced(optimizer, parameters)
+            self._check_weighted(step, optimizer)
+        self._check_reduced(optimizer)
 
     def _check_data_of_its_own(self) -> None:
         line = self._read_in_step or (self._read_between if self._given_tensors else "")
@@ -280,19 +278,21 @@ class ScriptChecks:
                     remedy="iterate over run.loader to its end, then call optimizer.step(); for fewer samples a step use a smaller global_batch_size.",
                 )
 
-    def _check_weighted(self, step: Step, parameters: Sequence[torch.Tensor]) -> None:
+    def _check_weighted(self, step: Step, optimizer: Any) -> None:
         if any(reading.over for reading in self._readings) and step.weight_reads > self._weight_reads:
             return  # the gradients themselves were weighted
         line = ""
         if step.local_loss is None and not step.weight_reads:
             line = user_line()
-        for parameter in parameters if self._strays else ():
+        of_shards = self._stray_of_shards
+        parameters = _with_gradients(optimizer) if self._strays or of_shards is not None else []
+        for parameter in parameters:
             ref, stray = self._strays.get(id(parameter), (None, None))
             if stray is not None and ref is not None and ref() is parameter and stray.is_in(parameter.grad):
                 line = stray.line
                 break
-        if self._stray_of_shards is not None and any(isinstance(p, DTensor) for p in parameters):
-            line = self._stray_of_shards.line if self._stray_of_shards.is_in(None) else line
+        if of_shards is not None and any(isinstance(p, DTensor) for p in parameters):
+            line = of_shards.line if of_shards.is_in(None) else line
         if line:
             raise StepError(
                 f"{line}: a gradient comes from a loss that was not weighted by this micro-batch's part of the global batch, so the sum is not "
@@ -300,7 +300,7 @@ class ScriptChecks:
                 remedy="call step.backward(loss) in place of loss.backward(), for every loss; or step.scale(loss).backward().",
             )
 
-    def _check_reduced(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+    def _check_reduced(self, optimizer: Any) -> None:
         if (
             not self._are_to_be_reduced
             or id(optimizer) in self._reduced
@@ -310,6 +310,7 @@ class ScriptChecks:
         ):
             return
         self._reduced.add(id(optimizer))
+        parameters = _with_gradients(optimizer)
         self._check_none_outside(optimizer, parameters)
         elements = _elements([parameter for parameter in parameters if not isinstance(parameter, DTensor)])
         if self._world.traffic * _LITTLE < elements:
@@ -362,6 +363,14 @@ class ScriptChecks:
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(callable(one) for one in (*args, *kwargs.values()))
+
+
+def _trained_by(optimizer: Any) -> Iterator[torch.Tensor]:
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+
+
+def _with_gradients(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in _trained_by(optimizer) if parameter.grad is not None]
 
 
 def _elements(parameters: Sequence[torch.Tensor]) -> int:

@@ -8,6 +8,7 @@ is *written out* (`rackrun.worker.snapshot`). No tensor is ever pickled; what is
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -348,9 +349,9 @@ class TrackedState:
     def _names(self) -> list[str]:
         return [*self.modules, *self.optimizers, *self.others]
 
-    def structure(self) -> Structure:
-        """Of the tracked modules as they are now: the same object as long as it is the same."""
-        if not self._structure.stands(self.modules):
+    def structure(self, *, glance: bool = False) -> Structure:
+        """Of the tracked modules as they are now: the same object as long as it is the same. ``glance``: as far as `Structure.seems_to_stand` tells."""
+        if not (self._structure.seems_to_stand() if glance else self._structure.stands(self.modules)):
             self._structure = Structure(self.modules)
         return self._structure
 
@@ -599,7 +600,9 @@ def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer holds for its parameters, but for tensors: nothing, as a rule, and so all of it is looked at first."""
     held = list(optimizer.state.values())
     if set(map(type, held)) <= {dict}:
-        kinds = set(map(type, chain.from_iterable(map(dict.values, held))))
+        kinds = set(
+            map(type, gc.get_referents(*held))
+        )  # a dictionary's values, at once; keys too, where they are no names
         if all(issubclass(kind, torch.Tensor) for kind in kinds):
             return {}
     found: dict[str, Any] = {}

@@ -134,7 +134,7 @@ class Undo:
     def committed(self) -> None:
         """A unit is over. Until the next one begins, nothing tracked may change: what a step does is all that is done again."""
         dicts, self._dicts_at_end = self._dicts_at_end, None
-        structure = self._state.structure()
+        structure = self._state.structure(glance=True)
         plain = self._state.encode_plain(dicts, structure)
         of_parameters, of_buffers = versions(structure.parameters), versions(structure.buffers)
         self._stands = plain, of_parameters, of_buffers, self._state.scaler_marks(), self._state.filled

@@ -102,6 +102,27 @@ def test_whatever_is_exchanged_is_seen(change: Callable[[nn.Sequential], None]) 
     assert [path for _, path, _ in now.with_extra_state] == (["0"] if change is change_the_class else [])
 
 
+@pytest.mark.parametrize("change", [one for one in CHANGES if one not in (rename, change_the_class)])
+def test_a_glance_sees_whatever_is_another_object_or_elsewhere(change: Callable[[nn.Sequential], None]) -> None:
+    root = net()
+    structure = Structure({"model": root})
+    assert structure.seems_to_stand()
+    change(root)
+    assert not structure.seems_to_stand()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_step_has_exchanged_was_not_exchanged_after_it(change: Callable[[nn.Sequential], None]) -> None:
+    state, root = TrackedState(), net()
+    state.track("model", root)
+    undo = Undo(state)
+    undo.begin()
+    change(root)
+    undo.ended()
+    undo.committed()
+    undo.check_stands()
+
+
 def test_what_is_written_into_it_leaves_a_structure_as_it_is() -> None:
     root = net()
     structure = Structure({"model": root})
