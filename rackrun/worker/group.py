@@ -10,7 +10,8 @@ uninitialised memory. What a broken collective returns never counts: the step th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -47,6 +48,7 @@ class ElasticGroup(dist.ProcessGroup):
         """The same on every member, unlike torch's group name: what the generation's store keys are made of."""
         self.communicator: Communicator | None = None
         self._group_rank = group_rank
+        self._asks_nobody = False
         self._name = name
         self._desc = desc
 
@@ -111,6 +113,15 @@ class ElasticGroup(dist.ProcessGroup):
         self.ranks = tuple(ranks)
         self._group_rank = group_rank
 
+    @contextlib.contextmanager
+    def asking_nobody(self) -> Iterator[None]:
+        """What members would tell each other inside is the same on all of them: every collective is a loopback."""
+        self._asks_nobody = True
+        try:
+            yield
+        finally:
+            self._asks_nobody = False
+
     def abort(self) -> None:
         """torch's own clean-up has no business here: the world breaks and drops communicators."""
 
@@ -152,6 +163,9 @@ class ElasticGroup(dist.ProcessGroup):
         torn: Any = (),
     ) -> dist.Work:
         """``call`` is told whether the hosts' half is to do it. ``torn``: as of `Guarded`."""
+        if self._asks_nobody:
+            loopback()
+            return Done(result)
         world = self.world
         generation = world.enter_collective(self, name, result)
         entered, communicator = world.progress.newest, self.communicator
@@ -222,7 +236,7 @@ class ElasticGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.BroadcastOptions()
         loopback = _nothing
-        if self.world.in_setup and self.size() > 1:
+        if self.world.in_setup and self.size() > 1 and not self._asks_nobody:
             turn = self.world.broadcasts.turn(self.key)
             if self.world.generation and opts.rootRank == self.rank():
                 self.world.broadcasts.give(turn, tensors)

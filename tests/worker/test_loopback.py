@@ -15,6 +15,7 @@ from scripts import adam, ddp
 
 from rackrun.core.ids import Incarnation, SlotId
 from rackrun.link.page import HeartbeatPage
+from rackrun.worker.compat.ddp import reset
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.run import Run
 from rackrun.worker.works import Guarded
@@ -196,3 +197,17 @@ def test_objects_may_be_exchanged_before_the_first_step(train: Callable[..., har
         assert swapped.plans
         assert swapped.said[lost]["told"] == [{"seed": 5}], "a spare is given what rank 0 has said"
         assert swapped.said[lost]["seed"] == 5
+
+
+def test_when_ddp_lays_out_its_buckets_nobody_is_asked(
+    world: World, group: ElasticGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout is the same on all ranks. torch would have rank 0 tell it, and raise where what comes is garbage: a rank that is lost in that would
+    take another with it."""
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    entered: list[str] = []
+    monkeypatch.setattr(world, "enter_collective", lambda _, name, result: entered.append(name))
+    reset(module)
+    assert entered == []
+    group.allreduce([ones(1)]).wait()
+    assert entered == ["allreduce"]

@@ -8,6 +8,7 @@ about the order of backward: in forward order all communication would start only
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def begin(module: DistributedDataParallel) -> None:
 
 def reset(module: DistributedDataParallel) -> None:
     """After a forward whose backward never came: the reducer still expects it, and would communicate in the next backward of
-    all, even one under no_sync. Its buckets are made anew, in the same layout; call only while collectives are loopbacks."""
+    all, even one under no_sync. Its buckets are made anew, in the same layout."""
     module.reducer._reset_state()
     freeze(module)
 
@@ -140,7 +141,10 @@ def clear(module: DistributedDataParallel, parameter: torch.Tensor) -> None:
 
 
 def freeze(module: DistributedDataParallel) -> None:
-    """Lay the buckets out now, for good."""
+    """Lay the buckets out now, for good. DDP would have rank 0 tell the others of the layout, which is the same on all: a rank lost in that
+    would leave another with a layout of garbage, for which torch raises."""
     if not module.find_unused_parameters:  # then DDP never rebuilds them
-        module.reducer._push_all_rebuilt_params()
-        module.reducer._rebuild_buckets()
+        asking_nobody = getattr(module.process_group, "asking_nobody", contextlib.nullcontext)
+        with asking_nobody():
+            module.reducer._push_all_rebuilt_params()
+            module.reducer._rebuild_buckets()
