@@ -329,9 +329,10 @@ class ScriptChecks:
                     "other inputs; and leave no_sync() alone.",
                 )
             raise StepError(
-                f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks, so each would train a model of its own.",
-                remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(); "
-                'where ranks are to train apart: @rackrun.elastic(reduction="none").',
+                f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks before its step(), so each would train a model of its own.",
+                remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(). An optimizer that "
+                "reduces them itself, and keeps a part of its state on each rank (ZeRO-1), cannot be restored: fully_shard shards that state too. "
+                'Where ranks are to train apart: @rackrun.elastic(reduction="none").',
             )
 
     def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
