@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 from benchmarks.gpu.jobs import Job, compare, train
+from benchmarks.gpu.overhead import in_turns, ratio_of
 from benchmarks.gpu.ranks import Rank, Ranks
-from benchmarks.gpu.registry import Context, Found, check, failed
-from benchmarks.gpu.shared import strike, struck
+from benchmarks.gpu.registry import Context, Found, Skip, check, failed
+from benchmarks.gpu.shared import compared, strike, struck
 
 __all__: list[str] = []
 
@@ -34,8 +35,7 @@ def _idle(rank: Rank) -> None:
 def cycles(context: Context) -> Found:
     p50 = {}
     for nvls in ("0", "1"):
-        (context.folder / nvls).mkdir()
-        inner = Context(context.mode, context.folder / nvls, context.shared, context.limit_s, context.deadline)
+        inner = context.within(f"nvls-{nvls}")
         given = {"count": context.pick(50, 3), "seconds": 55}
         with Ranks(inner, "box:cycling", _gpus(context), given, env={"NCCL_NVLS_ENABLE": nvls}) as ranks:
             try:
@@ -61,7 +61,7 @@ def cycling(rank: Rank) -> dict[str, Any]:
     for number in range(rank.given["count"]):
         if rank.rank == 0 and time.monotonic() > ends:
             rank.say(f"enough-{number}")
-        _meet(rank, f"cycle-{number}")
+        rank.meet(f"cycle-{number}")
         if rank.said(f"enough-{number}"):
             break
         began = time.monotonic()
@@ -72,16 +72,10 @@ def cycling(rank: Rank) -> dict[str, Any]:
         took.append(time.monotonic() - began)
         if float(tensor[0].item()) != float(rank.size):
             raise AssertionError(f"the sum of cycle {number} is {float(tensor[0])}, not {rank.size}")
-        _meet(rank, f"summed-{number}")
+        rank.meet(f"summed-{number}")
         communicator.break_()
         communicator.drop()
     return {"took_s": took}
-
-
-def _meet(rank: Rank, name: str) -> None:
-    rank.say(f"{name}-{rank.rank}")
-    for other in range(rank.size):
-        rank.wait_for(f"{name}-{other}")
 
 
 @check(
@@ -98,9 +92,7 @@ def survivors(context: Context) -> Found:
             if time.monotonic() > context.deadline - 20:
                 context.note(f"CUMEM {cumem}: {number} rounds only")
                 break
-            folder = context.folder / f"{cumem}-{number}"
-            folder.mkdir()
-            inner = Context(context.mode, folder, context.shared, context.limit_s, context.deadline)
+            inner = context.within(f"{cumem}-{number}")
             given = {"size": context.pick(64, 1) * MIB}
             with Ranks(inner, "shared:streams", size, given, env={"NCCL_CUMEM_ENABLE": cumem}) as ranks:
                 for rank in range(size):
@@ -176,22 +168,116 @@ def fast_bits(context: Context) -> Found:
 
 @check(
     "H5",
-    "a swap from end to end, seven and one: DDP, FSDP2",
+    "a swap from end to end, seven and one: DDP, FSDP2; six and one: TP in pairs",
     expected="bit-equal; <= 2 s, must 3",
-    limit_s=150,
+    limit_s=200,
 )
 def swaps(context: Context) -> Found:
-    ranks, took = _gpus(context) - 1, []
-    more = ("--batch", str(4 * ranks), "--width", str(context.pick(1024, 64)))
-    for wrap in ("ddp", "fsdp"):
-        (context.folder / wrap).mkdir()
-        inner = Context(context.mode, context.folder / wrap, context.shared, context.limit_s, context.deadline)
+    gpus, took = _gpus(context), []
+    width = ("--width", str(context.pick(1024, 64)))
+    for wrap in ("ddp", "fsdp", "tp"):
+        ranks = gpus - 1 if wrap != "tp" else context.pick((gpus - 1) // 2 * 2, 4)
+        more = ("--batch", str(4 * ranks), *width)
+        inner = context.within(wrap)
         found = struck(inner, wrap, context.pick(40, 14), [strike(1, 5, "backward")], more=more, ranks=ranks, double="")
         if not found.ok or not isinstance(found.value, float):
             return failed(f"{wrap}: {found.note}")
         context.note(f"{wrap} {found.value:.2f} s")
         took.append(found.value)
     return Found(max(took), "s", ok=context.dry or max(took) <= 3.0)
+
+
+@check(
+    "H6",
+    "a communicator for who goes on: new; shrunk; of world and spare, shrunk and split by key",
+    expected="a table of seconds; ranks in the order of keys",
+    limit_s=110,
+    must=False,
+    not_dry=_BOX,
+)
+def remade(context: Context) -> Found:
+    """A communicator of the world and its spare is made while all is well. When rank 1 is lost, the others shrink it and split what is left, with their
+    logical ranks as keys: then the spare has the number of who was lost, which neither shrinking nor growing gives it."""
+    size = _gpus(context)
+    with Ranks(context, "box:remakes", size, {"rounds": 3}) as ranks:
+        for rank in range(size):
+            ranks.wait_for(f"idle-{rank}")
+        ranks.kill(_LOST)
+        ranks.say("lost")
+        answers = [ranks.answer(rank) for rank in range(size) if rank != _LOST]
+    if lacks := answers[0]["lacks"]:
+        raise Skip(f"the NCCL that torch has loaded lacks {', '.join(lacks)}")
+    if wrong := [what for answer in answers for what in answer["wrong"]]:
+        return failed("; ".join(wrong[:3]))
+    table = {name: max(answer["took_s"][name] for answer in answers) for name in answers[0]["took_s"]}
+    context.note("s until the first result: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in table.items()))
+    return Found(table["shrink and split, rank killed"], "s")
+
+
+_LOST = 1
+
+
+def remakes(rank: Rank) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu import seams
+
+    torch.cuda.set_device(rank.device)
+    torch.zeros(1, device=rank.device)
+    nccl, last = seams.raw_nccl(), rank.size - 1
+    lacks = nccl.lacks("ncclCommShrink", "ncclCommSplit")
+    key = _LOST if rank.rank == last else rank.rank
+    survivors = [one for one in range(rank.size) if one != _LOST]
+    took: dict[str, list[float]] = {}
+    wrong: list[str] = []
+
+    def first_result(communicator: Any, wanted: list[int], name: str) -> None:
+        """Who has which place: the keys of all, in the order of ranks."""
+        mine = torch.tensor([key if rank.rank != _LOST else -1], dtype=torch.int32, device=rank.device)
+        all_ = torch.empty(len(wanted), dtype=torch.int32, device=rank.device)
+        communicator.gather(mine.data_ptr(), all_.data_ptr(), 1, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        if all_.tolist() != wanted:
+            wrong.append(f"{name}: the order is {all_.tolist()}, not {wanted}")
+
+    def timed(name: str, make: Any, wanted: list[int]) -> Any:
+        rank.meet(f"begins-{name}-{len(took.get(name, []))}", survivors)
+        began = time.monotonic()
+        made = make()
+        first_result(made, wanted, name)
+        took.setdefault(name, []).append(time.monotonic() - began)
+        return made
+
+    if not lacks:
+        if rank.rank == 0:
+            rank.say_bytes("id", nccl.unique_id())
+        whole = nccl.connect(rank.wait_for_bytes("id"), rank.size, rank.rank)
+        first_result(whole, [*range(_LOST), -1, *range(_LOST + 1, last), _LOST], "the whole")
+    in_order, by_key = [*(one for one in range(last) if one != _LOST), _LOST], list(range(last))
+
+    def shrink_and_split(name: str) -> None:
+        made: list[Any] = []
+
+        def make() -> Any:
+            made.append(whole.without([_LOST]))
+            return made[0].ordered(key)
+
+        for one in (timed(name, make, by_key), *made):
+            one.drop()
+
+    if not lacks and rank.rank != _LOST:
+        for number in range(rank.given["rounds"]):
+            if rank.rank == 0:
+                rank.say_bytes(f"id-{number}", nccl.unique_id())
+            of_round = rank.wait_for_bytes(f"id-{number}")
+            timed("new", lambda of_round=of_round: nccl.connect(of_round, last, key), by_key).drop()
+            timed("shrink", lambda: whole.without([_LOST]), in_order).drop()
+            shrink_and_split("shrink and split")
+    rank.say(f"idle-{rank.rank}")
+    rank.wait_for("lost")
+    if not lacks:
+        shrink_and_split("shrink and split, rank killed")
+    return {"lacks": lacks, "wrong": wrong, "took_s": {name: statistics.median(times) for name, times in took.items()}}
 
 
 @check("H7", "state from one rank to another over NCCL", expected=">= 200 GB/s", limit_s=60, must=False)
@@ -256,6 +342,30 @@ def gates(rank: Rank) -> dict[str, Any]:
 
 
 @check(
+    "H9",
+    "a pipeline of four by 1F1B: a stage in the middle killed",
+    expected="bit-equal; 0 samples lost or twice",
+    limit_s=120,
+)
+def pipeline(context: Context) -> Found:
+    stages, steps = 4, context.pick(40, 10)
+    undisturbed, lines = (
+        train(
+            context,
+            name,
+            script="pipeline.py",
+            steps=steps,
+            ranks=stages,
+            spares=len(strikes),
+            strikes=strikes,
+            double="",
+        )
+        for name, strikes in (("undisturbed", []), ("struck", [strike(2, steps // 3, "backward")]))
+    )
+    return compared(context, undisturbed, lines, stages, strikes=1)
+
+
+@check(
     "H10",
     "a GPU that is a tenth slower is named",
     expected="that rank, and no other",
@@ -285,10 +395,7 @@ def slow_gpu(context: Context) -> Found:
 def rates(context: Context) -> Found:
     rate = {}
     for nvls in ("0", "1"):
-        (context.folder / f"nvls-{nvls}").mkdir()
-        inner = Context(
-            context.mode, context.folder / f"nvls-{nvls}", context.shared, context.limit_s, context.deadline
-        )
+        inner = context.within(f"nvls-{nvls}")
         with Ranks(
             inner, "box:bandwidth", _gpus(context), {"size": context.pick(GIB, MIB)}, env={"NCCL_NVLS_ENABLE": nvls}
         ) as ranks:
@@ -313,3 +420,11 @@ def bandwidth(rank: Rank) -> dict[str, Any]:
         times.append(time.monotonic() - began)
     moved = 2 * rank.given["size"] * (rank.size - 1) / rank.size
     return {"gb_s": moved / statistics.median(times[2:]) / 1e9}
+
+
+@check("H12", "a step with the exact reduction over one with the fast", expected="<= 1.6", limit_s=150, must=False)
+def exact_over_fast(context: Context) -> Found:
+    """Two jobs on the same GPUs, block by block in turns."""
+    lines = in_turns(context, {"fast": (), "exact": ("--reduction", "exact")}, ranks=_gpus(context))
+    ratio, note = ratio_of(lines, "exact", "fast")
+    return Found(ratio, "", note, ok=context.dry or ratio <= 1.6)

@@ -1,7 +1,12 @@
-"""The process of one check: ``python -m benchmarks.gpu.child JSON``. What it finds lies in ``result.json`` of its folder, whole or not at all."""
+"""The process of one check: ``python -m benchmarks.gpu.child JSON``. What it finds lies in ``result.json`` of its folder, whole or not at all.
+
+It begins when it is told its limit, in a line on its standard input. So it can be started while the check before it is at work: it then imports what
+is slow to import, and touches no GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -12,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.gpu.registry import Context, Found, Skip, load
+from benchmarks.gpu.registry import Check, Context, Found, Skip, load
 from rackrun.agent import proc
 
 __all__ = ["TRACES_S", "main"]
@@ -25,13 +30,20 @@ def main(given: str) -> NoReturn:
     order: dict[str, Any] = json.loads(given)
     proc.die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    limit_s = float(order["limit_s"])
+    checks = load(order["modules"])
+    if order["ahead"]:
+        with contextlib.suppress(ImportError):  # the check that needs it says so
+            import torch.distributed  # noqa: F401 - it takes seconds
+    told = sys.stdin.readline()
+    if not told:
+        os._exit(0)  # it is not to begin any more
+    limit_s = float(told)
     faulthandler.enable()
     faulthandler.dump_traceback_later(traces_after(limit_s), exit=False)
     deadline = time.monotonic() + limit_s
     os.environ["RACKRUN_KIT_DEADLINE"] = repr(deadline)  # ranks and scripts print their stacks in time, too
     context = Context(order["mode"], Path(order["folder"]), Path(order["shared"]), limit_s, deadline)
-    answer = _answer(order["id"], order["modules"], context)
+    answer = _answer(order["id"], checks, context)
     written = context.folder / "result.json.new"
     written.write_text(json.dumps(answer))
     written.rename(context.folder / "result.json")
@@ -44,9 +56,9 @@ def traces_after(limit_s: float) -> float:
     return max(limit_s - TRACES_S, limit_s / 2)
 
 
-def _answer(wanted: str, modules: list[str], context: Context) -> dict[str, Any]:
+def _answer(wanted: str, checks: list[Check], context: Context) -> dict[str, Any]:
     try:
-        one = next(one for one in load(modules) if one.id == wanted)
+        one = next(one for one in checks if one.id == wanted)
         found = one.run(context)
     except Skip as error:
         outcome, found = "skip", Found(note=str(error))

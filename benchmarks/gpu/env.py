@@ -37,7 +37,9 @@ def _python(context: Context, code: str, *arguments: str, env: Mapping[str, str]
     return told
 
 
-@check("A1", "what rackrun needs of torch's private parts, tried; NCCL's", expected="all there", limit_s=60)
+@check(
+    "A1", "what rackrun needs of torch's private parts, tried; NCCL's", expected="all there", limit_s=60, beside=True
+)
 def versions(context: Context) -> Found:
     import torch
     import torch.distributed as dist
@@ -118,7 +120,13 @@ _PRELOADS = {
 }
 
 
-@check("A3", "preloads after which a fork is not sound", expected="reported, or the fork computes", limit_s=100)
+@check(
+    "A3",
+    "preloads after which a fork is not sound",
+    expected="reported, or the fork computes",
+    limit_s=100,
+    beside=True,
+)
 def unsound(context: Context) -> Found:
     for name, text in _PRELOADS.items():
         (context.folder / f"{name}.py").write_text(text)
@@ -150,7 +158,7 @@ def driver_environment(context: Context) -> dict[str, str]:
     return rack.environment(build(context.folder / "driver"), next(iter(topology.trays)))
 
 
-@check("A4", "NVML's reading against nvidia-smi; preflight", expected="equal; fit", limit_s=60)
+@check("A4", "NVML's reading against nvidia-smi; preflight", expected="equal; fit", limit_s=60, beside=True)
 def reading(context: Context) -> Found:
     from rackrun.topology.facts import preflight
     from rackrun.topology.nvml_watch import read_once
@@ -216,7 +224,13 @@ def reading_time(context: Context) -> Found:
     return Found(p50_ms, "ms", ok=context.dry or (p50_ms <= 5 * told["gpus"] and p99_ms <= 20 * told["gpus"]))
 
 
-@check("A6", "where Xids are heard: NVML's events, the kernel's log", expected="one of them at least", limit_s=60)
+@check(
+    "A6",
+    "where Xids are heard: NVML's events, the kernel's log",
+    expected="one of them at least",
+    limit_s=60,
+    beside=True,
+)
 def xids_heard(context: Context) -> Found:
     from rackrun.topology.kernel_log import KernelLog, KernelLogUnavailable
     from rackrun.topology.nvml_watch import read_once

@@ -102,10 +102,10 @@ class Job:
             process.kill()
             process.wait()
 
-    def finish(self) -> list[Line]:
+    def finish(self, within_s: float = float("inf")) -> list[Line]:
         """Its lines. RuntimeError, with the end of its output, unless it ends well and in time."""
         try:
-            code = self.process.wait(max(self._deadline - time.monotonic(), 0.1))
+            code = self.process.wait(max(min(self._deadline - time.monotonic(), within_s), 0.1))
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"the job is not over in time: {self.said()}") from None
         if code:
@@ -135,8 +135,9 @@ def train(
     context: Context,
     name: str,
     *,
-    wrap: str,
     steps: int,
+    wrap: str = "",
+    script: str = "train.py",
     ranks: int = 3,
     spares: int = 0,
     strikes: Sequence[dict[str, Any]] = (),
@@ -144,9 +145,16 @@ def train(
     during: Callable[[Job], None] = lambda _: None,
     double: str = "late",
 ) -> list[Line]:
-    """A run of ``scripts/train.py`` from its beginning to its end."""
-    arguments = ["--wrap", wrap, "--steps", str(steps), "--strikes", json.dumps(list(strikes)), *more]
-    with Job(context, name, "train.py", arguments, ranks=ranks, spares=spares, double=double) as job:
+    """A run of a script that trains, from its beginning to its end."""
+    arguments = [
+        *(("--wrap", wrap) if wrap else ()),
+        "--steps",
+        str(steps),
+        "--strikes",
+        json.dumps(list(strikes)),
+        *more,
+    ]
+    with Job(context, name, script, arguments, ranks=ranks, spares=spares, double=double) as job:
         during(job)
         return job.finish()
 

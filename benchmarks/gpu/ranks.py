@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +52,20 @@ class Rank:
 
     def wait_for(self, mark: str) -> None:
         _wait_for(self.folder, mark, self.deadline)
+
+    def meet(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        """Returns when all ranks have called it, or those of ``ranks``."""
+        self.say(f"{name}-{self.rank}")
+        for other in range(self.size) if ranks is None else ranks:
+            self.wait_for(f"{name}-{other}")
+
+    def say_bytes(self, mark: str, data: bytes) -> None:
+        (self.folder / f"bytes-{mark}").write_bytes(data)
+        self.say(mark)
+
+    def wait_for_bytes(self, mark: str) -> bytes:
+        self.wait_for(mark)
+        return (self.folder / f"bytes-{mark}").read_bytes()
 
 
 class Ranks:

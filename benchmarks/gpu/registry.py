@@ -5,11 +5,24 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["MODES", "SECTIONS", "Check", "Context", "Found", "Mode", "Skip", "check", "failed", "load", "select"]
+__all__ = [
+    "FIRST",
+    "MODES",
+    "SECTIONS",
+    "Check",
+    "Context",
+    "Found",
+    "Mode",
+    "Skip",
+    "check",
+    "failed",
+    "load",
+    "select",
+]
 
 Mode = Literal["one", "box", "dry"]
 MODES: tuple[Mode, ...] = ("one", "box", "dry")
@@ -27,6 +40,15 @@ SECTIONS = {
 """Letter of a check -> module of this package that has it."""
 
 _OF_MODE: dict[Mode, str] = {"one": "ABCDEFG", "box": "AH", "dry": "ABCDEFG"}
+
+FIRST = (
+    *("A1", "A2", "D0", "D7", "D1", "B4", "B8", "B9", "C1", "C8", "C9", "C10", "C11", "C12"),
+    *("A3", "A4", "A6", "B5", "B7", "C2", "C5", "C6", "D8", "D9", "D11", "E8", "E9"),
+    *("D2", "D3", "D5", "D6", "F6", "D4", "F2", "E1", "E2", "E7", "E3", "E4", "E5", "D10", "F8"),
+    *("H5", "H2", "H1", "H3", "H6", "H9", "H7", "H12", "H4"),
+)
+"""What a run begins with, the most important first: does it work here at all, are the bits right, does the runtime rest on what it believes, is
+anybody left hanging, what does it cost. The others follow in their own order; G, which leaves an Xid in the log, is last."""
 
 
 class Skip(Exception):
@@ -74,6 +96,12 @@ class Context:
         """Sizes and counts: a dry run only goes the same way."""
         return dry if self.dry else real
 
+    def within(self, name: str) -> Context:
+        """The same, with a folder in this one's for a part of the check."""
+        folder = self.folder / name
+        folder.mkdir()
+        return replace(self, folder=folder, notes=[])
+
     def note(self, text: str) -> None:
         """Added to what the check says at its end, however it ends by itself."""
         self.notes.append(text)
@@ -89,6 +117,8 @@ class Check:
     """The exit code depends on it; else it is a figure, which may still be told to be worse than expected."""
     not_dry: str
     """Why a dry run leaves it out. "": it does not."""
+    beside: bool
+    """It judges no time, so that others of this kind may run at the same time."""
     run: Callable[[Context], Found]
     module: str
 
@@ -114,13 +144,14 @@ def check(
     limit_s: float,
     must: bool = True,
     not_dry: str = "",
+    beside: bool = False,
 ) -> Callable[[Callable[[Context], Found]], Callable[[Context], Found]]:
     """Register a function as a check. ``limit_s``: its process is killed then."""
 
     def register(run: Callable[[Context], Found]) -> Callable[[Context], Found]:
         if (run.__module__, id) in _CHECKS:
             raise ValueError(f"two checks are called {id}")
-        _CHECKS[run.__module__, id] = Check(id, title, expected, limit_s, must, not_dry, run, run.__module__)
+        _CHECKS[run.__module__, id] = Check(id, title, expected, limit_s, must, not_dry, beside, run, run.__module__)
         return run
 
     return register
@@ -135,8 +166,9 @@ def load(modules: Iterable[str] = ()) -> list[Check]:
 
 
 def select(checks: Iterable[Check], mode: Mode, only: str) -> list[Check]:
-    """Those of ``mode``, or of ``only``: letters of sections and ids, with commas between. Raises ValueError for what there is not."""
-    checks = list(checks)
+    """Those of ``mode``, or of ``only`` (letters of sections and ids, with commas between), the most important first. Raises ValueError for what
+    there is not."""
+    checks = sorted(checks, key=_importance)  # of equal importance: as they are
     if not only:
         return [one for one in checks if one.section in _OF_MODE[mode]]
     wanted = [word.strip().upper() for word in only.split(",") if word.strip()]
@@ -144,6 +176,10 @@ def select(checks: Iterable[Check], mode: Mode, only: str) -> list[Check]:
     if unknown := [word for word in wanted if word not in known]:
         raise ValueError(f"there is no check {', '.join(unknown)}; there are {', '.join(one.id for one in checks)}")
     return [one for one in checks if one.id in wanted or one.section in wanted]
+
+
+def _importance(one: Check) -> tuple[bool, int]:
+    return one.section == "G", FIRST.index(one.id) if one.id in FIRST else len(FIRST)
 
 
 def _order(one: Check) -> tuple[str, int]:

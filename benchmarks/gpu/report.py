@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,12 @@ def table(told: Sequence[dict[str, Any]]) -> str:
         rows.append((mark, one["id"], _shown(one), one["expected"], f"{one['seconds']:.1f}", cut))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    counts = {outcome: sum(one["outcome"] == outcome for one in told) for outcome in ("ok", "fail", "skip")}
-    musts = [one["id"] for one in told if one["must"] and one["outcome"] == "fail"]
+    counts = Counter(one["outcome"] for one in told)
     summed = f"{counts['ok']} ok, {counts['fail']} failed, {counts['skip']} left out"
-    return "\n".join([*lines, summed + (f"; must not fail: {', '.join(musts)}" if musts else "")])
+    for outcome, words in (("not reached", "not reached"), ("fail", "must not fail")):
+        if ids := [one["id"] for one in told if one["outcome"] == outcome and (one["must"] or outcome != "fail")]:
+            summed += f"; {words}: {', '.join(ids)}"
+    return "\n".join([*lines, summed])
 
 
 def write(

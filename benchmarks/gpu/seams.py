@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rackrun.checkpoint import registration
+from benchmarks.gpu.raw_nccl import RawNccl
+from rackrun.checkpoint import libraries, registration
 from rackrun.link import exchange
-from rackrun.worker import builder, world
+from rackrun.worker import builder, units, world
 from rackrun.worker.nccl_environment import prepare_environment
 
-__all__ = ["asynchronous", "communicator", "play_runtime", "prepare", "quiet_after"]
+__all__ = ["asynchronous", "communicator", "leave_spares_cold", "play_runtime", "prepare", "quiet_after", "raw_nccl"]
 
 HANDSHAKE = timedelta(seconds=20)
 _NAP_S = 0.0005
@@ -55,6 +56,19 @@ def play_runtime(runtime: Any) -> None:
             setattr(registration, name, lambda: runtime)
     if hasattr(registration, "loaded_library"):
         registration.loaded_library = lambda _: runtime
+
+
+def leave_spares_cold() -> None:
+    """A spare of this process makes its first communicator of NCCL when it is needed."""
+    units.warm_nccl = lambda *_: None
+
+
+def raw_nccl() -> RawNccl:
+    """RuntimeError where torch has NCCL within itself."""
+    library = libraries.loaded_library("libnccl")
+    if library is None:
+        raise RuntimeError("torch has loaded no libnccl")
+    return RawNccl(library)
 
 
 def quiet_after(device: torch.device, limit_s: float, *, stop: Callable[[], bool] = lambda: False) -> float | None:

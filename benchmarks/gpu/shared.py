@@ -4,6 +4,7 @@ in time slices: what is judged is correctness, and bounds of seconds."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import random
 import signal
@@ -17,10 +18,11 @@ from benchmarks.gpu.jobs import Job, compare, recoveries, train
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
 
-__all__ = ["reference", "strike", "struck"]
+__all__ = ["compared", "reference", "strike", "struck"]
 
 _GPU_ONLY = "only a GPU's own kernels, memory and driver can show it"
 MIB = 2**20
+Lines = list[dict[str, Any]]
 
 
 # -- between two processes ---------------------------------------------------------------------------------------------
@@ -239,8 +241,7 @@ def breaks(rank: Rank) -> dict[str, Any]:
         if rank.rank == 0 and time.monotonic() > ends:
             rank.say(f"enough-{number}")
         began = time.monotonic()
-        rank.say(f"here-{number}-{rank.rank}")
-        rank.wait_for(f"here-{number}-{1 - rank.rank}")
+        rank.meet(f"here-{number}")
         if rank.said(f"enough-{number}"):
             break
         communicator = rank.communicator(f"round-{number}")
@@ -294,15 +295,17 @@ def batched(context: Context) -> Found:
 # -- whole jobs --------------------------------------------------------------------------------------------------------
 def reference(
     context: Context, wrap: str, steps: int, more: tuple[str, ...] = (), ranks: int = 3, double: str = "late"
-) -> list[dict[str, Any]]:
-    """A run that nobody disturbs; kept for the checks that come after."""
+) -> Lines:
+    """A run that nobody disturbs; kept for the checks that come after, or are at work beside this one."""
     kept = Path(context.shared) / f"reference-{wrap}-{steps}-{ranks}.json"
-    if kept.exists():
-        told: list[dict[str, Any]] = json.loads(kept.read_text())
-        return told
-    lines = train(context, "undisturbed", wrap=wrap, steps=steps, more=more, ranks=ranks, double=double)
-    kept.write_text(json.dumps(lines))
-    return lines
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            told: Lines = json.loads(kept.read_text())
+            return told
+        lines = train(context, "undisturbed", wrap=wrap, steps=steps, more=more, ranks=ranks, double=double)
+        kept.write_text(json.dumps(lines))
+        return lines
 
 
 def struck(
@@ -329,9 +332,14 @@ def struck(
         double=double,
         ranks=ranks,
     )
-    done = [line for line in lines if line["what"] == "strike"]
-    if len(done) != len(strikes):
-        return failed(f"{len(done)} of {len(strikes)} strikes were done: the run proves nothing")
+    return compared(context, undisturbed, lines, ranks, strikes=len(strikes))
+
+
+def compared(context: Context, undisturbed: Lines, lines: Lines, ranks: int, *, strikes: int) -> Found:
+    """``lines``, of a run that was struck: seconds of its slowest recovery, or what is not the same."""
+    done = sum(line["what"] == "strike" for line in lines)
+    if done != strikes:
+        return failed(f"{done} of {strikes} strikes were done: the run proves nothing")
     if different := compare(undisturbed, lines, ranks):
         return failed(f"{len(different)} differences: {'; '.join(different[:3])}")
     took = recoveries(lines)
@@ -361,6 +369,7 @@ def ddp_job(context: Context) -> Found:
     "plain backward, a sub-group, phases; lost behind kernels that run",
     expected="bit-equal; no garbage",
     limit_s=110,
+    beside=True,
 )
 def late_kernels(context: Context) -> Found:
     steps, more = context.pick(24, 12), ("--sleep-ms", "40", "--phases", "2")
@@ -375,6 +384,7 @@ def late_kernels(context: Context) -> Found:
     "a whole job, FSDP2, snapshots each step: a rank killed",
     expected="bit-equal; 0 samples lost or twice",
     limit_s=110,
+    beside=True,
 )
 def fsdp_job(context: Context) -> Found:
     """In a dry run without the double, which does not know what DTensor does with tensors that have no memory."""
@@ -424,7 +434,9 @@ def _memory_of(pid: int) -> int | None:
         return None
 
 
-@check("D11", "the newcomer is lost in its first step", expected="bit-equal; one more generation", limit_s=90)
+@check(
+    "D11", "the newcomer is lost in its first step", expected="bit-equal; one more generation", limit_s=90, beside=True
+)
 def newcomer_lost(context: Context) -> Found:
     steps = context.pick(60, 24)
     return struck(context, "ddp", steps, [strike(1, steps // 4, "backward"), strike(1, 0, "forward", after=0)])

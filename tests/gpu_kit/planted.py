@@ -68,6 +68,32 @@ def leaves(context: Context) -> Found:
     return Found("done")
 
 
+def _meets(context: Context, mine: str, other: str) -> Found:
+    (context.shared / mine).touch()
+    while not (context.shared / other).exists():
+        if time.monotonic() > context.deadline - 2:
+            return failed(f"{other} did not run at the same time")
+        time.sleep(0.01)
+    (context.shared / f"{mine}-over").touch()
+    return Found()
+
+
+@check("B12", "it meets B13", expected="-", limit_s=30, beside=True)
+def meets_one(context: Context) -> Found:
+    return _meets(context, "B12", "B13")
+
+
+@check("B13", "it meets B12", expected="-", limit_s=30, beside=True)
+def meets_other(context: Context) -> Found:
+    return _meets(context, "B13", "B12")
+
+
+@check("B14", "it begins when B12 and B13 are over", expected="-", limit_s=30)
+def alone(context: Context) -> Found:
+    here = [name for name in ("B12", "B13") if not (context.shared / f"{name}-over").exists()]
+    return failed(f"{here} run beside it") if here else Found()
+
+
 @check("D1", "it waits for the test", expected="-", limit_s=60)
 def waits(context: Context) -> Found:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

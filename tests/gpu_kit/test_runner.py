@@ -120,18 +120,53 @@ def test_an_xid_is_caused_only_if_asked_for(tmp_path: Path) -> None:
     assert "--xid" in found["G1"]["note"]
 
 
-def test_without_time_left_checks_are_left_out_and_say_so(tmp_path: Path) -> None:
-    code = Runner(tmp_path, "dry", FACTS, [MODULE], seconds=-1).run(chosen(load([MODULE]), "dry", "A1"))
-    assert code == 0
-    assert "no time is left" in (tmp_path / "checks.jsonl").read_text()
+def test_what_the_budget_does_not_reach_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = Runner(tmp_path, "one", FACTS, [MODULE], seconds=-1).run(chosen(load([MODULE]), "one", "A1,A3"))
+    assert code == 3, "a check that must be was not reached"
+    lines = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert [(one["id"], one["outcome"]) for one in lines] == [("A1", "not reached"), ("A3", "not reached")]
+    assert "--budget-s" in lines[0]["note"]
+    assert "; not reached: A1, A3" in capsys.readouterr().out
+
+
+def test_a_figure_that_is_not_reached_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    assert Runner(tmp_path, "one", FACTS, [MODULE], seconds=-1).run(chosen(load([MODULE]), "one", "A3")) == 0
 
 
 def test_one_whose_limit_was_cut_has_not_failed(tmp_path: Path) -> None:
     code = Runner(tmp_path, "one", FACTS, [MODULE], seconds=6.0).run(chosen(load([MODULE]), "one", "D1"))
-    assert code == 0
+    assert code == 3
     line = json.loads((tmp_path / "checks.jsonl").read_text())
-    assert line["outcome"] == "skip"
+    assert line["outcome"] == "not reached"
     assert "instead of 60" in line["note"]
+
+
+def test_those_that_judge_no_time_run_at_the_same_time_and_no_other_beside_them(tmp_path: Path) -> None:
+    """B12 and B13 wait for each other; B14 looks whether both are over."""
+    runner = Runner(tmp_path, "one", FACTS, [MODULE], beside=2)
+    assert runner.run(chosen(load([MODULE]), "one", "B12,B13,B14")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert {one["id"]: one["outcome"] for one in lines} == {"B12": "ok", "B13": "ok", "B14": "ok"}, lines
+    assert not left()
+
+
+def test_the_next_one_is_started_ahead_and_begins_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.run._CORES_FOR_MORE", 1)
+    code, found = played(tmp_path, "A1,B1,B5,G1", xid=True)
+    assert code == 1
+    assert [found[one]["outcome"] for one in ("A1", "B1", "B5", "G1")] == ["ok", "fail", "ok", "ok"]
+    assert not left()
+
+
+def test_the_most_important_come_first_and_an_xid_last() -> None:
+    checks = load()
+    known = {one.id for one in checks}
+    assert set(registry.FIRST) <= known
+    assert len(set(registry.FIRST)) == len(registry.FIRST)
+    order = [one.id for one in chosen(checks, "one", "")]
+    assert order[:4] == ["A1", "A2", "D0", "D7"]
+    assert order[-1] == "G1"
+    assert sorted(order) == sorted(one.id for one in checks if one.section != "H")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -139,7 +174,7 @@ def test_an_interrupt_keeps_the_lines_and_leaves_no_process(tmp_path: Path, numb
     script = (
         "import sys; from benchmarks.gpu.run import Runner; from benchmarks.gpu.registry import load, select;"
         f"sys.exit(Runner(__import__('pathlib').Path({str(tmp_path)!r}), 'dry', {FACTS!r}, [{MODULE!r}])"
-        f".run(select(load([{MODULE!r}]), 'dry', 'A1,D1,G1')))"
+        f".run(select(load([{MODULE!r}]), 'dry', 'A1,D1')))"
     )
     kit = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert kit.stdout is not None

@@ -1,5 +1,5 @@
-"""Step times with and without rackrun: blocks of steps of a training under the launcher, and with --bare of the same training alone, in a process
-beside it. They take turns, so that both see the same machine."""
+"""Step times with and without rackrun: blocks of steps of trainings under the launcher, and of the same training bare, in a process beside them. They
+take turns, so that all see the same machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ parser.add_argument("--blocks", type=int, default=4, help="of each kind")
 parser.add_argument("--snapshot-every", type=int, default=10**6)
 parser.add_argument("--reduction", default="fast")
 parser.add_argument("--syncs", action="store_true", help="count what waits for the device, in a block at the end")
-parser.add_argument("--bare", action="store_true")
+parser.add_argument("--micro", type=int, required=True, help="of --batch, which is of all ranks")
+parser.add_argument("--kind", required=True, help="its name among those that take turns; bare: without rackrun")
+parser.add_argument("--turns", required=True, help="the names of all, in order, with commas between")
+parser.add_argument("--turns-at", type=Path, required=True, help="a folder that all of them have")
 parser.add_argument("--record", required=True)
 parser.add_argument("--flags", type=Path, required=True)
 ARGS = parser.parse_args()
@@ -90,33 +93,49 @@ def loss_of(model: nn.Module, tokens: Tensor, device: torch.device) -> Tensor:
 
 
 class Turns:
-    """Files: block *n* under the launcher, block *n* bare, the next one."""
+    """Files: block *n* of the first kind, of the second, and so on; then the next one of the first."""
 
-    def __init__(self, folder: Path, mine: str, other: str) -> None:
-        self._folder, self._mine, self._other, self._number = folder, mine, other, 0
+    def __init__(self) -> None:
+        kinds: list[str] = ARGS.turns.split(",")
+        at = kinds.index(ARGS.kind)
+        self._before, self._is_first, self._last = kinds[at - 1], at == 0, kinds[-1]
+        self._number = 0
 
-    def take(self, *, first: bool) -> None:
-        """Returns when the other has done the block before."""
-        number = self._number if first else self._number + 1
-        while number and not (self._folder / f"turn-{self._other}-{number}").exists():
+    def take(self) -> None:
+        """Returns when the kind before this one has done its block."""
+        number = self._number if self._is_first else self._number + 1
+        if number:
+            self._wait_for(self._before, number)
+
+    def over(self, *, tells: bool) -> None:
+        self._number += 1
+        if tells:
+            self._file(ARGS.kind, self._number).touch()
+
+    def wait_for_all(self) -> None:
+        """Nobody else has a block to do any more."""
+        self._wait_for(self._last, self._number)
+
+    def _wait_for(self, kind: str, number: int) -> None:
+        while not self._file(kind, number).exists():
             time.sleep(0.001)
 
-    def over(self) -> None:
-        self._number += 1
-        (self._folder / f"turn-{self._mine}-{self._number}").touch()
+    def _file(self, kind: str, number: int) -> Path:
+        path: Path = ARGS.turns_at / f"{kind}-{number}"
+        return path
 
 
 class Blocks:
     """Times of one kind, written down block by block."""
 
-    def __init__(self, kind: str, device: torch.device, between: Between) -> None:
-        self._kind, self._device, self._between = kind, device, between
+    def __init__(self, device: torch.device, between: Between, *, tells: bool = True) -> None:
+        self._device, self._between, self._tells = device, between, tells
         self._record, self._times = Record(ARGS.record), []  # type: ignore[var-annotated]
-        self._turns = Turns(ARGS.flags, kind, "bare" if kind == "elastic" else "elastic")
+        self._turns = Turns()
         self._number, self._began = 0, 0.0
 
     def begin(self) -> None:
-        self._turns.take(first=self._kind == "elastic")
+        self._turns.take()
         idle(self._device)
         self._began, self._times = time.perf_counter(), []
 
@@ -130,12 +149,18 @@ class Blocks:
         took_s = (time.perf_counter() - self._began) / ARGS.block
         memory = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         told = {"slowest_s": max(self._times), "bubble_ms": self._between.taken_ms(), "allocated": memory}
-        self._record.write("block", kind=self._kind, warm=self._number > 0, step_s=took_s, **told)
+        if self._tells:
+            self._record.write("block", kind=ARGS.kind, warm=self._number > 0, step_s=took_s, **told)
         self._number += 1
-        self._turns.over()
+        self._turns.over(tells=self._tells)
+
+    def alone(self) -> None:
+        """What follows disturbs nobody."""
+        self._turns.wait_for_all()
 
     def finish(self, **told: Any) -> None:
-        self._record.write("end", kind=self._kind, **told)
+        if self._tells:
+            self._record.write("end", kind=ARGS.kind, **told)
 
 
 def model_on(device: torch.device) -> nn.Module:
@@ -152,7 +177,7 @@ def bare() -> None:
     model = DDP(model_on(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     optimizer.register_step_pre_hook(lambda *_: between.update_begins())
-    blocks = Blocks("bare", device, between)
+    blocks = Blocks(device, between)
 
     def train_step(number: int) -> None:
         batch = torch.stack([tokens[number * ARGS.batch + row] for row in range(ARGS.batch)]).to(device)
@@ -170,7 +195,7 @@ def bare() -> None:
 
 @rackrun.elastic(
     global_batch_size=ARGS.batch,
-    micro_batch_size=ARGS.batch,
+    micro_batch_size=ARGS.micro,
     seed=3,
     snapshot_every=ARGS.snapshot_every,
     reduction=ARGS.reduction,
@@ -182,7 +207,7 @@ def elastic(run: rackrun.Run) -> None:
     run.track(model=model, optimizer=optimizer)
     data = run.loader(Tokens())
     optimizer.register_step_pre_hook(lambda *_: between.update_begins())
-    blocks = Blocks("elastic", device, between)
+    blocks = Blocks(device, between, tells=run.rank == 0)
 
     @run.step
     def train_step(step: rackrun.Step) -> None:
@@ -203,6 +228,8 @@ def elastic(run: rackrun.Run) -> None:
             if at % ARGS.block == ARGS.block - 1:
                 blocks.end()
         else:
+            if at == timed:
+                blocks.alone()
             seen += waits_of(lambda step=step: train_step(step), device)  # type: ignore[misc]
     ours = [one for one in seen if "rackrun/" in one.filename]
     places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in ours})
@@ -226,7 +253,7 @@ def waits_of(call: Any, device: torch.device) -> list[warnings.WarningMessage]:
 
 if __name__ == "__main__":
     show_stacks_in_time()
-    if ARGS.bare:
+    if ARGS.kind == "bare":
         bare()
     else:
         with doubled():

@@ -1,6 +1,7 @@
 """A training that strikes itself and writes down all that it computes: losses, sample ids, weights, by nothing of rackrun's own.
 
-WRAP is ``ddp``, ``fsdp`` or ``plain`` (DDP, and the script calls ``backward()`` itself, with a sub-group's collective in the step).
+WRAP is ``ddp``, ``fsdp``, ``tp`` (pairs of ranks share each layer, and FSDP2 over the pairs) or ``plain`` (DDP, and the script calls ``backward()``
+itself, with a sub-group's collective in the step).
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
@@ -26,7 +29,7 @@ SAMPLES = 4096
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--wrap", choices=("ddp", "fsdp", "plain"), required=True)
+    parser.add_argument("--wrap", choices=("ddp", "fsdp", "tp", "plain"), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--record", required=True)
     parser.add_argument("--strikes", default="[]")
@@ -40,12 +43,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--slow-rank", type=int, default=-1, help="only this rank's device sleeps")
     parser.add_argument("--amp", action="store_true", help="autocast, and a gradient scaler")
+    parser.add_argument("--fp8", action="store_true", help="layers that multiply in 8 bits")
+    parser.add_argument("--cold", action="store_true", help="spares do not warm NCCL up")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--phases", type=int, default=0, help="a phase after so many steps")
     return parser.parse_args()
 
 
 ARGS = arguments()
+FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
 class Points(Dataset[tuple[Tensor, Tensor, int]]):
@@ -59,10 +65,44 @@ class Points(Dataset[tuple[Tensor, Tensor, int]]):
         return self.x[index], self.x[index].sin(), index
 
 
+class InEightBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, largest: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        of_x, of_weight = largest / FP8_MOST, weight.abs().amax() / FP8_MOST
+        x8, weight8 = (
+            (one / scale).clamp(-FP8_MOST, FP8_MOST).to(FP8) for one, scale in ((x, of_x), (weight, of_weight))
+        )
+        out = torch._scaled_mm(x8, weight8.t(), scale_a=of_x, scale_b=of_weight, out_dtype=torch.bfloat16)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x, None
+
+
+class EightBits(nn.Linear):
+    """Scaled by how large its inputs were so far: state that takes part in what is computed next, and that a swap has to carry."""
+
+    largest: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("largest", torch.full((), 4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = InEightBits.apply(x, self.weight, self.largest) + self.bias
+        with torch.no_grad():
+            self.largest.copy_(0.9 * self.largest + 0.1 * x.abs().amax())
+        return out
+
+
 def model_of() -> nn.Module:
     parts: list[nn.Module] = []
     for _ in range(ARGS.layers):
-        parts += [nn.Linear(ARGS.width, ARGS.width), nn.GELU(), nn.Dropout(0.1)]
+        layer = EightBits(ARGS.width) if ARGS.fp8 else nn.Linear(ARGS.width, ARGS.width)
+        parts += [layer, nn.GELU(), nn.Dropout(0.1)]
     return nn.Sequential(*parts, nn.Linear(ARGS.width, ARGS.width))
 
 
@@ -73,7 +113,12 @@ def _graph_breaks() -> int:
 
 
 @rackrun.elastic(
-    global_batch_size=ARGS.batch, micro_batch_size=ARGS.micro, seed=3, snapshot_every=1, reduction=ARGS.reduction
+    global_batch_size=ARGS.batch,
+    micro_batch_size=ARGS.micro,
+    seed=3,
+    snapshot_every=1,
+    reduction=ARGS.reduction,
+    mesh={"dp": -1, "tp": 2} if ARGS.wrap == "tp" else None,
 )
 def main(run: rackrun.Run) -> None:
     record, strikes = Record(ARGS.record), Strikes(ARGS.strikes, ARGS.flags)
@@ -84,7 +129,13 @@ def main(run: rackrun.Run) -> None:
         )
     blocks = model_of().to(run.device)
     model: nn.Module = blocks
-    if ARGS.wrap == "fsdp":
+    if ARGS.wrap == "tp":
+        assert run.mesh is not None
+        layers = [name for name, part in blocks.named_children() if isinstance(part, nn.Linear)]
+        plan = {name: ColwiseParallel() if at % 2 == 0 else RowwiseParallel() for at, name in enumerate(layers)}
+        parallelize_module(blocks, run.mesh["tp"], plan)
+        fully_shard(blocks, mesh=run.mesh["dp"])
+    elif ARGS.wrap == "fsdp":
         for part in blocks:
             if isinstance(part, nn.Linear):
                 fully_shard(part)
@@ -149,6 +200,7 @@ def main(run: rackrun.Run) -> None:
 
     for step in run.steps(ARGS.steps):
         loss, ids = train_step(step)
+        ids = ids if ARGS.wrap != "tp" or run.rank % 2 == 0 else []  # a pair has the same samples
         record.write("done", rank=run.rank, step=int(step), loss=float(loss).hex(), ids=ids)
         strikes.at("done", run.rank, int(step), record)
     memory = torch.cuda.memory_reserved(run.device) if run.device.type == "cuda" else 0
@@ -170,5 +222,9 @@ def main(run: rackrun.Run) -> None:
 
 if __name__ == "__main__":
     show_stacks_in_time()
+    if ARGS.cold:
+        from benchmarks.gpu import seams
+
+        seams.leave_spares_cold()
     with doubled():
         main()
