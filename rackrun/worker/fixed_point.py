@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +23,16 @@ from rackrun.worker.segments import Factors, Segments
 if TYPE_CHECKING:
     from rackrun.worker.fixed_point_triton import TritonKernel
 
-__all__ = ["FixedPoint", "fixed_point"]
+__all__ = ["FixedPoint", "Whole", "fixed_point"]
 
 _CHUNK = 2**16
 """Elements: 256 KiB of them stay in a core's cache from one operation to the next."""
 
 
-class FixedPoint(Protocol):
+class FixedPoint(ABC):
+    """Of segments one by one, where there is no kernel for all of them."""
+
+    @abstractmethod
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor | float:
         """``into`` (integers) += round(``values`` * ``scale``); with ``fresh``, ``into`` is overwritten, and may be the same memory. Both
         flat, of one length.
@@ -36,6 +40,7 @@ class FixedPoint(Protocol):
         Returns the largest magnitude in ``values``, inf when some are not finite: the sum then means nothing. A tensor of the device, for which
         nobody waits; of the host's a number."""
 
+    @abstractmethod
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = ``sums`` * ``inverse``, each rounded once. ``out`` may be the same memory as ``sums``."""
 
@@ -51,6 +56,9 @@ class FixedPoint(Protocol):
     ) -> None:
         """`add`, for each of ``segments`` of ``values`` and ``into``. ``largest`` (fp32, none below 0) has one for every slot, and
         becomes the larger of itself and what `add` returns."""
+        parts = [part for _, part in segments.parts()]
+        flat = [values[part] for part in parts], [into[part] for part in parts]
+        FixedPoint.add_apart(self, flat[0], segments, scales, flat[1], largest, fresh=fresh)
 
     def add_apart(
         self,
@@ -63,47 +71,6 @@ class FixedPoint(Protocol):
         fresh: bool,
     ) -> None:
         """As `add_segments`, where each of ``segments`` lies in memory of its own: all ``values`` of one type, and all of ``into``."""
-
-    def read_segments(
-        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """`read`, for each of ``segments``. ``marks`` (integers) has one for every segment: above 0, all of it is NaN."""
-
-
-def fixed_point(device: torch.device) -> FixedPoint:
-    return _InChunks() if device.type == "cpu" else _Whole(_kernel_for(device))
-
-
-class _OneByOne:
-    """Segments, where there is no kernel for all of them."""
-
-    add: Any
-    read: Any
-
-    def add_segments(
-        self,
-        values: torch.Tensor,
-        segments: Segments,
-        scales: Factors,
-        into: torch.Tensor,
-        largest: torch.Tensor,
-        *,
-        fresh: bool,
-    ) -> None:
-        parts = [part for _, part in segments.parts()]
-        flat = [values[part] for part in parts], [into[part] for part in parts]
-        _OneByOne.add_apart(self, flat[0], segments, scales, flat[1], largest, fresh=fresh)
-
-    def add_apart(
-        self,
-        values: Sequence[torch.Tensor],
-        segments: Segments,
-        scales: Factors,
-        into: Sequence[torch.Tensor],
-        largest: torch.Tensor,
-        *,
-        fresh: bool,
-    ) -> None:
         for slot, value, sums in zip(segments.slots, values, into, strict=True):
             found = self.add(value, scales.host[slot], sums, fresh=fresh)
             place = largest[slot]
@@ -115,12 +82,17 @@ class _OneByOne:
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
+        """`read`, for each of ``segments``. ``marks`` (integers) has one for every segment: above 0, all of it is NaN."""
         factors = torch.where(marks > 0, math.nan, inverses.there[segments.places(inverses.there.device)])
         for (_, part), factor in zip(segments.parts(), factors.unbind(), strict=True):
             self.read(sums[part], factor, out[part])
 
 
-class _InChunks(_OneByOne):
+def fixed_point(device: torch.device) -> FixedPoint:
+    return _InChunks() if device.type == "cpu" else _kernel_for(device) or Whole()
+
+
+class _InChunks(FixedPoint):
     """On a CPU: chunk by chunk, without an allocation. fp32 into int32 by a compiled kernel where there is a compiler."""
 
     def __init__(self) -> None:
@@ -170,11 +142,8 @@ class _InChunks(_OneByOne):
         return found
 
 
-class _Whole(_OneByOne):
-    """On an accelerator: nothing waits for the host. One kernel where there is Triton, else a few of torch's."""
-
-    def __init__(self, kernel: TritonKernel | None = None) -> None:
-        self._kernel = kernel
+class Whole(FixedPoint):
+    """On an accelerator, by a few of torch's operations: nothing waits for the host."""
 
     def add(self, values: torch.Tensor, scale: float, into: torch.Tensor, *, fresh: bool) -> torch.Tensor:
         wide = values.to(_wide(values.dtype))
@@ -185,44 +154,6 @@ class _Whole(_OneByOne):
         else:
             into.add_(scaled.to(into.dtype))
         return torch.where(largest.isfinite(), largest, math.inf)
-
-    def add_segments(
-        self,
-        values: torch.Tensor,
-        segments: Segments,
-        scales: Factors,
-        into: torch.Tensor,
-        largest: torch.Tensor,
-        *,
-        fresh: bool,
-    ) -> None:
-        if self._kernel is not None and values.dtype != torch.float64:
-            self._kernel.add_segments(values, segments, scales, into, largest, fresh=fresh)
-        else:
-            super().add_segments(values, segments, scales, into, largest, fresh=fresh)
-
-    def add_apart(
-        self,
-        values: Sequence[torch.Tensor],
-        segments: Segments,
-        scales: Factors,
-        into: Sequence[torch.Tensor],
-        largest: torch.Tensor,
-        *,
-        fresh: bool,
-    ) -> None:
-        if self._kernel is not None and values[0].dtype != torch.float64:
-            self._kernel.add_apart(values, segments, scales, into, largest, fresh=fresh)
-        else:
-            super().add_apart(values, segments, scales, into, largest, fresh=fresh)
-
-    def read_segments(
-        self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        if self._kernel is not None and out.dtype != torch.float64:
-            self._kernel.read_segments(sums, segments, inverses, marks, out)
-        else:
-            super().read_segments(sums, segments, inverses, marks, out)
 
     def read(self, sums: torch.Tensor, inverse: float | torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(sums.to(_wide(out.dtype)).mul_(inverse))
@@ -235,7 +166,7 @@ def _kernel_for(device: torch.device) -> TritonKernel | None:
     try:
         from rackrun.worker import fixed_point_triton
 
-        return fixed_point_triton.load(device, _Whole())
+        return fixed_point_triton.load(device, Whole())
     except Exception as error:  # noqa: BLE001 - whatever a compiler and a driver think of
         if not isinstance(error, ImportError):
             say(

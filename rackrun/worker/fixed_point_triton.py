@@ -17,6 +17,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from rackrun.worker.fixed_point import Whole
 from rackrun.worker.segments import Factors, Segments
 
 __all__ = ["TritonKernel", "load"]
@@ -165,8 +166,8 @@ def _read_segments(sums, out, table, inverses, marks, count, BLOCK: tl.constexpr
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-class TritonKernel:
-    """As `rackrun.worker.fixed_point.FixedPoint`, for all but fp64."""
+class TritonKernel(Whole):
+    """For all but fp64, which torch's operations do."""
 
     def add_segments(
         self,
@@ -178,7 +179,9 @@ class TritonKernel:
         *,
         fresh: bool,
     ) -> None:
-        if count := segments.count:
+        if values.dtype == torch.float64:
+            super().add_segments(values, segments, scales, into, largest, fresh=fresh)
+        elif count := segments.count:
             _add_segments[(triton.cdiv(count, _BLOCK),)](
                 values,
                 into,
@@ -201,6 +204,9 @@ class TritonKernel:
         *,
         fresh: bool,
     ) -> None:
+        if values[0].dtype == torch.float64:
+            super().add_apart(values, segments, scales, into, largest, fresh=fresh)
+            return
         addresses = [one.data_ptr() for pair in zip(values, into, strict=True) for one in pair]
         if not (blocks := segments.blocks_apart(_BLOCK)):
             return
@@ -220,7 +226,9 @@ class TritonKernel:
     def read_segments(
         self, sums: torch.Tensor, segments: Segments, inverses: Factors, marks: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if count := segments.count:
+        if out.dtype == torch.float64:
+            super().read_segments(sums, segments, inverses, marks, out)
+        elif count := segments.count:
             _read_segments[(triton.cdiv(count, _BLOCK),)](
                 sums,
                 out,

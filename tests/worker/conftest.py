@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from rackrun.core.ids import Incarnation, SlotId
+from rackrun.link.page import HeartbeatPage
+from rackrun.worker.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from harness import Ended, TinyCluster
@@ -53,3 +58,13 @@ def train() -> Iterator[Callable[..., Ended]]:
     yield run
     for cluster in clusters:
         cluster.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of one process, on the host, that has joined no group yet."""
+    fd = HeartbeatPage.create("alone")
+    page = HeartbeatPage(fd)
+    os.close(fd)
+    yield World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
+    page.close()

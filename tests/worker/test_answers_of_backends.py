@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.core.ids import Generation, Incarnation, SlotId
-from rackrun.link.page import HeartbeatPage
+from rackrun.core.ids import Generation
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.world import World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    fd = HeartbeatPage.create("answers")
-    page = HeartbeatPage(fd)
-    os.close(fd)
-    yield World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
-    page.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rackrun.worker import fixed_point_kernel
-from rackrun.worker.fixed_point import FixedPoint, fixed_point
+from rackrun.worker.fixed_point import FixedPoint, Whole, fixed_point
 from rackrun.worker.segments import Factors, Segments
 
 
@@ -28,9 +28,7 @@ def plain() -> FixedPoint:
 
 def of_a_gpu() -> FixedPoint:
     """What torch's operations do there, where there is no kernel: they do it anywhere."""
-    arithmetic = fixed_point(torch.device("cuda", 0))
-    arithmetic._kernel = None  # type: ignore[attr-defined]
-    return arithmetic
+    return Whole()
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 2**16 + 7])
@@ -100,11 +98,11 @@ INTERPRETED = """
 import math, torch
 from rackrun.worker import fixed_point_triton
 from rackrun.worker import fixed_point_kernel
-from rackrun.worker.fixed_point import fixed_point
+from rackrun.worker.fixed_point import Whole, fixed_point
 from rackrun.worker.segments import Factors, Segments
 
 reference = fixed_point(torch.device("cpu"))
-kernel = fixed_point_triton.load(torch.device("cpu"), fixed_point(torch.device("cuda", 0)))
+kernel = fixed_point_triton.load(torch.device("cpu"), Whole())
 assert kernel is not None
 up, down = Factors.all_of(torch.device("cpu"), [2.0**20], [2.0**-20])
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -132,7 +130,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values[70] = math.nan
         marks = torch.tensor([0, 0, 2, 0, 0, 1, 0, 0, 0, 0], dtype=integers)
         found = []
-        for arithmetic in (reference, fixed_point(torch.device("cuda", 0)), kernel):
+        for arithmetic in (reference, Whole(), kernel):
             largest = torch.full((10,), 0.5)
             sums, back = torch.full((sum(sizes),), 99, dtype=integers), torch.empty(sum(sizes), dtype=dtype)
             for fresh in (True, False):

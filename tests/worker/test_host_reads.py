@@ -50,7 +50,7 @@ ALLOWED = {
     "exactly_once.py ExactlyOnce.check_complete": HOST,
     "fixed_point.py _InChunks.add": HOST,
     "fixed_point.py _InChunks.read_segments": HOST,
-    "fixed_point.py _OneByOne.add_apart": EXACT,
+    "fixed_point.py FixedPoint.add_apart": EXACT,
     "fixed_point_triton.py load": RARE,
     "generators.py _OfNumpy.state_dict": HOST,
     "generators.py _OfOldNumpy.state_dict": HOST,

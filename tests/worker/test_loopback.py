@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import harness
@@ -13,8 +12,6 @@ import torch.distributed as dist
 from harness import say
 from scripts import adam, ddp
 
-from rackrun.core.ids import Incarnation, SlotId
-from rackrun.link.page import HeartbeatPage
 from rackrun.worker.compat.ddp import reset
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.run import Run
@@ -23,15 +20,6 @@ from rackrun.worker.world import World
 
 SIZE, RANK = 3, 1
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    fd = HeartbeatPage.create("loopback")
-    page = HeartbeatPage(fd)
-    os.close(fd)
-    yield World(page, torch.device("cpu"), SlotId("t/0"), Incarnation(1), "")
-    page.close()
 
 
 @pytest.fixture
