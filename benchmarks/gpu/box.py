@@ -7,8 +7,8 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.gpu.jobs import Job, compare, train
-from benchmarks.gpu.overhead import in_turns, ratio_of
+from benchmarks.gpu.jobs import compare, train
+from benchmarks.gpu.overhead import in_turns, ratio_of, slow_rank_named
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
 from benchmarks.gpu.shared import compared, strike, struck
@@ -37,7 +37,7 @@ def cycles(context: Context) -> Found:
     for nvls in ("0", "1"):
         inner = context.within(f"nvls-{nvls}")
         given = {"count": context.pick(50, 3), "seconds": 55}
-        with Ranks(inner, "box:cycling", _gpus(context), given, env={"NCCL_NVLS_ENABLE": nvls}) as ranks:
+        with Ranks(inner, "nccl:cycling", _gpus(context), given, env={"NCCL_NVLS_ENABLE": nvls}) as ranks:
             try:
                 told = ranks.answer(0)
             except RuntimeError as error:
@@ -50,32 +50,6 @@ def cycles(context: Context) -> Found:
             f"NVLS {nvls}: {len(told['took_s'])} cycles, first {told['took_s'][0]:.2f} s, p50 {p50[nvls]:.2f} s"
         )
     return Found(p50["0"], "s", ok=context.dry or p50["0"] <= 0.8)
-
-
-def cycling(rank: Rank) -> dict[str, Any]:
-    import torch
-
-    from benchmarks.gpu import seams
-
-    took, ends = [], time.monotonic() + rank.given["seconds"]
-    for number in range(rank.given["count"]):
-        if rank.rank == 0 and time.monotonic() > ends:
-            rank.say(f"enough-{number}")
-        rank.meet(f"cycle-{number}")
-        if rank.said(f"enough-{number}"):
-            break
-        began = time.monotonic()
-        communicator = rank.communicator(f"cycle-{number}")
-        tensor = torch.ones(1024, device=rank.device)
-        communicator.call("allreduce", [tensor], seams.asynchronous()).wait()
-        seams.quiet_after(rank.device, 20)
-        took.append(time.monotonic() - began)
-        if float(tensor[0].item()) != float(rank.size):
-            raise AssertionError(f"the sum of cycle {number} is {float(tensor[0])}, not {rank.size}")
-        rank.meet(f"summed-{number}")
-        communicator.break_()
-        communicator.drop()
-    return {"took_s": took}
 
 
 @check(
@@ -375,20 +349,8 @@ def pipeline(context: Context) -> Found:
 )
 def slow_gpu(context: Context) -> Found:
     ranks = _gpus(context)
-    arguments = ["--wrap", "ddp", "--steps", "400", "--width", "2048", "--layers", "8", "--batch", str(4 * ranks)]
-    arguments += ["--sleep-ms", "5", "--slow-rank", "2"]
-    with Job(
-        context, "job", "train.py", arguments, ranks=ranks, options=["--slow-ranks", "notice", "--slow-after", "3"]
-    ) as job:
-        job.finish()
-        said = job.said(20_000)
-    told = [line for line in said.splitlines() if "slow" in line.lower() and "rank" in line.lower()]
-    if not told:
-        return failed("nobody was called slow")
-    others = [line for line in told if "rank 2" not in line]
-    return (
-        failed(f"somebody else was called slow: {others[0]}") if others else Found(len(told), "notices", told[0][:160])
-    )
+    size = ["--width", "2048", "--layers", "8", "--batch", str(4 * ranks)]
+    return slow_rank_named(context, ["--steps", "400", "--sleep-ms", "5", *size], ranks=ranks, slow=2)
 
 
 @check("H11", "all-reduce of 1 GiB, NVLS off and on", expected="a figure", limit_s=110, must=False)

@@ -89,29 +89,38 @@ def cycles(context: Context) -> Found:
         told = ranks.answer(0)
         ranks.answer(1)
     first_s, p50_s = told["took_s"][0], statistics.median(told["took_s"][1:])
-    leaks = [f"{told[what]} {what}" for what in ("threads", "descriptors") if told[what] > 0]
-    if told["memory_mib"] > 8:
-        leaks.append(f"{told['memory_mib']:.0f} MiB of the device")
+    left = told["left"]
+    leaks = [f"{left[what]} {what}" for what in ("threads", "descriptors") if left[what] > 0]
+    if left["memory"] > 8 * 2**20:
+        leaks.append(f"{left['memory'] / 2**20:.0f} MiB of the device")
     context.note(f"first {first_s:.2f} s")
     slow = not context.dry and (first_s > 3.0 or p50_s > 0.5)
     return Found(p50_s, "s", f"left over: {', '.join(leaks)}" if leaks else "", ok=not leaks and not slow)
 
 
 def cycling(rank: Rank) -> dict[str, Any]:
+    """Build, sum, break and drop, ``count`` times or for ``seconds``: how long each took until the sum was there, and what is left over."""
     import torch
 
     from benchmarks.gpu import seams
 
-    took, before = [], {}
+    took: list[float] = []
+    before: dict[str, int] = {}
+    ends = time.monotonic() + rank.given.get("seconds", float("inf"))
     for number in range(rank.given["count"]):
+        if rank.rank == 0 and time.monotonic() > ends:
+            rank.say(f"enough-{number}")
+        rank.meet(f"cycle-{number}")
+        if rank.said(f"enough-{number}"):
+            break
         began = time.monotonic()
         communicator = rank.communicator(f"cycle-{number}")
         tensor = torch.ones(1024, device=rank.device)
         communicator.call("allreduce", [tensor], seams.asynchronous()).wait()
         seams.quiet_after(rank.device, 20)
         took.append(time.monotonic() - began)
-        if float((tensor + 0)[0].item()) != 2.0:
-            raise AssertionError(f"the sum of cycle {number} is {float(tensor[0])}, not 2")
+        if float((tensor + 0)[0].item()) != float(rank.size):
+            raise AssertionError(f"the sum of cycle {number} is {float(tensor[0])}, not {rank.size}")
         rank.meet(f"summed-{number}")
         communicator.break_()
         communicator.drop()
@@ -121,13 +130,7 @@ def cycling(rank: Rank) -> dict[str, Any]:
         if number == 2:  # what the first ones made stays for good
             before = _held(rank)
     after = _held(rank)
-    memory = (after["memory"] - before["memory"]) / 2**20
-    return {
-        "took_s": took,
-        "memory_mib": memory,
-        "threads": after["threads"] - before["threads"],
-        "descriptors": after["descriptors"] - before["descriptors"],
-    }
+    return {"took_s": took, "left": {what: after[what] - before[what] for what in before}}
 
 
 def _held(rank: Rank) -> dict[str, int]:
@@ -501,8 +504,13 @@ def calls_back(rank: Rank) -> dict[str, Any]:
                 dist.all_gather(both, now)
                 if not torch.equal(both[0], both[1]):
                     wrong.append(f"pass {number}: the {name} gradient is not that of the other rank")
-    dist.destroy_process_group()
+    rank.meet("over")
+    _KEPT.append(model)
     return {"wrong": wrong, "passes": passes}
+
+
+_KEPT: list[Any] = []
+"""The process ends without destructors."""
 
 
 @check(

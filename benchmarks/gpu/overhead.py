@@ -12,7 +12,7 @@ from benchmarks.gpu.jobs import Job, compare, train
 from benchmarks.gpu.registry import Context, Found, check, failed
 from benchmarks.gpu.shared import compared, reference, strike
 
-__all__ = ["in_turns", "ratio_of"]
+__all__ = ["in_turns", "ratio_of", "slow_rank_named"]
 
 _GPU_ONLY = "only a GPU's own queue can show it"
 MIB = 2**20
@@ -54,7 +54,7 @@ def _measured(context: Context, *kinds: str) -> Lines:
         kept.write_text("[]")
         together = {kind: KINDS[kind] for kind in context.pick(KINDS, ("fast",))}
         try:
-            kept.write_text(json.dumps(in_turns(context, together, bare=True)))
+            kept.write_text(json.dumps(in_turns(context.within("together"), together, bare=True)))
         except RuntimeError as error:
             context.note(f"all kinds together: {str(error)[:300]}")
     told: Lines = json.loads(kept.read_text())
@@ -152,15 +152,19 @@ def exact(context: Context) -> Found:
     not_dry="own time is of the device's events; on hosts it is benchmarks/slow_ranks.py",
 )
 def own_time(context: Context) -> Found:
-    slow = 1
-    arguments = ["--wrap", "ddp", "--steps", "300", "--sleep-ms", "30", "--slow-rank", str(slow)]
+    return slow_rank_named(context, ["--steps", "300", "--sleep-ms", "30"], ranks=3, slow=1)
+
+
+def slow_rank_named(context: Context, arguments: Sequence[str], *, ranks: int, slow: int) -> Found:
+    """A job in which rank ``slow``'s device sleeps ``--sleep-ms`` in each step."""
+    arguments = ["--wrap", "ddp", *arguments, "--slow-rank", str(slow)]
     options = ["--slow-ranks", "notice", "--slow-after", "3"]
-    with Job(context, "job", "train.py", arguments, ranks=3, options=options) as job:
+    with Job(context, "job", "train.py", arguments, ranks=ranks, options=options) as job:
         job.finish()
         said = job.said(20_000)
     told = [line for line in said.splitlines() if "slow" in line.lower() and "rank" in line.lower()]
     if not told:
-        return failed("nobody was called slow, though rank 1's device sleeps 30 ms in each step")
+        return failed("nobody was called slow")
     others = [line for line in told if f"rank {slow}" not in line]
     return (
         failed(f"somebody else was called slow: {others[0]}") if others else Found(len(told), "notices", told[0][:160])

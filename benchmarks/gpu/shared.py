@@ -387,9 +387,8 @@ def late_kernels(context: Context) -> Found:
     beside=True,
 )
 def fsdp_job(context: Context) -> Found:
-    """In a dry run without the double, which does not know what DTensor does with tensors that have no memory."""
     steps = context.pick(30, 14)
-    return struck(context, "fsdp", steps, [strike(1, steps // 3, "backward")], double="")
+    return struck(context, "fsdp", steps, [strike(1, steps // 3, "backward")])
 
 
 @check(
