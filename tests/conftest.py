@@ -17,6 +17,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,10 @@ def _living_children() -> dict[psutil.Process, str]:
 
 def descriptors() -> dict[str, object]:
     found: dict[str, object] = {}
+    of_tracker = str(resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined] # its process is no leak either
     for name in os.listdir("/proc/self/fd"):
+        if name == of_tracker:
+            continue
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if not target.startswith(LAZY_FDS) and not target.endswith((".so", ".pyc", ".py")):
