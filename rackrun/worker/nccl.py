@@ -38,6 +38,9 @@ _ENQUEUE_S = 0.5
 """So long a break waits for a thread that is inside a call: what is inside for longer comes out only once the communicator is revoked."""
 _LEAVE_S = 5.0
 """And so long after that, before the memory is freed all the same."""
+_FREED_S = 30.0
+"""So long somebody waits for the memory. NCCL frees when the device has come past what was enqueued; one that never does ends its rank
+(`rackrun.worker.device_return`). An abort that hangs for another reason holds neither the next generation nor the end of the process."""
 _NCCL_DONE = (0, 7)
 """``ncclSuccess`` and ``ncclInProgress``."""
 
@@ -62,7 +65,7 @@ def _has_bounded_nccl2() -> bool:
 class _Nccl(ABC):
     """What does not hang on the backend: calls, and how they end."""
 
-    inner: Any
+    inner: Any = None
 
     def __init__(
         self,
@@ -80,7 +83,11 @@ class _Nccl(ABC):
         self._broken = False
         self._once = threading.Lock()
         self._ending = threading.Thread(target=self._end, name="rackrun-nccl-end", daemon=True)
-        self._build(store, rank, size, timeout)
+        try:
+            self._build(store, rank, size, timeout)
+        except BaseException:
+            self.break_()  # nobody gets this one, and the next must not wait for what it holds of the device
+            raise
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
         if on_host:
@@ -107,25 +114,28 @@ class _Nccl(ABC):
 
     def drop(self) -> None:
         self.break_()
-        self._ending.join()
+        self._ending.join(_FREED_S)
 
     def _check_whole(self) -> None:
         if self._broken:
             raise RuntimeError("the communicator was broken")
 
     def _end(self) -> None:
-        use_device(self._device)
-        entered = self._enqueue.acquire(timeout=_ENQUEUE_S)
+        """Whoever calls from here on is refused, and waits for nothing: NCCL frees only when the device has come past what was enqueued."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed: its communicator is ended all the same
+            use_device(self._device)
+        nobody_inside = self._enqueue.acquire(timeout=_ENQUEUE_S)
         self._broken = True
-        try:
-            with contextlib.suppress(RuntimeError):
-                self._stop()
-            entered = entered or self._enqueue.acquire(timeout=_LEAVE_S)
-            with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
-                self._free()
-        finally:
-            if entered:
-                self._enqueue.release()
+        if nobody_inside:
+            self._enqueue.release()
+        if self.inner is None:  # it was never made
+            return
+        with contextlib.suppress(RuntimeError):
+            self._stop()
+        if not nobody_inside and self._enqueue.acquire(timeout=_LEAVE_S):
+            self._enqueue.release()
+        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+            self._free()
 
     @abstractmethod
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -146,21 +156,23 @@ class LegacyNccl(_Nccl):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
         options.config.blocking = 0  # an abort must find no thread inside a blocking call
+        self._revoke: Callable[[], bool] = _cannot
         self.inner = dist.ProcessGroupNCCL(store, rank, size, options)
         self.inner.eager_connect_single_device(self._device)
-        self._revoke: Callable[[], bool] = _cannot
+        self._wait_ready()
         if not hasattr(self.inner, "_comm_ptr"):
-            self._meet()
             return
-        address = self.inner._comm_ptr()  # waits until it is ready
+        address = self.inner._comm_ptr()
         revoke = _loaded_nccl("ncclCommRevoke")
         if revoke is not None:
             self._revoke = lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
 
-    def _meet(self) -> None:
-        """The first collective waits until the communicator is ready."""
+    def _wait_ready(self) -> None:
+        """By a collective of nothing: it waits for the communicator, and launches no kernel. ``_comm_ptr`` waits as well, but holds Python's lock
+        meanwhile (torch 2.9 to 2.15): the control thread would hear of no break, and the other groups' builders, whose stores need that lock, would not
+        get on while a peer waits for them. In a stream of its own, so that nothing stands behind it."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            self.inner.allreduce([torch.zeros(1, device=self._device)]).wait()
+            self.inner.allreduce([torch.empty(0, device=self._device)])
 
     def _stop(self) -> None:
         self._revoke()

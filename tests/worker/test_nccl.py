@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +34,7 @@ class Backend:
         self.said.append(f"connect {device}")
 
     def _comm_ptr(self) -> int:
-        self.said.append("ready")
+        self.said.append("address")
         return 4711
 
     def get_reconfigure_handle(self) -> str:
@@ -89,6 +91,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL2", make, raising=False)
     monkeypatch.setattr(torch._C._distributed_c10d, "ReconfigureOptions", SimpleNamespace, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", functools.partial(_on_host, torch.empty))
 
     def revoke(address: Any, flags: int) -> int:
         found.append(f"revoke {address.value} {flags}")
@@ -97,6 +102,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(nccl, "_loaded_nccl", {"ncclCommRevoke": revoke}.get)
     monkeypatch.delenv("RACKRUN_NCCL_BACKEND", raising=False)
     return found
+
+
+def _on_host(make: Callable[..., torch.Tensor], *size: int, device: torch.device) -> torch.Tensor:
+    del device
+    return make(*size)
 
 
 class Host:
@@ -122,8 +132,10 @@ KINDS = pytest.mark.parametrize(
 
 
 def test_it_is_ready_when_it_is_made(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of NCCL's waits for that without Python's lock. The communicator's address is asked for afterwards: torch holds the lock meanwhile, and
+    would wait with it."""
     legacy = made("legacy", said, monkeypatch)
-    assert said == ["connect cuda:0", "ready"]
+    assert said == ["connect cuda:0", "allreduce", "address"]
     assert legacy.inner.options.config.blocking == 0
     said.clear()
     newer = made("nccl2", said, monkeypatch)
@@ -217,15 +229,93 @@ def test_sends_and_receives_of_a_batch_are_one_call(
     assert said == ["start", "send to 1, 3", "end"], "else every later call would belong to the batch"
 
 
-def test_without_the_address_of_the_communicator_it_is_ready_after_a_first_collective(
+def test_without_the_address_of_the_communicator_nothing_is_revoked(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Backend, "_comm_ptr")
-    monkeypatch.setattr(LegacyNccl, "_meet", lambda self: self.inner.allreduce([]))
     communicator = made("legacy", said, monkeypatch)
     assert said == ["connect cuda:0", "allreduce"]
+    said.clear()
     communicator.drop()
-    assert said[-1] == "abort", "there is nothing to revoke by"
+    assert said == ["break the hosts'", "abort"]
+
+
+@KINDS
+def test_whoever_calls_while_memory_is_freed_is_refused_and_does_not_wait(
+    kind: str, stop: str, free: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL frees when the device has come past all that was enqueued, a good part of a step perhaps."""
+    del stop, free
+    communicator = made(kind, said, monkeypatch)
+    freeing, freed = threading.Event(), threading.Event()
+
+    def frees() -> None:
+        freeing.set()
+        freed.wait()
+
+    communicator._free = frees
+    communicator.break_()
+    freeing.wait()
+    refused = threading.Event()
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="broken"):
+            communicator.call("allreduce", [])
+        refused.set()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    came = refused.wait(20)
+    freed.set()
+    caller.join()
+    assert came
+    communicator.drop()
+
+
+@KINDS
+def test_what_cannot_be_freed_holds_nobody_for_ever(
+    kind: str, stop: str, free: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort that hangs, on a device that came back."""
+    del stop, free
+    monkeypatch.setattr(nccl, "_FREED_S", 0.01)
+    communicator = made(kind, said, monkeypatch)
+    let_go = threading.Event()
+    communicator._free = let_go.wait
+    communicator.drop()
+    let_go.set()
+    communicator._ending.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fails", "ends"),
+    [
+        ("legacy", "eager_connect_single_device", ["abort"]),
+        ("legacy", "allreduce", ["abort"]),
+        ("nccl2", "reconfigure", ["abort", "shutdown"]),
+    ],
+)
+def test_what_cannot_be_built_is_ended_at_once(
+    kind: str, fails: str, ends: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation's is built beside it, on the same device."""
+    ended: list[threading.Thread] = []
+    begin = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        ended.append(thread)
+        begin(thread)
+
+    def fail(*_: Any) -> None:
+        raise dist.DistBackendError("a peer did not come")
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    monkeypatch.setattr(Backend, fails, fail)
+    with pytest.raises(dist.DistBackendError, match="did not come"):
+        made(kind, said, monkeypatch)
+    for thread in ended:
+        thread.join()
+    assert [one for one in said if one in ("break the hosts'", "abort", "shutdown")] == ["break the hosts'", *ends]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
