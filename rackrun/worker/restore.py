@@ -7,6 +7,11 @@ assumed), so a diverged or damaged copy is found before anyone trains on it. Sma
 
 Everything here runs on the new generation's world communicator, between the step that was broken and its repetition: no
 source changes its state meanwhile, because the next gate needs the newcomer too.
+
+A source that is broken meanwhile, by another loss, does not fail where it sends from a device: NCCL's kernel leaves, and the newcomer's ends with
+whatever lies in its buffers, perhaps before the newcomer hears of the break. So hosts tell hosts what decides something: the manifest, and at the
+end, when the source's device has come past all that it gives, the digests. A source that was broken before that says nothing, as its host's half
+is broken first.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from rackrun.worker.loop_end import Source
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.neighbour import Neighbour, readable
 from rackrun.worker.restore_layout import Layout
-from rackrun.worker.restore_transfer import Flow, Given, Landing, Message, post, post_together
+from rackrun.worker.restore_transfer import Flow, Given, Landing, Message, post, post_together, tell
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, pack
 
@@ -38,6 +43,8 @@ __all__ = ["Callbacks", "run_restores", "settle_restores"]
 
 _HEADER, _MANIFEST, _SMALL, _DIGESTS, _OFFER, _ANSWER, _PIECES = 0, 1, 2, 3, 4, 5, 16  # message tags
 _SEND, _HAVE_READ = 0, 1
+_GIVEN = 0
+"""In front of the digests: who vouches for nothing has to say that it has given all, too."""
 
 _reads: set[Future[None]] = set()
 _filling = threading.Lock()
@@ -106,9 +113,10 @@ def _send(
     works = []
     if rank == layout.lead:
         encoded = msgspec.msgpack.encode(manifest)
-        header = torch.tensor([len(encoded)], dtype=torch.int64)
-        works.append(post(world, "send", header.to(device), restore.rank, _HEADER))
-        works.append(post(world, "send", _bytes_tensor(encoded, device), restore.rank, _MANIFEST))
+        works.append(tell(world, "send", torch.tensor([len(encoded)]), restore.rank, _HEADER))
+        works.append(
+            tell(world, "send", torch.frombuffer(bytearray(encoded), dtype=torch.uint8), restore.rank, _MANIFEST)
+        )
         if layout.small:
             small = pack([tensors[path] for path in layout.small], device)
             works.append(post(world, "send", small, restore.rank, _SMALL))
@@ -117,16 +125,15 @@ def _send(
             told = torch.zeros(4 + len(layout.large), dtype=torch.int64) if offer is None else offer
             works.append(post(world, "send", told, restore.rank, _OFFER))
         vouched = layout.digests(rank, tensors, device, callbacks.known_digests())
-        digests = torch.tensor(list(vouched.values()), dtype=torch.int64)
         answer = torch.tensor([_SEND])
         if device.type == "cpu":
             post(world, "recv", answer, restore.rank, _ANSWER).wait()
     if int(answer) == _SEND:
         _send_pieces(world, layout, tensors, rank, restore.rank, device, callbacks.overtaken)
-    if len(digests):  # in the order in which the newcomer receives: NCCL knows no tags
-        works.append(post(world, "send", digests.to(device), restore.rank, _DIGESTS))
-    for work in works:
-        work.wait()
+    flow = Flow(device, callbacks.overtaken)
+    flow.add(works)
+    flow.finish()
+    tell(world, "send", torch.tensor([_GIVEN, *vouched.values()]), restore.rank, _DIGESTS).wait()
 
 
 def _receive(
@@ -137,11 +144,11 @@ def _receive(
     callbacks: Callbacks,
 ) -> Manifest:
     lead = restore.sources[0]
-    header = torch.zeros(1, dtype=torch.int64, device=device)
-    post(world, "recv", header, lead, _HEADER).wait()
-    encoded = torch.empty(int(header.item()), dtype=torch.uint8, device=device)
-    post(world, "recv", encoded, lead, _MANIFEST).wait()
-    manifest = msgspec.msgpack.decode(encoded.cpu().numpy().tobytes(), type=Manifest)
+    header = torch.zeros(1, dtype=torch.int64)
+    tell(world, "recv", header, lead, _HEADER).wait()
+    encoded = torch.empty(int(header), dtype=torch.uint8)
+    tell(world, "recv", encoded, lead, _MANIFEST).wait()
+    manifest = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=Manifest)
     tensors = state.allocate(manifest)
     layout = Layout(manifest, restore.sources)
     small = torch.empty(sum(tensors[path].nbytes for path in layout.small), dtype=torch.uint8, device=device)
@@ -267,19 +274,15 @@ def _verify(
     world: Communicator,
     device: torch.device,
 ) -> None:
-    for source in restore.sources:
-        mine = layout.digests(source, tensors, device)
-        if not mine:
-            continue
-        theirs = torch.zeros(len(mine), dtype=torch.int64, device=device)
-        post(world, "recv", theirs, source, _DIGESTS).wait()
-        wrong = [path for (path, a), b in zip(mine.items(), theirs.tolist(), strict=True) if a != b]
+    """Only when all sources have told that nothing of theirs was broken off: a difference is one of their states then."""
+    mine = {source: layout.digests(source, tensors, device) for source in restore.sources}
+    theirs = {source: torch.zeros(1 + len(digests), dtype=torch.int64) for source, digests in mine.items()}
+    for source, told in theirs.items():
+        tell(world, "recv", told, source, _DIGESTS).wait()
+    for source, digests in mine.items():
+        wrong = [path for (path, a), b in zip(digests.items(), theirs[source].tolist()[1:], strict=True) if a != b]
         if wrong:
             raise StateLost(
                 f"{wrong[0]} differs between the replicas that rank {restore.rank} was restored from (ranks {list(restore.sources)}).",
                 remedy="one of these GPUs computes wrongly, or the script updates replicas differently; check them.",
             )
-
-
-def _bytes_tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -19,7 +19,7 @@ from rackrun.worker.manifest import TensorInfo
 from rackrun.worker.restore_layout import Layout, Piece
 from rackrun.worker.tensor_bytes import dense_bytes
 
-__all__ = ["Flow", "Given", "Landing", "Message", "Transfer", "landing_places", "post", "post_together"]
+__all__ = ["Flow", "Given", "Landing", "Message", "Transfer", "landing_places", "post", "post_together", "tell"]
 
 _ROUNDS_IN_FLIGHT = 2
 _ROUNDS_OF_A_HOST = 8
@@ -55,6 +55,11 @@ def post(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: i
     return Transfer(world.call(kind, [tensor], peer, tag), limited=tensor.device.type == "cpu")
 
 
+def tell(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+    """As `post`, from host to host. It ends with an error where the peer was broken: what it says can be believed, other than a device's bytes."""
+    return Transfer(world.call(kind, [tensor], peer, tag, on_host=True), limited=True)
+
+
 def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -> list[Transfer]:
     """As `post`; as one batch, where a device moves them."""
     if not messages or world.inner is world.host:
@@ -85,8 +90,10 @@ class Flow:
         self._rounds.append((transfers, self._queue.mark(), then))
 
     def finish(self) -> None:
+        """All are over, and nobody was overtaken until then: what a device has sent before that is what it was given."""
         while self._rounds:
             self._settle_oldest()
+        self._check()
 
     def _settle_oldest(self) -> None:
         transfers, passed, then = self._rounds.popleft()

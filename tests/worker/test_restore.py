@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,13 +17,18 @@ from scripts import Samples, adam
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.worker import neighbour
-from rackrun.worker.manifest import TensorInfo
+from rackrun.core.commands import Restore
+from rackrun.core.ids import Rank
+from rackrun.worker import neighbour, restore
+from rackrun.worker.communicator import PointToPoint
+from rackrun.worker.manifest import Manifest, TensorInfo
+from rackrun.worker.restore import Callbacks, run_restores
 from rackrun.worker.restore_transfer import landing_places
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 
 Train = Callable[..., Ended]
+CPU = torch.device("cpu")
 
 
 def wide(damage: str = "") -> Callable[[Run], None]:
@@ -94,3 +104,114 @@ def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(damage:
     ended = train(wide(damage), kill={2: late}, max_restarts=0)
     assert ended.exit_code == 3, ended
     assert "could not be restored on 3 slots" in ended.because
+
+
+# -- on devices, with a second loss in the middle ------------------------------------------------------------------
+class Crossing:
+    """Between the ranks of one process: what hosts tell each other, by tags, and what devices give, in order. A rank that is broken tells nothing any
+    more; what its device had still to give ends all the same, where it is received, with whatever lies there (NCCL: a kernel that leaves goes on
+    counting up the steps that its peer waits for)."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[int, int, object], queue.SimpleQueue[torch.Tensor | None]] = {}
+        self.broken: set[int] = set()
+        self.before_piece: Callable[[int], None] = lambda rank: None
+
+    def line(self, source: int, target: int, what: object) -> queue.SimpleQueue[torch.Tensor | None]:
+        return self.lines.setdefault((source, target, what), queue.SimpleQueue())
+
+    def world(self, rank: int) -> Any:
+        return _End(self, rank)
+
+
+class _End:
+    inner, host = "a device's", "a host's"
+
+    def __init__(self, between: Crossing, rank: int) -> None:
+        self._between, self._rank = between, rank
+
+    def call(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int, *, on_host: bool = False) -> Any:
+        between, (tensor,) = self._between, tensors
+        way = (self._rank, peer) if name == "send" else (peer, self._rank)
+        line = between.line(*way, tag if on_host else "device")
+        broken = self._rank in between.broken
+        if name == "send":
+            if on_host and broken:
+                raise RuntimeError("Connection closed by peer")
+            line.put(torch.full_like(tensor, 7) if broken else tensor.clone())
+            return SimpleNamespace(wait=lambda *_: None)
+
+        def arrives(*_: Any) -> None:
+            given = line.get()
+            if given is None:
+                raise RuntimeError("Connection closed by peer")
+            tensor.copy_(given)
+
+        return SimpleNamespace(wait=arrives)
+
+    def batch(self, operations: list[PointToPoint]) -> Any:
+        if operations[0][0] == "send":
+            self._between.before_piece(self._rank)
+        works = [self.call(name, [tensor], peer, tag) for name, tensor, peer, tag in operations]
+        return SimpleNamespace(wait=lambda *_: [work.wait() for work in works])
+
+
+@contextlib.contextmanager
+def _unreadable(tensors: Any) -> Iterator[None]:
+    del tensors
+    yield None
+
+
+class Given(NamedTuple):
+    infos: list[TensorInfo]
+    tensors: dict[str, torch.Tensor]
+
+    def manifest(self, replica_class: str) -> Manifest:
+        del replica_class
+        return Manifest(self.infos, b"")
+
+
+def given(*paths: str, sizes: int = 2**17) -> Given:
+    infos = [TensorInfo(path, "uint8", (sizes,), False, False) for path in paths]
+    return Given(infos, {path: torch.arange(sizes, dtype=torch.int64).to(torch.uint8) for path in paths})
+
+
+@pytest.mark.parametrize(
+    ("paths", "breaks"),
+    [
+        (("t/param/0", "t/param/1", "t/param/2"), 1),
+        (("t/buffer/0",), 0),
+        (("t/param/0", "t/buffer/1", "t/param/2"), None),
+    ],
+    ids=["with digests", "without", "nobody breaks"],
+)
+def test_what_a_source_gives_once_it_was_broken_is_no_state_and_no_difference_of_replicas(
+    paths: tuple[str, ...], breaks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newcomer hears of that break later. Digests would show garbage, but not that it is no source's state; and of buffers there are none."""
+    monkeypatch.setattr(restore, "readable", _unreadable)
+    between, state, filled = Crossing(), given(*paths), list[dict[str, torch.Tensor]]()
+    between.before_piece = lambda rank: between.broken.update({rank} & {breaks})
+    here = {path: torch.zeros_like(tensor) for path, tensor in state.tensors.items()}
+    newcomer: Any = SimpleNamespace(
+        allocate=lambda manifest: here, load_plain=lambda manifest, tensors: filled.append(tensors)
+    )
+    plan: Any = SimpleNamespace(restores=[Restore(rank=Rank(2), sources=(Rank(0), Rank(1)))])
+
+    def source(rank: int) -> None:
+        gives: Any = SimpleNamespace(manifest=state.manifest, tensors=lambda: state.tensors)
+        with contextlib.suppress(RuntimeError):
+            run_restores(plan, rank, between.world(rank), gives, "", CPU, Callbacks(lambda: rank in between.broken))
+        for tag in range(16):
+            between.line(rank, 2, tag).put(None)
+
+    sources = [threading.Thread(target=source, args=[rank]) for rank in (0, 1)]
+    for thread in sources:
+        thread.start()
+    lost = pytest.raises(RuntimeError, match="closed by peer")
+    with contextlib.nullcontext() if breaks is None else lost:
+        run_restores(plan, 2, between.world(2), newcomer, "", CPU, Callbacks(lambda: False))
+    for thread in sources:
+        thread.join()
+    assert len(filled) == (breaks is None)
+    assert filled == [] or all(torch.equal(here[path], state.tensors[path]) for path in paths)
