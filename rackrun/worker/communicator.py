@@ -35,6 +35,10 @@ class Communicator(Protocol):
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         """All of them at once, whatever their order, by the device's half. Returns one work."""
 
+    def lost_a_peer(self) -> bool:
+        """Of the host's half, on a device: some peer has closed its end, as it does first of all when it is broken, and the system where it ends.
+        What a device has received after that may be garbage."""
+
     def break_(self) -> None:
         """End what is in flight. Any thread, any number of times; never blocks for long."""
 

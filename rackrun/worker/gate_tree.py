@@ -204,6 +204,9 @@ class WithGateTree:
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         return self._whole.batch(operations)
 
+    def lost_a_peer(self) -> bool:
+        return self._whole.lost_a_peer()
+
     def break_(self) -> None:
         self._tree.break_()
         self._whole.break_()

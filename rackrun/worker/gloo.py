@@ -8,7 +8,9 @@ has to go too, so that the peers see it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import socket
 import threading
 from collections.abc import Sequence
@@ -37,8 +39,8 @@ class GlooCommunicator:
             before = _sockets()
             options._devices = [_gloo_device()]
             new = [(fd, inode) for fd, inode in _sockets().items() if before.get(fd) != inode]
-            mine = [port for fd, _ in new if (port := _listening_port(fd))]
-        store.set(f"listening/{rank}", ",".join(map(str, mine)))
+            mine = [end for fd, _ in new if (end := _listening_end(fd))]
+        store.set(f"listening/{rank}", json.dumps(mine))
         self.inner: Any = gloo(store, rank, size, options)
         self.inner._set_default_timeout(COLLECTIVE_TIMEOUT)
         self.host: Any = self.inner
@@ -46,14 +48,39 @@ class GlooCommunicator:
             for fd, inode in new:
                 _take_no_more(fd, inode)
         told = store.multi_get([f"listening/{peer}" for peer in range(size)])
-        self._mine = frozenset(mine)
-        self._peers = frozenset(int(port) for ports in told for port in ports.decode().split(",") if port)
+        theirs = [(str(address), int(port)) for ends in told for address, port in json.loads(ends)]
+        self._mine = frozenset(port for _, port in mine)
+        self._peers = frozenset(port for _, port in theirs)
+        self._ends = frozenset(theirs)
+        """As `_peers`, with the addresses: another host may have another socket with one of those ports. What a network translates is not among them."""
+        self._watched: dict[int, int] = {}
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:  # noqa: ARG002 - it is the same
         return getattr(self.inner, name)(*args)
 
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         raise NotImplementedError("gloo's sends and receives do not wait for each other, and are called one by one")
+
+    def watch(self) -> None:
+        """From now on `lost_a_peer` can tell."""
+        for fd, inode in _sockets().items():
+            with contextlib.suppress(OSError), _duplicate(fd) as connection:
+                if self._is_ours(connection, inode) and (
+                    connection.getsockname()[1] in self._mine or connection.getpeername()[:2] in self._ends
+                ):
+                    self._watched[fd] = inode
+
+    def lost_a_peer(self) -> bool:
+        """gloo itself closes a connection whose other end is closed: its number is free then, or something else's."""
+        poll = select.poll()
+        for fd, inode in self._watched.items():
+            try:
+                if os.fstat(fd).st_ino != inode:
+                    return True
+            except OSError:
+                return True
+            poll.register(fd, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def break_(self) -> None:
         for fd, inode in _sockets().items():
@@ -64,15 +91,17 @@ class GlooCommunicator:
         """Nothing to wait for."""
 
     def _shutdown_if_mine(self, fd: int, inode: int) -> None:
-        duplicate = os.dup(fd)
-        if os.fstat(duplicate).st_ino != inode:  # closed meanwhile, and the number given to something else
-            os.close(duplicate)
-            return
-        with socket.socket(fileno=duplicate) as connection:
-            if not _is_tcp(connection) or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return
-            if connection.getsockname()[1] in self._mine or connection.getpeername()[1] in self._peers:
+        with _duplicate(fd) as connection:
+            if self._is_ours(connection, inode):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_ours(self, connection: socket.socket, inode: int) -> bool:
+        """It is still that one, and by its ports one of this communicator's."""
+        if os.fstat(connection.fileno()).st_ino != inode:  # closed meanwhile, and the number given to something else
+            return False
+        if not _is_tcp(connection) or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        return connection.getsockname()[1] in self._mine or connection.getpeername()[1] in self._peers
 
 
 def _gloo_device() -> Any:
@@ -112,8 +141,14 @@ def _is_tcp(connection: socket.socket) -> bool:
     return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
 
 
-def _listening_port(fd: int) -> int | None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as candidate:
+def _listening_end(fd: int) -> tuple[str, int] | None:
+    """Its address and port."""
+    with contextlib.suppress(OSError), _duplicate(fd) as candidate:
         if _is_tcp(candidate) and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return int(candidate.getsockname()[1])
+            address, port = candidate.getsockname()[:2]
+            return str(address), int(port)
     return None
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))

@@ -7,6 +7,8 @@ What both keep:
 
 * The communicator is ready when its constructor returns. Until then nothing could break it, so the constructor runs in a thread that may be left.
 * A break stops the host's half first. What the hosts agree on, such as a gate, must not pass behind a collective that was left in the middle.
+  Nor is it only this rank that has garbage then: a kernel that leaves goes on counting up the steps that its peers wait for, and theirs
+  end well, with whatever lies in their buffers (``postPeer`` in NCCL's ``prims_simple.h``). They can see that this one's connections are closed.
 * A break first *revokes*: kernels leave within milliseconds, and nothing is freed. Memory is freed when no thread is inside a call any more, because
   NCCL forbids that beside one. Source: NCCL's user guide on ``ncclCommAbort`` and ``ncclCommRevoke``.
 * The unique ids travel over the group's own store, which is closed once the group is built.
@@ -83,6 +85,7 @@ class _Nccl(ABC):
         self._broken = False
         self._once = threading.Lock()
         self._ending = threading.Thread(target=self._end, name="rackrun-nccl-end", daemon=True)
+        host.watch()
         try:
             self._build(store, rank, size, timeout)
         except BaseException:
@@ -106,6 +109,9 @@ class _Nccl(ABC):
             finally:
                 work = self.inner._end_coalescing()
         return work
+
+    def lost_a_peer(self) -> bool:
+        return self._gloo.lost_a_peer()
 
     def break_(self) -> None:
         self._gloo.break_()

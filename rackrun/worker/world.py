@@ -291,9 +291,21 @@ class World:
         return self.in_phase or self.scope is not Scope.UNIT
 
     def device_comes(self, moment: Moment, generation: int) -> bool:
-        """Whether the device has come past ``moment`` before ``generation`` was broken. What it has computed by then is good."""
+        """Whether the device has come past ``moment`` before ``generation`` was broken, here or at a peer. What it has computed by then is good."""
         came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
-        return came and not self._is_gone(generation)
+        return came and not self._is_gone(generation) and not self.lost_a_peer()
+
+    def lost_a_peer(self) -> bool:
+        """On a device: a rank of this generation is gone, or has left it, though this one may not have been told yet. What this rank has
+        received may be garbage."""
+        communicator = self.groups[0].communicator
+        return not self.queue.is_host and communicator is not None and communicator.lost_a_peer()
+
+    def led_astray(self, error: Exception) -> bool:
+        """Whether what the script has raised may come of a break: of loopbacks' values, or of a lost peer's garbage."""
+        if self.lost_a_peer():
+            self.collective_failed(self.generation, error)
+        return self._broken
 
     def _is_gone(self, generation: int) -> bool:
         return self._broken or generation != self.generation

@@ -1,4 +1,4 @@
-"""doubled.py MODE SCRIPT [ARGUMENTS]: a script whose workers have the double of NCCL's contract for their device. MODE is ``late`` or ``stuck``.
+"""doubled.py MODE SCRIPT [ARGUMENTS]: a script whose workers have the double of NCCL's contract for their device. MODE is ``late``, ``stuck`` or ``early``.
 
 rackctl chaos campaign --seeds 0:50 --tally out/late.jsonl -- tests/worker/doubled.py late examples/chaos/small.py {wrap} {reduction} 40 {out}
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nccl_double import MODES, install
+from nccl_double import EARLY, MODES, install
 
 mode, script, *arguments = sys.argv[1:]
-if mode not in MODES:
-    sys.exit(f"the double has the modes {', '.join(MODES)}; there is none called {mode!r}")
+if mode not in (*MODES, EARLY):
+    sys.exit(f"the double has the modes {', '.join([*MODES, EARLY])}; there is none called {mode!r}")
 sys.argv = [script, *arguments]
 sys.path[0] = str(Path(script).parent)
 with install(mode):

@@ -9,6 +9,7 @@
 A `Stream` stands in for the device's. Torch's operations on a tensor that a collective still reads or writes wait for it, as kernels behind it
 in a stream do; what goes past torch (numpy, a raw address) reads what is there, as the host would on a GPU that had not come so far. "late": each
 collective takes a millisecond and more, and one that has lost a peer ends ten seconds later, or when it is broken. "stuck": it ends only then.
+"early": it ends at once, with garbage, before this rank hears of anything. So it is behind a peer that was broken earlier than this rank.
 
 The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
 last collective is over that the stream waits for in front of it.
@@ -39,9 +40,11 @@ from rackrun.worker.communicator import PointToPoint
 from rackrun.worker.device_digest import device_digest
 from rackrun.worker.gloo import GlooCommunicator
 
-__all__ = ["MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
+__all__ = ["EARLY", "MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
 
 MODES = ("late", "stuck")
+EARLY = "early"
+"""A mode, too; few tests take that long a third time."""
 _LATE_S = 0.001
 _NOTICED_S = 10.0
 _LEAVES_S = 0.02
@@ -207,7 +210,8 @@ class Double:
     """One rank's communicator, over ``inner``."""
 
     def __init__(self, inner: Any, stream: Stream, mode: str) -> None:
-        self._inner, self._stream, self._stuck = inner, stream, mode == "stuck"
+        self._inner, self._stream = inner, stream
+        self._notices_s = {"late": _NOTICED_S, "stuck": None, EARLY: 0.0}[mode]
         self._aborted = threading.Event()
         self._calls: queue.SimpleQueue[tuple[list[tuple[str, tuple[Any, ...]]], LateWork, Reached] | None]
         self._calls = queue.SimpleQueue()
@@ -265,7 +269,7 @@ class Double:
                 for name, started in [(name, getattr(self._inner, name)(*args)) for name, args in together]:
                     started.wait() if name in ("send", "recv") else _wait(started, self._aborted)
             except RuntimeError:
-                self._aborted.wait(None if self._stuck else _NOTICED_S)
+                self._aborted.wait(self._notices_s)
                 time.sleep(_LEAVES_S)
                 with torch.no_grad():
                     for tensor in work.outputs:
@@ -278,6 +282,7 @@ class DoubleCommunicator:
 
     def __init__(self, host: GlooCommunicator, device: GlooCommunicator, stream: Stream, mode: str) -> None:
         self._on_host, self._on_device = host, device
+        host.watch()
         self.host, self.inner = host.inner, Double(device.inner, stream, mode)
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
@@ -290,6 +295,9 @@ class DoubleCommunicator:
         if self.inner.aborted:
             raise RuntimeError("the communicator was broken")
         return self.inner
+
+    def lost_a_peer(self) -> bool:
+        return self._on_host.lost_a_peer()
 
     def break_(self) -> None:
         self._on_host.break_()

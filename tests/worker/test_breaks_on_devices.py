@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ended, say
-from nccl_double import MODES, InStream, LateWork, Queue, Stream, stream_of
-from scripts import adam, ddp, fit, net
+from nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
+from scripts import Samples, adam, ddp, fit, loss_of, net
 
 from rackrun.core.ids import Generation, Incarnation, SlotId
 from rackrun.errors import CollectiveBroken, StepError
@@ -22,7 +24,9 @@ from rackrun.worker import device_return
 from rackrun.worker import world as world_module
 from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device_return import RETURNS_S, DeviceReturn
+from rackrun.worker.gloo import GlooCommunicator
 from rackrun.worker.run import Run
+from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
 from rackrun.worker.world import Scope, World
 
@@ -45,7 +49,7 @@ def by_future(tensor: torch.Tensor) -> None:
     work.get_future().wait()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, EARLY])
 @pytest.mark.parametrize("reduce", [synchronous, asynchronous, by_future])
 def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_leaves(
     reduce: Callable[[torch.Tensor], None], mode: str, train: Train, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +77,44 @@ def test_a_phase_whose_collective_is_aborted_does_not_give_its_script_what_that_
     assert not ended.differences(undisturbed), ended
     for rank in (0, 2):
         assert set(ended.said[rank]["seen"]) == {12.0}, ended.said
+
+
+def test_a_script_that_refuses_what_a_broken_collective_leaves_has_no_mistake(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dies in a step. The others have garbage for its loss, and perhaps nobody has told them yet."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                loss = loss_of(model, batch)
+                step.backward(loss)
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            if not (total + 0).isfinite().item():
+                say(refused=True)
+                raise FloatingPointError("the loss is not finite")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in run.steps(6):
+            step(number)
+
+    undisturbed = train(main)
+    monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", EARLY)
+    moments = undisturbed.moments[1]
+    committed = moments.index("committed Position(step=3, phase=0)")
+    of_step = [at for at, what in enumerate(moments) if at > committed and what.startswith("enters")]
+    ended = train(main, kill={1: of_step[1]})  # behind the one of DDP's
+    assert len(ended.plans) == 1, ended
+    assert not ended.differences(undisturbed), ended
+    assert any(ended.said[rank].get("refused") for rank in (0, 2)), ended.said
 
 
 def second_of_phase(moments: list[str]) -> int:
@@ -183,7 +225,53 @@ def breaks_in_it(world: World, *, writes: bool = True) -> None:
         stream.waits_for(work.enqueued)
         return None
 
-    world.groups[0].communicator = cast("Any", SimpleNamespace(call=call))
+    world.groups[0].communicator = cast("Any", SimpleNamespace(call=call, lost_a_peer=lambda: False))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_came_from_a_peer_that_is_gone_is_not_taken_for_good(lost: bool, alone: World) -> None:
+    """Its kernel left, and this rank's ended as if all were well; nobody has told this rank yet."""
+    alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
+    over = SimpleNamespace(passed=lambda: True)
+    assert alone.device_comes(cast("Any", over), 1) == (not lost)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage(lost: bool, alone: World) -> None:
+    """Two ranks that stop at the same NaN would be taken for a mistake of the script's, and end the job."""
+    alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
+    assert alone.led_astray(FloatingPointError("the loss is not finite")) == lost
+    assert alone.broken == lost
+
+
+def test_on_hosts_a_lost_peer_is_an_error_and_nobody_looks_for_it(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "queue", queue_of(torch.device("cpu")))
+    alone.groups[0].communicator = cast("Any", SimpleNamespace())
+    assert not alone.led_astray(ValueError())
+
+
+@pytest.mark.parametrize("which", ["is broken", "ends"])
+def test_a_rank_sees_that_a_peers_host_has_closed_its_connections(which: str) -> None:
+    """As it does first of all when it is broken, and the system does when it ends; and not before."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(GlooCommunicator, store, rank, 2, timedelta(seconds=20)) for rank in (0, 1)]
+        mine, peer = [one.result() for one in made]
+    for one in (mine, peer):
+        one.watch()
+        assert one._watched
+        assert not one.lost_a_peer()
+    sums = [one.call("allreduce", [torch.ones(1)], dist.AllreduceOptions()) for one in (mine, peer)]
+    for work in sums:
+        work.wait()
+    assert not mine.lost_a_peer()
+    if which == "is broken":
+        peer.break_()
+    else:
+        del peer.inner, peer.host, one, made, sums, work
+    assert wait_until(mine.lost_a_peer, lambda: False)
 
 
 def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
