@@ -158,20 +158,38 @@ class _Nccl(ABC):
 
 class LegacyNccl(_Nccl):
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        del timeout  # TORCH_NCCL_NONBLOCKING_TIMEOUT, which `prepare_environment` sets
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
         options.config.blocking = 0  # an abort must find no thread inside a blocking call
         self._revoke: Callable[[], bool] = _cannot
         self.inner = dist.ProcessGroupNCCL(store, rank, size, options)
-        self.inner.eager_connect_single_device(self._device)
-        self._wait_ready()
+        self._connect_within(timeout)
         if not hasattr(self.inner, "_comm_ptr"):
             return
         address = self.inner._comm_ptr()
         revoke = _loaded_nccl("ncclCommRevoke")
         if revoke is not None:
             self._revoke = lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
+
+    def _connect_within(self, timeout: timedelta) -> None:
+        """What is in the middle of it cannot be ended, only left. torch's own limit is of every call, and far larger."""
+        failed: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                use_device(self._device)
+                self.inner.eager_connect_single_device(self._device)
+                self._wait_ready()
+            except BaseException as error:  # noqa: BLE001 - raised by who waits
+                failed.append(error)
+
+        thread = threading.Thread(target=connect, name="rackrun-nccl-connect", daemon=True)
+        thread.start()
+        thread.join(timeout.total_seconds())
+        if thread.is_alive():
+            raise RuntimeError(f"NCCL has not connected this rank to the others within {timeout.total_seconds():g} s")
+        if failed:
+            raise failed[0]
 
     def _wait_ready(self) -> None:
         """By a collective of nothing: it waits for the communicator, and launches no kernel. ``_comm_ptr`` waits as well, but holds Python's lock

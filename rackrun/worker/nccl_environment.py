@@ -19,7 +19,9 @@ _ALWAYS = {
 _UNLESS_SET = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20",  # 30 minutes by default, in which nothing can break a group that is being built
+    # As `COLLECTIVE_TIMEOUT`. It is of every call: the first of a kind connects this rank to its peers (NCCL_RUNTIME_CONNECT, and all sends), and so waits
+    # until they come to theirs, however late. A break ends that. How long a group may take to be built is bounded in `rackrun.worker.nccl`.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "3600",
     "TORCH_NCCL_RANKS_PER_ROOT": "128",
     "NCCL_NVLS_ENABLE": "0",  # multicast objects of aborted communicators are freed with the process only
 }

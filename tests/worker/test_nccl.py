@@ -123,10 +123,10 @@ class Host:
         self._said.append("break the hosts'")
 
 
-def made(kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 2) -> Any:
+def made(kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch, within: timedelta = SOON) -> Any:
     monkeypatch.setenv("RACKRUN_NCCL_BACKEND", kind)
     host: Any = Host(said)
-    return nccl_communicator(DEVICE, dist.HashStore(), rank, size, SOON, host)
+    return nccl_communicator(DEVICE, dist.HashStore(), 0, 2, within, host)
 
 
 KINDS = pytest.mark.parametrize(
@@ -319,6 +319,17 @@ def test_what_cannot_be_built_is_ended_at_once(
     for thread in ended:
         thread.join()
     assert [one for one in said if one in ("break the hosts'", "abort", "shutdown")] == ["break the hosts'", *ends]
+
+
+def test_a_peer_that_does_not_come_holds_nobody_longer_than_a_handshake_may_take(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own limit is an hour: it is of every call, and the first of a kind waits for peers that may be busy."""
+    comes = threading.Event()
+    monkeypatch.setattr(Backend, "eager_connect_single_device", lambda *_: comes.wait())
+    with pytest.raises(RuntimeError, match="has not connected"):
+        made("legacy", said, monkeypatch, timedelta(seconds=0.01))
+    comes.set()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import rackrun.worker
+from rackrun.worker.communicator import COLLECTIVE_TIMEOUT
 from rackrun.worker.nccl_environment import prepare_environment
 
 
@@ -23,6 +24,13 @@ def test_what_else_is_set_stays_as_it_is() -> None:
     assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60"
     assert environment["NCCL_ALGO"] == "Ring"
     assert environment["TORCH_NCCL_RANKS_PER_ROOT"] == "128"
+
+
+def test_a_first_call_may_wait_for_its_peers_as_long_as_any_collective() -> None:
+    """They may be compiling, or writing a checkpoint: to give up would break a healthy generation."""
+    environment: dict[str, str] = {}
+    prepare_environment(environment)
+    assert int(environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == COLLECTIVE_TIMEOUT.total_seconds()
 
 
 def test_nothing_else_in_a_worker_writes_the_environment() -> None:

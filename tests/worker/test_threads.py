@@ -26,6 +26,7 @@ FIRST = {
     ("worker/builder.py", "self._try"): "_try",
     ("worker/control.py", "ControlThread"): "run",
     ("worker/device_return.py", "self._synchronise"): "_synchronise",
+    ("worker/nccl.py", "connect"): "connect",
     ("worker/nccl.py", "self._end"): "_end",
     ("worker/nccl_warmup.py", "_warm"): "_warm",
     ("worker/refill.py", "pool"): "",
