@@ -8,6 +8,7 @@ is never replaced: the script trains, and what is missing is said once.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -180,14 +181,15 @@ _SHARE = "RACKRUN_SHARE_GPUS"
 
 
 def _share_gpu(local: int) -> int:
-    """Several ranks on one GPU, for tests: NCCL takes ranks for those of other hosts that say so, and connects them by sockets."""
+    """Several ranks on one GPU, for tests: NCCL takes ranks for those of other hosts that say so, and connects them by sockets. What each says is said
+    by no other: trays that share a host have the same local ranks, and so have hosts; NCCL refuses two ranks of one host on one GPU."""
     print(
         f"rackrun: local rank {local} shares a GPU with others ({_SHARE}=1): for tests, and slow",
         file=sys.stderr,
         flush=True,
     )
     for name, value in {
-        "NCCL_HOSTID": f"rackrun-{local}",
+        "NCCL_HOSTID": f"rackrun-{socket.gethostname()}-{os.getpid()}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }.items():

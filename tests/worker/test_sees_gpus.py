@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.runtime import _refuse_cpus
+from rackrun.worker.runtime import _refuse_cpus, _share_gpu
 
 
 @pytest.fixture
@@ -43,3 +44,15 @@ def test_hidden_gpus_other_builds_and_hosts_without_gpus_are_left_alone(
     (devices / "nvidia0").unlink()
     (devices / "nvidiactl").touch()
     _refuse_cpus({}, devices)
+
+
+def test_ranks_that_share_a_gpu_are_each_on_a_host_of_their_own_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trays of one host have the same local ranks, and would be two ranks of one host on one GPU: NCCL refuses that."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    told = set()
+    for process in (1001, 1002):
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        assert _share_gpu(0) == 0
+        told.add(os.environ["NCCL_HOSTID"])
+    assert len(told) == 2
