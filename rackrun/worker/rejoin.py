@@ -117,6 +117,8 @@ class Rejoin:
                     continue
             except Superseded:
                 continue
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # this rank's own, which every later generation would meet here again: another takes its place
             except RuntimeError as error:
                 world.collective_failed(world.generation, error)
                 continue

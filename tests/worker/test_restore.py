@@ -7,6 +7,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.restore import Callbacks, run_restores
 from rackrun.worker.restore_transfer import landing_places
 from rackrun.worker.run import Run
+from rackrun.worker.state import TrackedState
 from rackrun.worker.step import Step
 
 Train = Callable[..., Ended]
@@ -104,6 +106,29 @@ def test_a_replica_that_has_diverged_is_found_before_anyone_trains_on_it(damage:
     ended = train(wide(damage), kill={2: late}, max_restarts=0)
     assert ended.exit_code == 3, ended
     assert "could not be restored on 3 slots" in ended.because
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError], ids=["memory", "device"])
+def test_a_newcomer_whose_gpu_cannot_take_the_state_ends_and_another_takes_the_place(
+    error: type[Exception], train: Train, tmp_path: Path
+) -> None:
+    """It is no lost peer: the next generation would come to the same, with the same newcomer, and so would all after that."""
+    allocate = TrackedState.allocate
+
+    def first_fails(state: TrackedState, manifest: Manifest) -> dict[str, torch.Tensor]:
+        with contextlib.suppress(FileExistsError):
+            (tmp_path / "was-asked").touch(exist_ok=False)
+            raise error("CUDA error: out of memory")
+        return allocate(state, manifest)
+
+    def main(run: Run) -> None:
+        TrackedState.allocate = first_fails  # type: ignore[method-assign]
+        wide()(run)
+
+    reference = train(wide())
+    ended = train(main, spares=2, kill={2: moments(reference, 2, "wide")[0]})
+    assert not ended.differences(reference), ended
+    assert len(ended.plans) == 2, ended
 
 
 # -- on devices, with a second loss in the middle ------------------------------------------------------------------
