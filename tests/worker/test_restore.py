@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -116,8 +117,9 @@ def test_a_newcomer_whose_gpu_cannot_take_the_state_ends_and_another_takes_the_p
     allocate = TrackedState.allocate
 
     def first_fails(state: TrackedState, manifest: Manifest) -> dict[str, torch.Tensor]:
-        with contextlib.suppress(FileExistsError):
-            (tmp_path / "was-asked").touch(exist_ok=False)
+        with contextlib.suppress(FileExistsError), open(tmp_path / "first", "x") as file:
+            file.write(str(os.getpid()))
+        if (tmp_path / "first").read_text() == str(os.getpid()):
             raise error("CUDA error: out of memory")
         return allocate(state, manifest)
 
