@@ -12,10 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["COLLECTIVE_TIMEOUT", "Communicator", "PointToPoint"]
+__all__ = ["COLLECTIVE_TIMEOUT", "OWN_FAULTS", "Communicator", "PointToPoint"]
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Hangs are found by the agent, from observed step times; a collective itself need not give up."""
+
+OWN_FAULTS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""What a rank's own device says. They are RuntimeErrors, as a lost peer's are, but the next generation would meet them here again: this rank ends, and
+another takes its place."""
 
 PointToPoint = tuple[str, torch.Tensor, int, int]
 """``send`` or ``recv``, the tensor, the peer's rank in the group, the tag."""

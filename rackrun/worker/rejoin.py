@@ -20,7 +20,7 @@ from rackrun.checkpoint.errors import MemoryPlanError
 from rackrun.core.commands import Member, Plan, Restore
 from rackrun.core.ids import Generation, Position, Step, snapshot_id
 from rackrun.link.page import Activity
-from rackrun.worker.communicator import Communicator
+from rackrun.worker.communicator import OWN_FAULTS, Communicator
 from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.ends import leave
@@ -117,8 +117,8 @@ class Rejoin:
                     continue
             except Superseded:
                 continue
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise  # this rank's own, which every later generation would meet here again: another takes its place
+            except OWN_FAULTS:
+                raise
             except RuntimeError as error:
                 world.collective_failed(world.generation, error)
                 continue
@@ -360,6 +360,8 @@ class Rejoin:
             except Superseded:
                 joined = False
                 continue
+            except OWN_FAULTS:
+                raise
             except RuntimeError as error:
                 world.collective_failed(world.generation, error)
                 continue

@@ -26,6 +26,7 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
+from rackrun.worker.communicator import OWN_FAULTS
 from rackrun.worker.deals import Deals
 from rackrun.worker.device_queue import Moment, queue_of, wait_until
 from rackrun.worker.device_return import DeviceReturn
@@ -782,6 +783,8 @@ class World:
             if self._announced != plan.generation:
                 raise Superseded
         self.stages.reached("built")
+        if isinstance(builder.error, OWN_FAULTS):
+            raise builder.error
         if builder.error is not None:
             print(
                 f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}",

@@ -22,6 +22,7 @@ from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import HeartbeatPage
 from rackrun.worker import device_return
 from rackrun.worker import world as world_module
+from rackrun.worker.communicator import OWN_FAULTS
 from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device_return import RETURNS_S, DeviceReturn
 from rackrun.worker.gloo import GlooCommunicator
@@ -242,6 +243,15 @@ def test_what_a_script_raises_beside_a_peer_that_is_gone_may_come_of_its_garbage
     alone.groups[0].communicator = cast("Any", SimpleNamespace(lost_a_peer=lambda: lost))
     assert alone.led_astray(FloatingPointError("the loss is not finite")) == lost
     assert alone.broken == lost
+
+
+@pytest.mark.parametrize("error", OWN_FAULTS)
+def test_a_rank_whose_own_device_cannot_build_its_groups_ends(error: type[Exception], alone: World) -> None:
+    """No peer is missed, and whoever takes its place builds them elsewhere."""
+    builder, plan = SimpleNamespace(over=True, error=error("CUDA error")), SimpleNamespace(generation=0)
+    with pytest.raises(error):
+        alone._wait_built(cast("Any", plan), cast("Any", builder))
+    assert alone.severed() is None, "and nobody is told of a rift"
 
 
 def test_on_hosts_a_lost_peer_is_an_error_and_nobody_looks_for_it(
