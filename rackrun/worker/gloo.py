@@ -131,7 +131,7 @@ def _sockets() -> dict[int, int]:
 def _take_no_more(fd: int, inode: int) -> None:
     """Have the kernel drop what comes to a listening socket: gloo takes every caller in, without asking for anything, and ends the process
     when descriptors run short. Closing the socket would end it too."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listening:
+    with contextlib.suppress(OSError), _duplicate(fd) as listening:
         ours = os.fstat(listening.fileno()).st_ino == inode and _is_tcp(listening)
         if ours and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             take_no_more(listening)
@@ -151,4 +151,10 @@ def _listening_end(fd: int) -> tuple[str, int] | None:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+    """OSError when it is closed, or no socket any more: another thread may close it, and its number be given to something else."""
+    duplicate = os.dup(fd)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from rackrun.worker import world as world_module
 from rackrun.worker.communicator import OWN_FAULTS
 from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
 from rackrun.worker.device_return import RETURNS_S, DeviceReturn
-from rackrun.worker.gloo import GlooCommunicator
+from rackrun.worker.gloo import GlooCommunicator, _duplicate
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
 from rackrun.worker.undo import Undo
@@ -282,6 +283,15 @@ def test_a_rank_sees_that_a_peers_host_has_closed_its_connections(which: str) ->
     else:
         del peer.inner, peer.host, one, made, sums, work
     assert wait_until(mine.lost_a_peer, lambda: False)
+
+
+def test_a_number_that_is_no_sockets_any_more_is_let_go_of(tmp_path: Path) -> None:
+    """A connection was closed, and its number given to a file, between two looks."""
+    with open(tmp_path / "file", "w") as file:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="non-socket"):
+            _duplicate(file.fileno())
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
