@@ -62,6 +62,7 @@ def _has_bounded_nccl2() -> bool:
 class _Nccl(ABC):
     """What does not hang on the backend: calls, and how they end."""
 
+    batches = True
     inner: Any
 
     def __init__(
