@@ -27,6 +27,7 @@ class DeferredWork(dist.Work):
         self._call: Callable[[], Sequence[dist.Work]] | None = call
         self._place = place
         self._lock = threading.Lock()
+        self._settled = False
         self._known = threading.Event()
         """It has begun, or never will."""
         self._works: Sequence[dist.Work] = ()
@@ -36,7 +37,7 @@ class DeferredWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = torch.futures.Future() if has_future else None
 
     def begin(self) -> None:
-        """By one thread. Raises nothing: `wait` does."""
+        """By one thread, which then calls `show` and `tell`. Raises nothing: `wait` does."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -49,8 +50,13 @@ class DeferredWork(dist.Work):
             self._settle(works, None)
 
     def fail(self, error: Exception) -> None:
-        """It will not begin. Nothing, once that is known, or it has."""
+        """It will not begin. Nothing, once it has."""
         self._settle((), error)
+        self.show()
+
+    def show(self) -> None:
+        """Whoever waits goes on, to wait for what has begun."""
+        self._known.set()
 
     def tell(self) -> None:
         """Complete the future once the collective is over: in a thread that nobody waits for, because others hang their code on it."""
@@ -90,11 +96,10 @@ class DeferredWork(dist.Work):
 
     def _settle(self, works: Sequence[dist.Work], error: Exception | None, *, refused: bool = False) -> None:
         with self._lock:
-            if self._known.is_set():
+            if self._settled:
                 return
             self._works, self._error, self.refused = works, error, refused
-            self._call = None
-            self._known.set()
+            self._settled, self._call = True, None
 
     def _over(self, inner: torch.futures.Future[Any]) -> None:
         assert self._future is not None, "hung on it"

@@ -161,6 +161,7 @@ class OnDemand:
             return works[0]
         done = DeferredWork(lambda: works, self._queue.place(), has_future=False)
         done.begin()
+        done.show()
         return done
 
     def _part(self, name: str, rank: int, size: int) -> _Part:
@@ -197,6 +198,7 @@ class OnDemand:
                     for part in call.parts:
                         if part.calls:  # a break has taken them
                             part.calls.popleft()
+                call.work.show()
         for work in begun:
             work.tell()
 
