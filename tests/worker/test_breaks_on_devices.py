@@ -186,6 +186,16 @@ def breaks_in_it(world: World, *, writes: bool = True) -> None:
     world.groups[0].communicator = cast("Any", SimpleNamespace(call=call))
 
 
+def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: World) -> None:
+    alone.look_at_device()
+    since_ns = alone.page.since_ns
+    alone.look_at_device()
+    assert alone.page.since_ns == since_ns
+    with alone.handshakes.one():
+        alone.look_at_device()
+    assert alone.page.since_ns > since_ns
+
+
 def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
     """It polls, which is no work."""
     seen: list[int] = []

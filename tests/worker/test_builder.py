@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rackrun.link.exchange import ExchangeServer
 from rackrun.worker import builder
 from rackrun.worker.builder import Builder
+from rackrun.worker.handshakes import Handshakes
 from rackrun.worker.on_demand import OnDemand
 
 TOKEN = "token"
@@ -152,6 +153,33 @@ def test_two_ranks_that_call_for_a_large_group_build_it(exchange: str, monkeypat
     assert [values.item() for _, values in found] == [3.0, 3.0]
     for built, _ in found:
         built.abandon()
+
+
+def test_the_handshake_of_a_large_group_is_no_stall_and_the_wait_for_its_members_may_be_one(
+    exchange: str, monkeypatch: pytest.MonkeyPatch, handshakes: dict[str, Callable[[], Any]]
+) -> None:
+    monkeypatch.setenv("RACKRUN_EAGER_RANKS", "1")
+    seen, counts = [], Handshakes()
+
+    def handshake() -> Any:
+        seen.append(counts.are_under_way)
+        raise RuntimeError("that was all")
+
+    handshakes["large"] = handshake
+    works = []
+    for rank in range(2):
+        one = group("large", rank)
+        plan: Any = SimpleNamespace(generation=7, store=exchange)
+        built = Builder(plan, [one], torch.device("cpu"), TOKEN, handshakes=counts)
+        built.start()
+        built.join()
+        works.append(built.communicators[one].call("barrier", dist.BarrierOptions()))
+        assert rank or not counts.are_under_way, "the other has not come"
+    for work in works:
+        with pytest.raises(RuntimeError, match="that was all"):
+            work.wait()
+    assert seen == [True, True]
+    assert not counts.are_under_way
 
 
 def test_that_one_group_cannot_be_built_is_told_while_others_still_wait(
