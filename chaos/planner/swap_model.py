@@ -78,7 +78,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         """Connections of rank 0, which has the most: to all others of a small world, and in the blocks of the gate's tree of a large one."""
         whole = self.ranks - 1 if self.ranks <= EAGER_RANKS or self.gate == "gpu" else 0
         return whole + sum(
-            min(GATE_FANOUT, math.ceil(self.ranks / GATE_FANOUT**level)) - 1
+            min(GATE_FANOUT, math.ceil(self.ranks / math.pow(GATE_FANOUT, level))) - 1
             for level in range(math.ceil(math.log(self.ranks, GATE_FANOUT)))
             if self.ranks > GATE_FANOUT
         )
