@@ -77,6 +77,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Before the first byte: manifests, buffers, and afterwards the digests."""
 
 
+EAGER_RANKS, GATE_FANOUT = 128, 32
+"""As of `rackrun.worker.on_demand` and `rackrun.worker.gate_tree`: a larger group is built on demand, and a larger world's gate goes over blocks of so
+many hosts."""
+
 _WATERFALL = "benchmarks/results/waterfall.json: 4 ranks on two busy CPU cores"
 
 FIGURES = Figures(

@@ -4,7 +4,7 @@ A swap is: notice, break and revoke, decide, build the groups again, restore the
 the step, and not counted. Nor is a host that falls silent: its lease comes before all of this.
 
 Groups are built again by all of their members at the same moment, so a rank waits for its own groups, not for all there are. The world's own
-group is the largest. Where the gate's sum goes over hosts no group on GPUs has to be as large as the world.
+group is built only where it is used, if it is large. Hosts sum the gate then, in a tree of small groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import msgspec
 
 from rackrun.chaos.errors import PlannerError
 from rackrun.chaos.planner.swap_figures import (
+    EAGER_RANKS,
     FIGURES,
+    GATE_FANOUT,
     GROWN_BY_S,
     SHRUNK_BY_S,
     Figure,
@@ -71,6 +73,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         """Communicators that a rank is in."""
         world = {"world": self.ranks} if self.gate == "gpu" else {}
         return {name: size for name, size in {**self.groups, **world}.items() if size > 1}
+
+    def on_hosts(self) -> int:
+        """Connections of rank 0, which has the most: to all others of a small world, and in the blocks of the gate's tree of a large one."""
+        whole = self.ranks - 1 if self.ranks <= EAGER_RANKS or self.gate == "gpu" else 0
+        return whole + sum(
+            min(GATE_FANOUT, math.ceil(self.ranks / math.pow(GATE_FANOUT, level))) - 1
+            for level in range(math.ceil(math.log(self.ranks, GATE_FANOUT)))
+            if self.ranks > GATE_FANOUT
+        )
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +144,7 @@ def _noticed(question: Question, figures: Figures) -> tuple[Figure, ...]:
 
 
 def _build(question: Question, figures: Figures, *, cold: bool) -> tuple[float, ...]:
-    """A rank's communicators on GPUs, and beside them the host's group of the gate."""
+    """A rank's communicators on GPUs, and beside them what hosts connect for the world's group and its gate."""
     join = max if question.at_once else sum
     out = []
     for edge in _EDGES:
@@ -143,7 +154,7 @@ def _build(question: Question, figures: Figures, *, cold: bool) -> tuple[float, 
         if cold and sizes:
             first, doubling = getattr(figures.first_build, edge), getattr(figures.first_build_doubling, edge)
             gpus += cold_s(first, doubling, max(sizes))
-        hosts = getattr(figures.host_pair, edge) * (question.ranks - 1)
+        hosts = getattr(figures.host_pair, edge) * question.on_hosts()
         out.append(join([gpus, hosts]))
     return tuple(out)
 

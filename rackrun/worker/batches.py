@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from rackrun.core.reshaping import Axes
 from rackrun.errors import UsageError
@@ -157,9 +156,7 @@ def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
         return
     digest = hashlib.blake2b(repr(list(factors)).encode(), digest_size=7).digest()
     row = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
-    rows = [torch.empty_like(row) for _ in range(world.size)]
-    dist.all_gather(rows, row)
-    if len({int(other.item()) for other in rows}) > 1:
+    if len({int(other.item()) for other in world.groups[0].gather_on_host(row)}) > 1:
         said = ", ".join(f"{factor:g}" for _, factor in factors)
         raise UsageError(
             f"the learning-rate rule does not say the same on all ranks: on rank {world.rank} it gives {said}.",

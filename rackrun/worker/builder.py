@@ -3,6 +3,8 @@
 A peer that stops in the middle of a handshake holds everyone for as long as the handshake's timeout. So the main thread never waits for a handshake
 itself, it waits for this thread *or* for a newer generation, whichever comes first. Each group is built in a thread of its own: together they take
 as long as the slowest, and no order of the groups has to be the same on all ranks.
+
+A group of more ranks than `rackrun.worker.on_demand.eager_ranks` is not built here: its communicator builds what is used.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +20,13 @@ import torch.distributed as dist
 
 from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan
-from rackrun.worker.communicator import Communicator
+from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, Communicator
+from rackrun.worker.device_queue import DeviceQueue, queue_of
 from rackrun.worker.gate_tree import with_gate_tree
 from rackrun.worker.gloo import GlooCommunicator
+from rackrun.worker.handshakes import Handshakes
+from rackrun.worker.on_demand import OnDemand, eager_ranks
+from rackrun.worker.rooms import Rooms
 from rackrun.worker.store import ExchangeStore
 
 if TYPE_CHECKING:
@@ -27,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Builder", "build_communicator"]
 
-_HANDSHAKE = timedelta(seconds=20)
+_HANDSHAKE, _HANDSHAKE_OF_A_RANK = timedelta(seconds=20), timedelta(milliseconds=10)
+"""The second: so much more for each rank of a group that is built on demand. 10,000 take 10 to 30 s (docs/scale.md)."""
 _PATIENCE = timedelta(minutes=30)
 """At the start workers come as their scripts get here, not all at once."""
 _FREE_BYTES = 3 * 2**30
@@ -57,8 +65,10 @@ class Builder(threading.Thread):
         *,
         patient: bool = False,
         done: Callable[[], None] = lambda: None,
+        queue: DeviceQueue | None = None,
+        handshakes: Handshakes | None = None,
     ) -> None:
-        """``done`` is told when `over` is true, and perhaps again."""
+        """``done`` is told when `over` is true, and perhaps again. ``queue``: of ``device``. ``handshakes`` counts those that come later, on demand."""
         super().__init__(name=f"rackrun-build-{plan.generation}", daemon=True)
         self.communicators: dict[ElasticGroup, Communicator] = {}
         self.over = False
@@ -68,17 +78,17 @@ class Builder(threading.Thread):
         # a group of one rank needs none: a loopback is exact
         self._groups = [(group, group.key, group.rank(), group.ranks) for group in groups if group.size() > 1]
         self._old = [group.communicator for group in groups if group.communicator is not None]
+        self._queue, self._handshakes = queue or queue_of(device), handshakes or Handshakes()
         self._lock = threading.Lock()
         self._abandoned = False
-        self._stores: list[ExchangeStore] = []
+        self._rooms = self._new_rooms()
 
     def abandon(self) -> None:
         """A newer generation overtakes this one: nobody will use what is being built."""
         with self._lock:
             self._abandoned = True
-            stores, communicators = list(self._stores), list(self.communicators.values())
-        for store in stores:
-            store.close()
+            communicators = list(self.communicators.values())
+        self._rooms.close()
         for communicator in communicators:
             communicator.break_()
 
@@ -123,33 +133,37 @@ class Builder(threading.Thread):
         rooms: list[ExchangeStore] = []
 
         def room(name: str) -> ExchangeStore:
-            store = self._room(f"{self._plan.generation}/{name}")
-            rooms.append(store)
-            return store
+            rooms.append(self._rooms.enter(name))
+            return rooms[-1]
 
-        store = room(f"{key}/{ranks[0]}")
+        name, size = f"{key}/{ranks[0]}", len(ranks)
+        on_demand = size > eager_ranks()
         try:
-            if self._patient:
-                store.set(f"here/{rank}", b"")
-                store.wait([f"here/{peer}" for peer in range(len(ranks))], _PATIENCE)
-            communicator = self._keep(group, build_communicator(self._device, store, rank, len(ranks), _HANDSHAKE))
+            store = room(name) if self._patient or not on_demand else None
+            if self._patient and store is not None:
+                _meet(store, rank, size, _PATIENCE)
+            communicator: Communicator
+            if on_demand or store is None:
+                communicator = self._on_demand(name, rank, size)
+            else:
+                communicator = build_communicator(self._device, store, rank, size, _HANDSHAKE)
+            self._keep(group, communicator)
             if key == "world":
                 self._keep(
-                    group, with_gate_tree(communicator, lambda name: room(f"gate/{name}"), rank, len(ranks), _HANDSHAKE)
+                    group, with_gate_tree(communicator, lambda block: room(f"gate/{block}"), rank, size, _HANDSHAKE)
                 )
         finally:
             for each in rooms:
-                each.close()
+                self._rooms.leave(each)
 
-    def _room(self, name: str) -> ExchangeStore:
-        """Closed from the start where nobody will use what is being built: whoever asks it raises."""
-        store = ExchangeStore(self._plan.store, self._token, name)
-        with self._lock:
-            self._stores.append(store)
-            abandoned = self._abandoned
-        if abandoned:
-            store.close()
-        return store
+    def _on_demand(self, name: str, rank: int, size: int) -> OnDemand:
+        rooms = self._new_rooms()
+        build = partial(_build_when_all_have_come, self._device, rooms, self._handshakes, name)
+        return OnDemand(build, rooms.close, rank, size, self._queue)
+
+    def _new_rooms(self) -> Rooms:
+        address, token, generation = self._plan.store, self._token, self._plan.generation
+        return Rooms(lambda name: ExchangeStore(address, token, f"{generation}/{name}"))
 
     def _keep(self, group: ElasticGroup, communicator: Communicator) -> Communicator:
         with self._lock:
@@ -158,3 +172,22 @@ class Builder(threading.Thread):
         if abandoned:
             communicator.break_()
         return communicator
+
+
+def _meet(store: ExchangeStore, rank: int, size: int, timeout: timedelta) -> None:
+    """Until all ``size`` ranks have come. RuntimeError after ``timeout``."""
+    store.set(f"here/{rank}", b"")
+    store.wait([f"here/{peer}" for peer in range(size)], timeout)
+
+
+def _build_when_all_have_come(
+    device: torch.device, rooms: Rooms, handshakes: Handshakes, group: str, part: str, rank: int, size: int
+) -> Communicator:
+    """Whoever comes to a collective waits for the others as in the collective itself: the agents judge about that. The handshake is quick."""
+    store = rooms.enter(f"{group}/{part}")
+    try:
+        _meet(store, rank, size, COLLECTIVE_TIMEOUT)
+        with handshakes.one():
+            return build_communicator(device, store, rank, size, _HANDSHAKE + size * _HANDSHAKE_OF_A_RANK)
+    finally:
+        rooms.leave(store)

@@ -28,13 +28,13 @@ PointToPoint = tuple[str, torch.Tensor, int, int]
 class Communicator(Protocol):
     """One generation's transport of one group."""
 
-    inner: Any
-    """Of the device's tensors."""
-    host: Any
-    """Of the host's, and of what the hosts alone have to agree on: the same where the device is the host."""
+    @property
+    def batches(self) -> bool:
+        """Sends and receives that belong together have to be called as one `batch`."""
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
-        """A collective of the half that ``on_host`` says. RuntimeError where it is broken."""
+        """A collective, by the device's half; or by the hosts', for tensors of the host, and for what hosts alone have to agree on. Returns its work;
+        None: a synchronous one stands in the current stream. RuntimeError where it is broken."""
 
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         """All of them at once, whatever their order, by the device's half. Returns one work."""

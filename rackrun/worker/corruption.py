@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from rackrun.core.disagreement import culprits
 from rackrun.core.ids import Position, Rank
@@ -211,6 +210,4 @@ class CorruptionCheck:
 
     def _gather(self, mine: list[int]) -> list[list[int]]:
         row = torch.tensor(mine, dtype=torch.int64)  # the hosts': what breaks there is a loopback, and no garbage
-        everyone = [torch.zeros_like(row) for _ in range(self._world.size)]
-        dist.all_gather(everyone, row)
-        return [other.tolist() for other in everyone]
+        return [other.tolist() for other in self._world.groups[0].gather_on_host(row)]

@@ -7,8 +7,10 @@ device come there first, and looks whether the generation is broken afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -44,6 +46,9 @@ class DeviceQueue(Protocol):
 
     def moment(self) -> Moment:
         """Behind all that this thread has enqueued in its current stream until now."""
+
+    def place(self) -> AbstractContextManager[None]:
+        """Where this thread's current stream is now. Another thread, within it, enqueues behind that."""
 
     def stream(self) -> int:
         """Which stream is this thread's current one."""
@@ -85,6 +90,9 @@ class _HostQueue:
 
     def moment(self) -> Moment:
         return _HostMoment()
+
+    def place(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def stream(self) -> int:
         return 0
@@ -130,6 +138,18 @@ class _CudaQueue:
 
     def moment(self) -> Moment:
         return _CudaMoment(self._device)
+
+    def place(self) -> AbstractContextManager[None]:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return self._behind(event)
+
+    @contextlib.contextmanager
+    def _behind(self, event: torch.cuda.Event) -> Iterator[None]:
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).stream_id)

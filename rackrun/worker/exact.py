@@ -170,9 +170,7 @@ class ExactReduction:
         mine = self._largest.double().cpu()
         offered = torch.cat([mine, torch.tensor(losses, dtype=torch.float64)])
         if self._world.size > 1:
-            on_device = offered.to(self._world.device)
-            dist.all_reduce(on_device, dist.ReduceOp.MAX)
-            offered = on_device.cpu()
+            offered = self._world.groups[0].largest(offered)
         if self._world.broken or not self._world.generation:
             return 0.0  # the gate will not pass
         self._once.check_complete(self._slots.values(), mine, self._local_gradients())

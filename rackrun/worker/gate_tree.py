@@ -25,9 +25,11 @@ import torch.distributed as dist
 from rackrun.errors import UsageError
 from rackrun.worker.communicator import Communicator, PointToPoint
 from rackrun.worker.gloo import GlooCommunicator
+from rackrun.worker.on_demand import OnDemand
 
 __all__ = [
     "FANOUT",
+    "GATE_MAX",
     "GATE_SUM",
     "Block",
     "TreeSum",
@@ -35,14 +37,15 @@ __all__ = [
     "WithGateTree",
     "blocks_of",
     "fanout",
+    "on_hosts",
     "with_gate_tree",
 ]
 
 FANOUT = 32
 """Members of a block. A leader's connections grow with it, and the number of levels falls: 32 serve 1,024 ranks by two."""
 _VARIABLE = "RACKRUN_GATE_FANOUT"
-GATE_SUM = "gate_sum"
-"""What `ElasticGroup.sum_on_host` calls on a communicator that has a tree."""
+GATE_SUM, GATE_MAX = "gate_sum", "gate_max"
+"""What is called on a communicator that has a tree: see `on_hosts`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,10 @@ class TreeSum:
         """``values`` (1-d, on the host) become the sum over all ranks, once the work is done."""
         return TreeWork(self._groups, values)
 
+    def largest(self, values: torch.Tensor) -> TreeWork:
+        """As `sum`: the largest of all ranks, one by one."""
+        return TreeWork(self._groups, values, torch.maximum)
+
     def break_(self) -> None:
         for communicator in self._communicators:
             communicator.break_()
@@ -115,9 +122,14 @@ class TreeWork(dist.Work):
     A stage that fails ends it: `wait` raises what gloo has raised, and nothing has been written into ``values``.
     """
 
-    def __init__(self, groups: Sequence[tuple[Any, int]], values: torch.Tensor) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Any, int]],
+        values: torch.Tensor,
+        add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+    ) -> None:
         super().__init__()
-        self._values, self._sum = values, values.clone()
+        self._values, self._sum, self._add_one = values, values.clone(), add
         self._stages: list[Callable[[], dist.Work]] = []
         self._gathered: list[torch.Tensor] = []
         for group, place in groups:
@@ -179,7 +191,7 @@ class TreeWork(dist.Work):
         if self._gathered:
             total = self._gathered[0]
             for part in self._gathered[1:]:
-                total += part
+                total = self._add_one(total, part)
             self._sum, self._gathered = total, []
 
     def _broadcast(self, group: Any) -> dist.Work:
@@ -193,12 +205,17 @@ class WithGateTree:
 
     def __init__(self, whole: Communicator, tree: TreeSum) -> None:
         self._whole, self._tree = whole, tree
-        self.inner, self.host = whole.inner, whole.host
+
+    @property
+    def batches(self) -> bool:
+        return self._whole.batches
 
     def call(self, name: str, *args: Any, on_host: bool = False) -> Any:
-        """`GATE_SUM` takes one list of one tensor, and is always the hosts'."""
+        """`GATE_SUM` and `GATE_MAX` take one list of one tensor, and are always the hosts'."""
         if name == GATE_SUM:
             return self._tree.sum(args[0][0])
+        if name == GATE_MAX:
+            return self._tree.largest(args[0][0])
         return self._whole.call(name, *args, on_host=on_host)
 
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
@@ -218,6 +235,15 @@ class WithGateTree:
 def with_gate_tree(
     whole: Communicator, room: Callable[[str], dist.Store], rank: int, size: int, timeout: timedelta
 ) -> Communicator:
-    """``whole``, and a tree beside it where the world is larger than a block. May block, as building does."""
+    """``whole``, and a tree beside it where the world is larger than a block, or ``whole`` is not to be needed. May block, as building does."""
     width = fanout()
-    return whole if size <= width else WithGateTree(whole, TreeSum.build(room, rank, size, width, timeout))
+    if size <= width and not isinstance(whole, OnDemand):
+        return whole
+    return WithGateTree(whole, TreeSum.build(room, rank, size, width, timeout))
+
+
+def on_hosts(communicator: Communicator | None, *, largest: bool = False) -> str:
+    """The name of the collective that adds up what all hosts have, or finds the largest: over the tree, where there is one."""
+    if not isinstance(communicator, WithGateTree):
+        return "allreduce"
+    return GATE_MAX if largest else GATE_SUM

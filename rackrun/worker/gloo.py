@@ -31,6 +31,8 @@ _listener_lock = threading.Lock()  # finding a device's listening socket compare
 class GlooCommunicator:
     """Its sockets are known by their ports: accepted ones have this rank's listening port, the others a peer's."""
 
+    batches = False
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()  # type: ignore[attr-defined]

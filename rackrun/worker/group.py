@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from rackrun.worker.gate_tree import GATE_SUM, WithGateTree
-from rackrun.worker.works import AllOf, Done, Guarded
+from rackrun.worker.deferred import DeferredWork
+from rackrun.worker.gate_tree import WithGateTree, on_hosts
+from rackrun.worker.works import AllOf, Done, Guarded, is_misuse
 
 if TYPE_CHECKING:
     from rackrun.worker.communicator import Communicator, PointToPoint
@@ -178,14 +179,15 @@ class ElasticGroup(dist.ProcessGroup):
         try:
             work = call(communicator, on_host)
         except RuntimeError as error:
-            if _is_misuse(error):
+            if is_misuse(error):
                 raise
             world.collective_failed(generation, error, result)
             loopback()
             world.progress.completed(entered)
             return Done(result)
         if entered.reached is not None:
-            world.enqueued(entered, work, synchronous=work is None or synchronous)
+            stands = work is None or (synchronous and not isinstance(work, DeferredWork))
+            world.enqueued(entered, work, synchronous=stands)
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)
@@ -209,13 +211,43 @@ class ElasticGroup(dist.ProcessGroup):
         """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
         opts = dist.AllreduceOptions()
         self._run(
-            GATE_SUM if isinstance(self.communicator, WithGateTree) else "allreduce",
+            on_hosts(self.communicator),
             [values],
             lambda: _sum_of_equals([values], opts, self.size()),
             [values],
             opts,
             on_host=True,
         ).wait()
+
+    def gather_on_host(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The ``row`` of every rank, in their order: 1-d, on the host, as long everywhere. By the gate's tree where there is one, so it takes
+        nothing that is as large as the group but the answer."""
+        rows = torch.zeros(self.size(), len(row), dtype=row.dtype)
+        if isinstance(self.communicator, WithGateTree):
+            rows[self.rank()] = row  # and zeros, where others have theirs: the sum is what all have
+            everything, opts = rows.view(-1), dist.AllreduceOptions()
+
+            def loopback() -> None:
+                rows.copy_(row.expand_as(rows))
+
+            name = on_hosts(self.communicator)
+            self._run(name, [everything], loopback, [everything], opts, on_host=True).wait()
+        else:
+            self.allgather([list(rows)], [row]).wait()
+        return list(rows)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Of all ranks, one by one; ``values`` are the host's. Over hosts where the gate's tree is there, else by the device."""
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if isinstance(self.communicator, WithGateTree):
+            found = values.clone()
+            name = on_hosts(self.communicator, largest=True)
+            self._run(name, [found], _nothing, [found], opts, on_host=True).wait()
+            return found
+        on_device = values.to(self.world.device)
+        dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self)
+        return on_device.cpu()
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
@@ -385,15 +417,6 @@ class ElasticGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
-
-
-def _is_misuse(error: RuntimeError) -> bool:
-    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport. What is no error of the
-    transport at all is said by its type: no memory on the device, a call that the backend does not have."""
-    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return ("ProcessGroupGloo::" in text or "ProcessGroupGloo.cpp" in text) and "gloo/transport" not in text
 
 
 def _nothing() -> None:

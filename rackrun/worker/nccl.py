@@ -67,6 +67,7 @@ def _has_bounded_nccl2() -> bool:
 class _Nccl(ABC):
     """What does not hang on the backend: calls, and how they end."""
 
+    batches = True
     inner: Any = None
 
     def __init__(

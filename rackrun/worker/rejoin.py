@@ -25,6 +25,7 @@ from rackrun.worker.compat import promote_groups, promote_sharded
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.ends import leave
 from rackrun.worker.fetch import Damaged
+from rackrun.worker.gate_tree import on_hosts
 from rackrun.worker.loop_end import LoopEnd
 from rackrun.worker.manifest import Lineage, Manifest
 from rackrun.worker.numerics import unlike
@@ -161,7 +162,7 @@ class Rejoin:
             self.left_after = most_left - 1 if most_left else None
             world.resumed = Generation(plan.generation)
             if some_have_met:
-                communicator.host.barrier().wait()  # all have learned it
+                _most(communicator, [0])  # all have learned it
             return some_have_met, not_all_have
 
         some_have_met, not_all_have = world.attempt(plan, ask)
@@ -244,7 +245,7 @@ class Rejoin:
         if plan.rollback is not None:
             if communicator is not None:
                 # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
-                world.attempt(plan, lambda: communicator.host.barrier().wait())
+                world.attempt(plan, lambda: _most(communicator, [0]))
             world.stand_at(
                 self._end_of(plan.rollback), ()
             )  # the plan's gate is that of a step which is to be done again
@@ -436,7 +437,7 @@ def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     found = torch.tensor(says, dtype=torch.int64)
-    communicator.host.allreduce([found], options).wait()
+    communicator.call(on_hosts(communicator, largest=True), [found], options, on_host=True).wait()
     return [int(one) for one in found.tolist()]
 
 

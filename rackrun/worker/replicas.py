@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from rackrun.core.commands import Restore
 from rackrun.core.ids import Position
@@ -211,9 +210,7 @@ class ReplicaCheck:
 
     def _gather(self, mine: list[int]) -> list[list[int]]:
         row = torch.tensor(mine, dtype=torch.int64)  # the hosts': what breaks there is a loopback, and no garbage
-        everyone = [torch.zeros_like(row) for _ in range(self._world.size)]
-        dist.all_gather(everyone, row)
-        return [other.tolist() for other in everyone]
+        return [other.tolist() for other in self._world.groups[0].gather_on_host(row)]
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -62,7 +62,7 @@ def tell(world: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: i
 
 def post_together(world: Communicator, kind: str, messages: Sequence[Message]) -> list[Transfer]:
     """As `post`; as one batch, where a device moves them."""
-    if not messages or world.inner is world.host:
+    if not messages or not world.batches:
         return [post(world, kind, *message) for message in messages]
     work = world.batch([(kind, message.tensor, message.peer, message.tag) for message in messages])
     return [Transfer(work, limited=messages[0].tensor.device.type == "cpu")]

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from rackrun.checkpoint.durable import DurableStore
 from rackrun.checkpoint.durable_reader import GenerationReader
@@ -188,9 +187,7 @@ class Resumption:
         return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(rows, mine)
-        return rows
+        return self._world.groups[0].gather_on_host(mine)
 
 
 def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:

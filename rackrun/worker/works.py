@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from rackrun.errors import CollectiveBroken
+from rackrun.worker.deferred import DeferredWork
 
 if TYPE_CHECKING:
     from rackrun.worker.progress import Entered
     from rackrun.worker.world import World
 
-__all__ = ["AllOf", "Done", "Guarded"]
+__all__ = ["AllOf", "Done", "Guarded", "is_misuse"]
 
 _LOOK = timedelta(milliseconds=250)
 
@@ -97,6 +98,7 @@ class Guarded(dist.Work):
                 self._settle(None)
             except RuntimeError as error:
                 if ended:
+                    self._raise_misuse(error)
                     self._settle(error)
                 elif self._world.leave_behind(self._generation):
                     self.leave()
@@ -115,6 +117,7 @@ class Guarded(dist.Work):
                 else:
                     self._work.wait()
             except RuntimeError as failed:
+                self._raise_misuse(failed)
                 error = failed
             after = queue.moment()
             self._entered.waited(after)
@@ -123,6 +126,11 @@ class Guarded(dist.Work):
             error = error or CollectiveBroken("left in the middle")
         self._settle(error)
         self._world.leave_setup()
+
+    def _raise_misuse(self, error: RuntimeError) -> None:
+        """Of a call that began after it was made."""
+        if isinstance(self._work, DeferredWork) and self._work.refused and is_misuse(error):
+            raise error
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
@@ -203,6 +211,15 @@ class AllOf(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def is_misuse(error: RuntimeError) -> bool:
+    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport. What is no error of the
+    transport at all is said by its type: no memory on the device, a call that the backend does not have."""
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return ("ProcessGroupGloo::" in text or "ProcessGroupGloo.cpp" in text) and "gloo/transport" not in text
 
 
 def _zero(result: Any) -> None:

@@ -34,6 +34,7 @@ from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
 from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
 from rackrun.worker.group import ElasticGroup
+from rackrun.worker.handshakes import Handshakes
 from rackrun.worker.meetings import Meetings
 from rackrun.worker.own_time import OwnTime
 from rackrun.worker.progress import Entered, Progress
@@ -114,6 +115,7 @@ class World:
         self.meetings = Meetings()
         self.deals = Deals()
         self.broadcasts = Broadcasts(None)
+        self.handshakes = Handshakes()
 
         self._slot, self._incarnation, self._token = slot, incarnation, token
         self._changed = threading.Condition()
@@ -183,7 +185,7 @@ class World:
         if self._fixed is not None and len(ranks) > 1:
             group.communicator = self._fixed(group.key, group.rank(), group.size())
         elif self.generation and plan is not None:
-            builder = Builder(plan, [group], self.device, self._token, patient=True, done=self._wake)
+            builder = self._new_builder(plan, [group], patient=True)
             builder.start()
             try:
                 self._wait_built(plan, builder)
@@ -299,8 +301,10 @@ class World:
     def lost_a_peer(self) -> bool:
         """On a device: a rank of this generation is gone, or has left it, though this one may not have been told yet. What this rank has
         received may be garbage."""
-        communicator = self.groups[0].communicator
-        return not self.queue.is_host and communicator is not None and communicator.lost_a_peer()
+        if self.queue.is_host:
+            return False
+        built = [group.communicator for group in self.groups if group.communicator is not None]
+        return any(communicator.lost_a_peer() for communicator in built)  # the first, of all ranks, may be built on demand
 
     def led_astray(self, error: Exception) -> bool:
         """Whether what the script has raised may come of a break: of loopbacks' values, or of a lost peer's garbage."""
@@ -537,9 +541,12 @@ class World:
         return report
 
     def look_at_device(self) -> None:
-        """Asked by the control thread, now and then: how far it is, and whether it has come back after a break. Ends the process if it has not."""
+        """Asked by the control thread, now and then: how far it is, and whether it has come back after a break. Ends the process if it has not. What
+        is built while others wait for it is no stall."""
         self.progress.look()
         self.returns.look()
+        if self.handshakes.are_under_way:
+            self.page.progress()  # they have a limit of their own
 
     def let_device_return(self) -> None:
         """After a break, before anything is done again: what was in flight on the device is over then. The process ends if that takes too long."""
@@ -705,7 +712,7 @@ class World:
         would wait for the others; what this rank has enqueued is over by then."""
         self.queue.synchronise()
         if self._fixed is not None:
-            self.groups[0].communicator.host.barrier().wait()  # type: ignore[union-attr]
+            self.groups[0].communicator.call("barrier", dist.BarrierOptions(), on_host=True).wait()  # type: ignore[union-attr]
         for group in self.groups:
             communicator, group.communicator = group.communicator, None
             if communicator is not None and not self.queue.is_host:
@@ -770,8 +777,20 @@ class World:
             self._builder.abandon()
         enters = plan.reshard is not None or plan.layout > 0  # whoever enters main comes as late as at the start
         patient = plan.generation == 1 or enters or (not plan.restores and plan.committed == BEGIN)
-        self._builder = Builder(plan, list(self.groups), self.device, self._token, patient=patient, done=self._wake)
+        self._builder = self._new_builder(plan, list(self.groups), patient=patient)
         self._builder.start()
+
+    def _new_builder(self, plan: Plan, groups: Sequence[ElasticGroup], *, patient: bool) -> Builder:
+        return Builder(
+            plan,
+            groups,
+            self.device,
+            self._token,
+            patient=patient,
+            done=self._wake,
+            queue=self.queue,
+            handshakes=self.handshakes,
+        )
 
     def _wake(self) -> None:
         with self._changed:

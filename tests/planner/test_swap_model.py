@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from rackrun.chaos.errors import PlannerError
+from rackrun.chaos.planner import swap_figures
 from rackrun.chaos.planner.swap_figures import FIGURES, GROWN_BY_S, SHRUNK_BY_S, between, built_s, cold_s
 from rackrun.chaos.planner.swap_model import COLD, WARM, Question, predict_swap
+from rackrun.worker.gate_tree import FANOUT, blocks_of
+from rackrun.worker.on_demand import EAGER_RANKS
 
 WHOLE, WHOLE_COLD = "whole swap, spare warm", "whole swap, spare cold"
 
@@ -85,9 +88,24 @@ def test_a_gate_on_hosts_saves_the_build_of_a_group_as_large_as_the_world() -> N
     host, gpu = (
         predict_swap(question(8192, groups={"dp": 128}, gate=gate)).row(WARM).likely for gate in ("host", "gpu")
     )
-    saved = built_s(FIGURES.build.likely, FIGURES.build_growth.likely, 8192)
+    saved = built_s(FIGURES.build.likely, FIGURES.build_growth.likely, 8192) + 8191 * FIGURES.host_pair.likely
     assert gpu - host == pytest.approx(saved)
     assert saved > 10
+
+
+@pytest.mark.parametrize(
+    ("ranks", "connections"),
+    [(2, 1), (32, 31), (33, 32 + 31 + 1), (128, 127 + 31 + 3), (129, 31 + 4), (1024, 62), (1025, 63)],
+)
+def test_hosts_connect_all_pairs_of_a_small_world_and_the_blocks_of_a_large_one(ranks: int, connections: int) -> None:
+    assert question(ranks, groups={"dp": 1}).on_hosts() == connections
+    if ranks > FANOUT:
+        tree = sum(len(block.ranks) - 1 for block in blocks_of(0, ranks, FANOUT))
+        assert connections == tree + (ranks - 1 if ranks <= EAGER_RANKS else 0)
+
+
+def test_the_model_knows_what_the_workers_do() -> None:
+    assert (swap_figures.EAGER_RANKS, swap_figures.GATE_FANOUT) == (EAGER_RANKS, FANOUT)
 
 
 def test_groups_built_at_once_take_as_long_as_the_largest() -> None:
@@ -95,7 +113,7 @@ def test_groups_built_at_once_take_as_long_as_the_largest() -> None:
         predict_swap(question(1024, groups={"tp": 8, "dp": 128}, at_once=at)).row(WARM).likely for at in (False, True)
     )
     each = [built_s(FIGURES.build.likely, FIGURES.build_growth.likely, size) for size in (8, 128)]
-    hosts = 1023 * FIGURES.host_pair.likely
+    hosts = (31 + 31) * FIGURES.host_pair.likely
     assert (serial, parallel) == (pytest.approx(sum(each) + hosts), pytest.approx(max(*each, hosts)))
 
 

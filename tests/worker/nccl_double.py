@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,8 @@ class Stream:
         self._hung: list[torch.Tensor] = []
         self._awaited: list[Enqueued] = []
         """What the stream waits for, and may not have come past."""
+        self._elsewhere = threading.local()
+        """A thread that enqueues behind an earlier place than the present one."""
 
     def enqueue(self, work: Enqueued) -> None:
         with self._lock:
@@ -87,8 +89,21 @@ class Stream:
             self._awaited = [one for one in (*self._awaited, work) if not one.over.is_set()]
 
     def moment(self) -> Reached:
+        if (place := getattr(self._elsewhere, "place", None)) is not None:
+            return cast("Reached", place)
         with self._lock:
             return Reached(time.monotonic(), tuple(self._awaited))
+
+    def place(self) -> contextlib.AbstractContextManager[None]:
+        return self._behind(self.moment())
+
+    @contextlib.contextmanager
+    def _behind(self, place: Reached) -> Iterator[None]:
+        self._elsewhere.place = place
+        try:
+            yield
+        finally:
+            self._elsewhere.place = None
 
     def synchronise(self) -> None:
         with self._lock:
@@ -280,6 +295,8 @@ class Double:
 class DoubleCommunicator:
     """As `rackrun.worker.nccl`."""
 
+    batches = True
+
     def __init__(self, host: GlooCommunicator, device: GlooCommunicator, stream: Stream, mode: str) -> None:
         self._on_host, self._on_device = host, device
         host.watch()
@@ -315,6 +332,7 @@ class Queue:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.mark, self.moment, self.synchronise = stream.mark, stream.moment, stream.synchronise
+        self.place = stream.place
 
     def stream(self) -> int:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.core.ids import Generation
+from rackrun.worker.deferred import DeferredWork
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.world import World
 
@@ -84,3 +86,38 @@ def test_an_error_of_the_transport_breaks_the_generation(group: ElasticGroup, wo
     group.allreduce([tensor]).wait()
     assert world.broken
     assert torch.equal(tensor, torch.full((3,), 2.0)), "every peer equals this one"
+
+
+# -- calls that begin later than they are made
+def late(group: ElasticGroup, error: Exception) -> DeferredWork:
+    """What a collective of ``group`` returns that has been called before there is a communicator; ``error`` is what its call raises then."""
+
+    def call() -> list[dist.Work]:
+        raise error
+
+    work = DeferredWork(call, contextlib.nullcontext(), has_future=False)
+    answers(group, lambda *_, **__: work)
+    return work
+
+
+def test_wrong_arguments_of_a_call_that_begins_late_are_the_scripts_error(group: ElasticGroup, world: World) -> None:
+    begun = late(group, RuntimeError("ProcessGroupGloo::allreduce: invalid tensor type"))
+    work = group.allreduce([torch.ones(3)])
+    begun.begin()
+    begun.show()
+    with pytest.raises(RuntimeError, match="invalid tensor type"):
+        work.wait()
+    assert not world.broken
+
+
+def test_a_communicator_that_is_broken_before_a_call_could_begin_breaks_the_generation(
+    group: ElasticGroup, world: World
+) -> None:
+    begun = late(group, AssertionError("it never begins"))
+    tensor = torch.ones(3)
+    work = group.allreduce([tensor])
+    begun.fail(RuntimeError("the communicator was broken"))
+    begun.begin()
+    assert work.wait()
+    assert world.broken
+    assert tensor.tolist() == [2.0, 2.0, 2.0], "a loopback"

@@ -294,6 +294,16 @@ def test_a_number_that_is_no_sockets_any_more_is_let_go_of(tmp_path: Path) -> No
         assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_rank_whose_group_is_being_built_is_on_its_way(alone: World) -> None:
+    alone.look_at_device()
+    since_ns = alone.page.since_ns
+    alone.look_at_device()
+    assert alone.page.since_ns == since_ns
+    with alone.handshakes.one():
+        alone.look_at_device()
+    assert alone.page.since_ns > since_ns
+
+
 def test_a_host_that_waits_for_its_device_says_so_meanwhile(alone: World) -> None:
     """It polls, which is no work."""
     seen: list[int] = []

@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rackrun.link.exchange import ExchangeServer
 from rackrun.worker import builder
 from rackrun.worker.builder import Builder
+from rackrun.worker.handshakes import Handshakes
+from rackrun.worker.on_demand import OnDemand
 
 TOKEN = "token"
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RACKRUN_EAGER_RANKS", raising=False)
 
 
 @pytest.fixture
@@ -102,6 +110,76 @@ def test_a_group_of_one_rank_needs_none(exchange: str) -> None:
     assert built.over
     assert built.error is None
     assert not built.communicators
+
+
+def test_a_large_group_is_not_built_before_somebody_calls_for_it(
+    exchange: str, monkeypatch: pytest.MonkeyPatch, handshakes: dict[str, Callable[[], Any]]
+) -> None:
+    """Who builds waits for nobody: the other rank does not come."""
+    monkeypatch.setenv("RACKRUN_EAGER_RANKS", "2")
+    handshakes["large"] = lambda: pytest.fail("nobody has called for it")
+    large = group("large", 0, [0, 1, 2])
+    built, heard = build(exchange, [large])
+    heard.over.wait()
+    built.join()
+    assert built.error is None
+    assert isinstance(built.communicators[large], OnDemand)
+    built.abandon()
+
+
+def test_a_large_group_that_was_overtaken_is_broken(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RACKRUN_EAGER_RANKS", "1")
+    one = group("large", 0)
+    built, _ = build(exchange, [one])
+    built.join()
+    work = built.communicators[one].call("barrier", dist.BarrierOptions())
+    built.abandon()
+    with pytest.raises(RuntimeError, match="was broken"):
+        work.wait()
+
+
+def test_two_ranks_that_call_for_a_large_group_build_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RACKRUN_EAGER_RANKS", "1")
+    found, works = [], []
+    for rank in range(2):
+        one = group("large", rank)
+        built, _ = build(exchange, [one])
+        built.join()
+        values = torch.full((1,), rank + 1.0)
+        found.append((built, values))
+        works.append(built.communicators[one].call("allreduce", [values], dist.AllreduceOptions()))
+    for work in works:
+        work.wait()
+    assert [values.item() for _, values in found] == [3.0, 3.0]
+    for built, _ in found:
+        built.abandon()
+
+
+def test_the_handshake_of_a_large_group_is_no_stall_and_the_wait_for_its_members_may_be_one(
+    exchange: str, monkeypatch: pytest.MonkeyPatch, handshakes: dict[str, Callable[[], Any]]
+) -> None:
+    monkeypatch.setenv("RACKRUN_EAGER_RANKS", "1")
+    seen, counts = [], Handshakes()
+
+    def handshake() -> Any:
+        seen.append(counts.are_under_way)
+        raise RuntimeError("that was all")
+
+    handshakes["large"] = handshake
+    works = []
+    for rank in range(2):
+        one = group("large", rank)
+        plan: Any = SimpleNamespace(generation=7, store=exchange)
+        built = Builder(plan, [one], torch.device("cpu"), TOKEN, handshakes=counts)
+        built.start()
+        built.join()
+        works.append(built.communicators[one].call("barrier", dist.BarrierOptions()))
+        assert rank or not counts.are_under_way, "the other has not come"
+    for work in works:
+        with pytest.raises(RuntimeError, match="that was all"):
+            work.wait()
+    assert seen == [True, True]
+    assert not counts.are_under_way
 
 
 def test_that_one_group_cannot_be_built_is_told_while_others_still_wait(

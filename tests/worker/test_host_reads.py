@@ -47,6 +47,7 @@ ALLOWED = {
     "exact.py ExactReduction._add": EXACT,
     "exact.py ExactReduction._read": EXACT,
     "exact.py ExactReduction.settle": EXACT,
+    "group.py ElasticGroup.largest": EXACT,
     "exactly_once.py ExactlyOnce.check_complete": HOST,
     "fixed_point.py _InChunks.add": HOST,
     "fixed_point.py _InChunks.read_segments": HOST,

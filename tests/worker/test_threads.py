@@ -29,6 +29,7 @@ FIRST = {
     ("worker/nccl.py", "connect"): "connect",
     ("worker/nccl.py", "self._end"): "_end",
     ("worker/nccl_warmup.py", "_warm"): "_warm",
+    ("worker/on_demand.py", "self._build_part"): "_build_part",
     ("worker/refill.py", "pool"): "",
     ("worker/world.py", "_drop"): "_drop",
     ("worker/world.py", "run"): "run",
@@ -52,6 +53,7 @@ ON_HOST = {
     ("worker/durable.py", "bar"): "files",
     ("worker/durable.py", "self._look_at"): "files",
     ("worker/durable.py", "self._probation.confirm"): "files",
+    ("worker/on_demand.py", "partial(_tell, futures)"): "futures",
     ("worker/restore.py", "pool"): "from memory of the host to memory of the host",
     ("worker/tensor_bytes.py", "pool"): "tensors of the host",
 }
