@@ -240,3 +240,28 @@ def test_a_coalescing_manager_gives_what_its_collectives_would(
     for said in ended.said.values():
         assert said["sums"] == [[6.0] * 3, [6.0] * 5]
         assert said["wholes"] == [[3.0 * place + 3 for place in range(6)]] * 2
+
+
+def test_a_phase_left_inside_of_a_coalescing_manager_is_done_again_whole(train: Train) -> None:
+    """torch's manager does not see that it is left: collectives after it would only be written down."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def phase() -> None:
+            total, each = torch.ones(1), [torch.zeros(1) for _ in range(run.world_size)]
+            dist.all_reduce(total)
+            with dist._coalescing_manager(device=run.device):
+                dist.all_gather(each, total)
+            say(total=total.item(), each=[tensor.item() for tensor in each])
+
+        run.every(4, phase)
+        fit(run, model, adam(model))
+
+    reference = train(main)
+    lived = reference.moments[1]
+    enters = [i for i, what in enumerate(lived) if what.startswith("enters a collective after Position(step=3")]
+    ended = train(main, kill={1: enters[1]})
+    assert not ended.differences(reference), f"{lived[enters[0] : enters[1] + 3]}\n{ended}"
+    assert all(said == {"total": 3.0, "each": [3.0] * 3} for said in ended.said.values()), ended
+    assert ended.plans, f"nobody died\n{ended}"

@@ -25,6 +25,7 @@ __all__ = [
     "divide_alike",
     "freeze",
     "hook",
+    "hook_states",
     "ignored_by",
     "install",
     "missing",
@@ -114,6 +115,12 @@ def hook(
             remedy='do not register one, or use reduction="fast".',
         ) from error
     return held.clear
+
+
+def hook_states(module: DistributedDataParallel) -> list[object]:
+    """What the script's communication hooks keep from one step to the next: the error that PowerSGD feeds back, say."""
+    states = [state for _, state in getattr(module, "_comm_hooks", ())]
+    return [state for state in states if state is not None and not isinstance(state, dist.ProcessGroup)]
 
 
 def divide_alike(module: DistributedDataParallel) -> None:
