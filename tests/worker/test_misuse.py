@@ -109,6 +109,15 @@ def untracked_optimizer(run: Run) -> None:
         step(number)
 
 
+def wrong_shapes_by_a_future(run: Run) -> None:
+    model = ddp(run)
+
+    def after(_: int) -> None:
+        dist.reduce_scatter_tensor(torch.empty(3), torch.zeros(8), async_op=True).get_future().wait()
+
+    fit(run, model, adam(model), after=after)
+
+
 def in_a_thread(call: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
         return pool.submit(call).result()
@@ -210,6 +219,7 @@ def wrong_shapes(run: Run) -> None:
         (sharded_gradients_not_cleared, "were not cleared"),
         (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
+        (wrong_shapes_by_a_future, "shape|size"),
         (thread_in_a_step, r"allreduce.*a thread of the script's own \(side_0\)"),
         (looped(thread_between_steps), r"allreduce.*a thread of the script's own \(side_0\)"),
         pytest.param(
