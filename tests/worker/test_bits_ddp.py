@@ -453,6 +453,15 @@ def test_the_mean_over_three_ranks_is_rounded_alike_by_who_takes_over(main: Scri
     assert ended.plans, f"nobody died\n{ended}"
 
 
+def test_gradients_cleared_in_place_are_not_taken_for_those_of_the_step_before(train: Train) -> None:
+    """A step that is lost at its gate has not cleared them yet, and is done again with the same tensors, which are zeros."""
+    reference = train(bucket_views_cleared_in_place, ranks=3)
+    lived = reference.moments[1]
+    gate = next(index for index, what in enumerate(lived) if what.startswith("passed the gate of Position(step=4,"))
+    ended = train(bucket_views_cleared_in_place, ranks=3, kill={1: gate - 1})
+    assert not ended.differences(reference), f"{lived[gate - 1]}\n{ended}"
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 5))])
 def test_batch_norm_is_exact_wherever_two_die_one_after_the_other(seed: int, train: Train) -> None:
     reference = train(batch_norm)
