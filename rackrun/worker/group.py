@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from rackrun.errors import StepError
 from rackrun.worker.deferred import DeferredWork
 from rackrun.worker.gate_tree import WithGateTree, on_hosts
 from rackrun.worker.works import AllOf, Done, Guarded, is_misuse
@@ -52,6 +53,8 @@ class ElasticGroup(dist.ProcessGroup):
         self._asks_nobody = False
         self._name = name
         self._desc = desc
+        self._coalesced: list[dist.Work] | None = None
+        """What has been called inside of torch's coalescing manager so far."""
 
     # -- identity: torch asks under several names
     def rank(self) -> int:
@@ -129,6 +132,27 @@ class ElasticGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """See `abort`."""
 
+    # -- what torch.distributed._coalescing_manager(device=...) calls around collectives
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        """All of them as one. Each has been called already, in its turn: the backend groups none."""
+        works, self._coalesced = self._coalesced or [], None
+        return AllOf(works, [])
+
+    def leave_coalescing(self) -> None:
+        """The unit in which a coalescing manager was entered is over, and perhaps was left inside of it."""
+        self._coalesced = None
+
+    def _check_not_coalesced(self, tensors: Tensors) -> None:
+        """Called one by one, two ranks that both send first would wait for each other."""
+        if self._coalesced is not None and self.batches(tensors[0].device):
+            raise StepError(
+                "a send or a receive was called inside of torch.distributed._coalescing_manager, which groups collectives only here.",
+                remedy="give them to torch.distributed.batch_isend_irecv.",
+            )
+
     # -- collectives
     @_not_compiled
     def _run(
@@ -167,6 +191,23 @@ class ElasticGroup(dist.ProcessGroup):
         if self._asks_nobody:
             loopback()
             return Done(result)
+        work = self._call(name, result, loopback, call, then, on_host=on_host, synchronous=synchronous, torn=torn)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _call(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        call: Callable[[Communicator, bool], dist.Work | None],
+        then: Callable[[], None] | None,
+        *,
+        on_host: bool,
+        synchronous: bool,
+        torn: Any,
+    ) -> dist.Work:
         world = self.world
         generation = world.enter_collective(self, name, result)
         entered, communicator = world.progress.newest, self.communicator
@@ -395,9 +436,11 @@ class ElasticGroup(dist.ProcessGroup):
         return self._run("scatter", outputs, loopback, outputs, inputs, opts or dist.ScatterOptions())
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        self._check_not_coalesced(tensors)
         return self._run("send", tensors, _nothing, tensors, peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        self._check_not_coalesced(tensors)
         return self._run("recv", tensors, lambda: _zero(tensors), tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:

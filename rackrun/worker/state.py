@@ -93,6 +93,11 @@ class TrackedState:
         return any(isinstance(parameter, DTensor) for parameter in self.parameters())
 
     # -- gradients
+    def divide_alike(self) -> None:
+        """The mean over the ranks is rounded in the same way by who has gone on and by who took over."""
+        for wrapper in self.wrappers():
+            ddp.divide_alike(wrapper)
+
     def synchronise_gradients(self, last: bool) -> None:
         """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
         for wrapper in self.wrappers():

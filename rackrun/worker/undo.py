@@ -121,6 +121,7 @@ class Undo:
         self._begun_with: Sequence[torch.Tensor] = ()
         """All parameters when the unit began, and of each in turn:"""
         self._requires_grad: list[bool] = []
+        self._cleared_before = -1
         self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
         self._cleared = -1
@@ -210,6 +211,7 @@ class Undo:
         self._had_grads = [gradient is not None for gradient in gradients]
         found = compress(zip(parameters, gradients, strict=True), self._had_grads)
         self._grads_found = [(p, weakref.ref(gradient)) for p, gradient in islice(found, _GRADS_LOOKED_AT)]
+        self._cleared_before = self._cleared
 
     def _look(self) -> _Look:
         known, self._looked_at = self._looked_at, None
@@ -404,6 +406,7 @@ class Undo:
 
         ``backward_open``: it was left before all of its backward passes had ended.
         """
+        self._cleared = self._cleared_before  # the next attempt is judged as this one was
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
         for parameter, requires_grad in zip(self._begun_with, self._requires_grad, strict=True):

@@ -202,6 +202,8 @@ class UnitRunner:
         self._last_step = total - 1
         if self._exact is not None:
             self._exact.attach()
+        else:
+            self._state.divide_alike()
         if self._batches.scale is not None:
             self._state.track("rackrun.batches", self._batches)
             for name, optimizer in self._state.optimizers.items():

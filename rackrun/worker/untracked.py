@@ -2,7 +2,8 @@
 
 What is meant to be kept (modules, things with ``state_dict`` and ``load_state_dict``) and changes is refused; of tensors, numbers and
 generators it is only said, because they may be there to be shown. Names come from the function's closure, globals and arguments.
-A change counts when it is seen twice: caches are filled once.
+A change counts when it is seen twice: caches are filled once. The state of a communication hook
+of DDP belongs to it as well, whoever wrote the hook.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rackrun.worker.compat import ddp
 from rackrun.worker.data_generators import GENERATORS, state_of
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import local_part
@@ -133,6 +135,11 @@ class _Walk:
             if not isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):  # another in each call
                 for path, thing, kept in self._value(name, value, 0):
                     yield path, name, thing, kept
+        for hook_state in (one for wrapper in self._state.wrappers() for one in ddp.hook_states(wrapper)):
+            name = type(hook_state).__name__
+            for key, value in () if is_kept(hook_state, self._state) else _attributes(hook_state):
+                for path, thing, kept in self._value(f"{name}.{key}", value, 1):
+                    yield path, name, thing, kept
 
     def _value(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, Any, bool]]:
         if depth > _DEPTH_MAX or self._left <= 0:
@@ -220,6 +227,14 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
     for name in code.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def _attributes(of: object) -> Iterator[tuple[str, Any]]:
+    """Also those in ``__slots__``."""
+    slots = [name for one in type(of).__mro__ for name in getattr(one, "__slots__", ())]
+    for name in [*slots, *getattr(of, "__dict__", ())]:
+        if hasattr(of, name):
+            yield name, getattr(of, name)
 
 
 def _mark(thing: Any, state: TrackedState) -> object:

@@ -159,8 +159,14 @@ class Guarded(dist.Work):
             inner.value()
         except RuntimeError as error:
             self._settle(error)
-        else:
+            return
+        try:
             self._settle(None)
+        except (
+            RuntimeError
+        ) as misuse:  # tensors that do not fit: nobody hears of it here, and who waits would wait for ever
+            assert self._future is not None, "a callback without a future"
+            self._future.set_exception(misuse)
 
     def _settle(self, error: Exception | None) -> None:
         with self._settling:

@@ -27,6 +27,7 @@ from rackrun.link.exchange import ExchangeUnreachable
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.communicator import OWN_FAULTS
+from rackrun.worker.compat import c10d
 from rackrun.worker.deals import Deals
 from rackrun.worker.device_queue import Moment, queue_of, wait_until
 from rackrun.worker.device_return import DeviceReturn
@@ -216,6 +217,8 @@ class World:
     # -- collectives
     def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
         """The generation to run in; None for a loopback into ``result``."""
+        if threading.get_ident() != threading.main_thread().ident:
+            self._refuse_thread(name)
         if self.scope is Scope.OUTSIDE and self.size > 1:
             raise StepError(
                 "a collective was called outside steps and phases, where a lost peer could not be replaced.",
@@ -244,6 +247,22 @@ class World:
             self.broke_late(result)
         self.leave_phase()
         return None
+
+    def _refuse_thread(self, name: str) -> None:
+        """A thread that the script has started calls a collective in a step, or between two units: on which side of a gate it comes is a matter
+        of time, other on every rank, and who takes a rank over has no such thread. A phase may wait for its threads (an asynchronous
+        checkpoint). Autograd's threads, and those that call back when a collective is over, are no threads of Python's."""
+        if self.size == 1 or self.in_phase or self.scope not in {Scope.UNIT, Scope.OUTSIDE}:
+            return
+        thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread) or thread.name.startswith("rackrun-"):
+            return
+        raise StepError(
+            f"a collective ({name}) was called by a thread of the script's own ({thread.name}), and no phase was waiting for it: when a rank is "
+            "lost, it could not be called again.",
+            remedy="call it in the main thread. A function of run.every or run.at_end may use a thread if it waits for it, as in "
+            "torch.distributed.checkpoint.async_save(...).result(). Checkpoints beside training: rackrun --checkpoint-dir.",
+        )
 
     def _check_whole(self) -> None:
         """Before run.steps(): what a loopback gives would be kept."""
@@ -303,8 +322,8 @@ class World:
         received may be garbage."""
         if self.queue.is_host:
             return False
-        built = [group.communicator for group in self.groups if group.communicator is not None]
-        return any(communicator.lost_a_peer() for communicator in built)  # the first, of all ranks, may be built on demand
+        # that of all ranks sees all of them; where it is built on demand, the others do
+        return any(group.communicator.lost_a_peer() for group in self.groups if group.communicator is not None)
 
     def led_astray(self, error: Exception) -> bool:
         """Whether what the script has raised may come of a break: of loopbacks' values, or of a lost peer's garbage."""
@@ -470,6 +489,9 @@ class World:
         self.scope = Scope.UNIT
         self.unit_passed = self.updated = False
         self.after_update = None
+        c10d.leave_coalescing()
+        for group in self.groups:
+            group.leave_coalescing()
 
     def passes_over(self) -> None:
         """Of the unit in hand: what comes now, all do once."""

@@ -272,6 +272,7 @@ class Double:
         self._calls.put(None)
         self._thread.join()
 
+    @torch.no_grad()  # a collective is no operation of autograd's: it may write to a parameter
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             together, work, reached = call

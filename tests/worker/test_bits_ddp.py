@@ -37,6 +37,24 @@ def bucket_views(run: Run) -> None:
     fit(run, model, adam(model))
 
 
+def bucket_views_cleared_in_place(run: Run) -> None:
+    """Its gradients stay the views that they are, from step to step; those of a process that takes over are None."""
+    model = ddp(run, gradient_as_bucket_view=True)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for number in run.steps(STEPS):
+        step(number)
+
+
 def compiled(run: Run) -> None:
     model = ddp(run)
     fit(run, torch.compile(model, backend="aot_eager"), adam(model))  # type: ignore[arg-type]
@@ -422,6 +440,26 @@ def test_deaths_of_rank_0_and_of_another_do_not_change_a_bit(main: Script, train
     ended = train(main, kill=deaths)
     assert not ended.differences(reference), f"{ended.differences(reference)}\n{deaths}\n{ended}"
     assert ended.plans, f"nobody died\n{ended}"
+
+
+@pytest.mark.parametrize("main", [bucket_views, bucket_views_cleared_in_place], ids=lambda main: main.__name__)
+def test_the_mean_over_three_ranks_is_rounded_alike_by_who_takes_over(main: Script, train: Train) -> None:
+    """torch divides a gradient that is the bucket's view by 3, and multiplies one that was None by a third, which is rounded otherwise."""
+    reference = train(main, ranks=3)
+    lived = reference.moments[1]
+    dies_at = next(index for index, what in enumerate(lived) if what.startswith("committed Position(step=3,"))
+    ended = train(main, ranks=3, kill={1: dies_at + 1})
+    assert not ended.differences(reference), f"{lived[dies_at + 1]}\n{ended}"
+    assert ended.plans, f"nobody died\n{ended}"
+
+
+def test_gradients_cleared_in_place_are_not_taken_for_those_of_the_step_before(train: Train) -> None:
+    """A step that is lost at its gate has not cleared them yet, and is done again with the same tensors, which are zeros."""
+    reference = train(bucket_views_cleared_in_place, ranks=3)
+    lived = reference.moments[1]
+    gate = next(index for index, what in enumerate(lived) if what.startswith("passed the gate of Position(step=4,"))
+    ended = train(bucket_views_cleared_in_place, ranks=3, kill={1: gate - 1})
+    assert not ended.differences(reference), f"{lived[gate - 1]}\n{ended}"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.stories) for seed in range(1, 5))])

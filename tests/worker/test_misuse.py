@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -108,6 +109,31 @@ def untracked_optimizer(run: Run) -> None:
         step(number)
 
 
+def wrong_shapes_by_a_future(run: Run) -> None:
+    model = ddp(run)
+
+    def after(_: int) -> None:
+        dist.reduce_scatter_tensor(torch.empty(3), torch.zeros(8), async_op=True).get_future().wait()
+
+    fit(run, model, adam(model), after=after)
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
+        return pool.submit(call).result()
+
+
+def thread_in_a_step(run: Run) -> None:
+    model = ddp(run)
+    mean = torch.zeros(1)
+    fit(run, model, adam(model), after=lambda _: in_a_thread(lambda: dist.all_reduce(mean)))
+
+
+def thread_between_steps(run: Run, step: Any, number: int) -> None:
+    step(number)
+    in_a_thread(lambda: dist.all_reduce(torch.zeros(1)))
+
+
 def too_little_data(run: Run) -> None:
     run.loader(Samples(count=5))
 
@@ -193,6 +219,9 @@ def wrong_shapes(run: Run) -> None:
         (sharded_gradients_not_cleared, "were not cleared"),
         (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
+        (wrong_shapes_by_a_future, "shape|size"),
+        (thread_in_a_step, r"allreduce.*a thread of the script's own \(side_0\)"),
+        (looped(thread_between_steps), r"allreduce.*a thread of the script's own \(side_0\)"),
         pytest.param(
             wrong_shapes,
             "invalid tensor size|same dtype|shape",
@@ -205,6 +234,18 @@ def wrong_shapes(run: Run) -> None:
 def test_a_broken_rule_is_named(main: Callable[[Run], None], words: str, train: Train) -> None:
     message = said(train, main)
     assert re.search(words, message), message
+
+
+def test_a_phase_may_use_a_thread_that_it_waits_for(train: Train) -> None:
+    def main(run: Run) -> None:
+        model = ddp(run)
+        run.every(2, lambda: in_a_thread(lambda: dist.all_reduce(torch.zeros(1))))
+        fit(run, model, adam(model))
+
+    reference = train(main)
+    assert reference.exit_code == 0, reference
+    ended = train(main, kill={1: moments(reference, 1, "thread")[0]})
+    assert not ended.differences(reference), ended
 
 
 def test_a_static_graph_trains_with_one_micro_batch_for_each_rank(train: Train) -> None:

@@ -204,3 +204,64 @@ def test_objects_and_asynchronous_checkpoints(
         assert said["named"] == ["from rank 0"]
         assert said["gathered"] == [[rank, STEPS - 1] for rank in range(3)]
     assert (tmp_path / "saved" / ".metadata").exists()
+
+
+def coalesced(run: Run) -> None:
+    """As a distributed optimizer of the script's own reduces and gathers: all its buffers in one call."""
+    model = ddp(run)
+    rows = torch.arange(2.0 * run.world_size) + run.rank
+
+    def after(step: int) -> None:
+        sums = [torch.full((size,), 1.0 + run.rank) for size in (3, 5)]
+        parts, wholes = [torch.empty(2) for _ in range(2)], [torch.empty(2 * run.world_size) for _ in range(2)]
+        with dist._coalescing_manager(device=run.device, async_ops=True) as works:
+            for tensor in sums:
+                dist.all_reduce(tensor)
+        works.wait()
+        with dist._coalescing_manager(device=run.device):
+            for part in parts:
+                dist.reduce_scatter_tensor(part, rows)
+        with dist._coalescing_manager(device=run.device):
+            for whole, part in zip(wholes, parts, strict=True):
+                dist.all_gather_into_tensor(whole, part)
+        say(sums=[tensor.tolist() for tensor in sums], wholes=[tensor.tolist() for tensor in wholes])
+
+    fit(run, model, adam(model), after=after)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_coalescing_manager_gives_what_its_collectives_would(
+    mode: str | None, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode is not None:
+        monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
+    ended = train(coalesced, kill={1: "enters a collective after Position(step=4"})
+    assert ended.exit_code == 0, ended
+    for said in ended.said.values():
+        assert said["sums"] == [[6.0] * 3, [6.0] * 5]
+        assert said["wholes"] == [[3.0 * place + 3 for place in range(6)]] * 2
+
+
+def test_a_phase_left_inside_of_a_coalescing_manager_is_done_again_whole(train: Train) -> None:
+    """torch's manager does not see that it is left: collectives after it would only be written down."""
+
+    def main(run: Run) -> None:
+        model = ddp(run)
+
+        def phase() -> None:
+            total, each = torch.ones(1), [torch.zeros(1) for _ in range(run.world_size)]
+            dist.all_reduce(total)
+            with dist._coalescing_manager(device=run.device):
+                dist.all_gather(each, total)
+            say(total=total.item(), each=[tensor.item() for tensor in each])
+
+        run.every(4, phase)
+        fit(run, model, adam(model))
+
+    reference = train(main)
+    lived = reference.moments[1]
+    enters = [i for i, what in enumerate(lived) if what.startswith("enters a collective after Position(step=3")]
+    ended = train(main, kill={1: enters[1]})
+    assert not ended.differences(reference), f"{lived[enters[0] : enters[1] + 3]}\n{ended}"
+    assert all(said == {"total": 3.0, "each": [3.0] * 3} for said in ended.said.values()), ended
+    assert ended.plans, f"nobody died\n{ended}"

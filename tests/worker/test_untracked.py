@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from harness import Ended
+from scripts import adam, ddp, fit
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from rackrun.worker.run import Run
 from rackrun.worker.script_checks import _elements
 from rackrun.worker.state import TrackedState
 from rackrun.worker.untracked import Untracked
@@ -67,3 +73,32 @@ def test_of_a_sparse_gradient_those_elements_count_that_are_there() -> None:
     table = torch.nn.Embedding(100, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
     assert _elements([table.weight]) == 6
+
+
+def test_what_a_hook_of_ddp_feeds_back_is_untracked_unless_it_is_tracked(
+    train: Callable[..., Ended], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own PowerSGD, too: a process that takes over would compress nothing while the others do, and feed back no error."""
+
+    class Kept(powerSGD_hook.PowerSGDState):
+        def state_dict(self) -> dict[str, Any]:
+            return {"iter": self.iter, "errors": self.error_dict}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.iter, self.error_dict = state["iter"], state["errors"]
+
+    def compressed(state_class: type[powerSGD_hook.PowerSGDState], **tracked: Any) -> Callable[[Run], None]:
+        def main(run: Run) -> None:
+            model = ddp(run)
+            state = state_class(None, start_powerSGD_iter=100)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            fit(run, model, adam(model), **dict.fromkeys(tracked, state))
+
+        return main
+
+    ended = train(compressed(powerSGD_hook.PowerSGDState), ranks=2, batch=(4, 2))
+    assert ended.exit_code == 0, ended
+    assert "the step function changes PowerSGDState.iter" in capfd.readouterr().err
+    ended = train(compressed(Kept, compression=True), ranks=2, batch=(4, 2))
+    assert ended.exit_code == 0, ended
+    assert "which run.track was not given" not in capfd.readouterr().err

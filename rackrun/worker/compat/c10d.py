@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["adopt_default_group", "forget_groups", "install", "missing", "promote_groups", "register_backend"]
+__all__ = [
+    "adopt_default_group",
+    "forget_groups",
+    "install",
+    "leave_coalescing",
+    "missing",
+    "promote_groups",
+    "register_backend",
+]
 
 _elastic = False
 _destroy: Callable[[], None] = dist.destroy_process_group
@@ -54,6 +62,11 @@ def install() -> None:
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
         module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
     warnings.filterwarnings("ignore", message=".*barrier\\(\\): using the device under current context.*")
+
+
+def leave_coalescing() -> None:
+    """A unit that was left inside of torch's coalescing manager has left that open: collectives would only be written down from then on."""
+    c10d._world.pg_coalesce_state.clear()
 
 
 def _as_operation(one: dist.P2POp) -> tuple[str, torch.Tensor, int, int]:

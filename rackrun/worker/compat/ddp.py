@@ -22,8 +22,10 @@ from rackrun.errors import StepError
 __all__ = [
     "begin",
     "clear",
+    "divide_alike",
     "freeze",
     "hook",
+    "hook_states",
     "ignored_by",
     "install",
     "missing",
@@ -37,6 +39,8 @@ def missing() -> list[str]:
     needed = ("_build_params_for_reducer",)
     reducer = ("_push_all_rebuilt_params", "_rebuild_buckets", "_reset_state")
     found = [f"DistributedDataParallel.{name} is gone" for name in needed if not hasattr(DistributedDataParallel, name)]
+    if not hasattr(dist, "_register_builtin_comm_hook"):
+        found.append("torch.distributed._register_builtin_comm_hook is gone")
     return found + [
         f"Reducer.{name} is gone" for name in reducer if not hasattr(torch._C._distributed_c10d.Reducer, name)
     ]
@@ -111,6 +115,26 @@ def hook(
             remedy='do not register one, or use reduction="fast".',
         ) from error
     return held.clear
+
+
+def hook_states(module: DistributedDataParallel) -> list[object]:
+    """What the script's communication hooks keep from one step to the next: the error that PowerSGD feeds back, say."""
+    states = [state for _, state in getattr(module, "_comm_hooks", ())]
+    return [state for state in states if state is not None and not isinstance(state, dist.ProcessGroup)]
+
+
+def divide_alike(module: DistributedDataParallel) -> None:
+    """Have DDP round the mean over the ranks in one way, whatever a gradient was before the backward pass. At run.steps(), when no
+    other hook of ours will be registered.
+
+    With ``gradient_as_bucket_view=True`` torch's reducer divides a gradient by the number of ranks where it is the bucket's view
+    already (``zero_grad(set_to_none=False)`` leaves it one), and multiplies it by the reciprocal where it was None: other bits, unless
+    the number is a power of two. A newcomer's gradients are None, and so are all after a resume. torch's own hook always divides.
+    """
+    if not module.gradient_as_bucket_view:
+        return
+    with contextlib.suppress(RuntimeError):  # with a hook of the script's own the reducer divides nothing
+        dist._register_builtin_comm_hook(module.reducer, dist.BuiltinCommHookType.ALLREDUCE)
 
 
 def reduced_by(module: DistributedDataParallel) -> Sequence[nn.Parameter]:
