@@ -12,7 +12,7 @@ from typing import Any, Literal
 __all__ = [
     "FIRST",
     "MODES",
-    "SECTIONS",
+    "MODULES",
     "Check",
     "Context",
     "Found",
@@ -27,23 +27,14 @@ __all__ = [
 Mode = Literal["one", "box", "dry"]
 MODES: tuple[Mode, ...] = ("one", "box", "dry")
 
-SECTIONS = {
-    "A": "env",
-    "B": "primitives",
-    "C": "nccl",
-    "D": "shared",
-    "E": "overhead",
-    "F": "processes",
-    "G": "processes",
-    "H": "box",
-}
-"""Letter of a check -> module of this package that has it."""
+MODULES = ("env", "primitives", "nccl", "relied_on", "shared", "overhead", "processes", "box")
+"""Of this package, with checks in them: A, B, C, C from C8 on, D, E, F and G, H."""
 
 _OF_MODE: dict[Mode, str] = {"one": "ABCDEFG", "box": "AH", "dry": "ABCDEFG"}
 
 FIRST = (
-    *("A1", "A2", "D0", "D7", "D1", "B4", "B8", "B9", "C1", "C8", "C9", "C10", "C11", "C12"),
-    *("A3", "A4", "A6", "B5", "B7", "C2", "C5", "C6", "D8", "D9", "D11", "E8", "E9"),
+    *("A1", "A2", "D0", "D7", "D1", "B4", "B8", "B9", "C1", "C8", "C9", "C10", "C11", "C12", "C14", "C13"),
+    *("A3", "A4", "A6", "B5", "B7", "C4", "C2", "C5", "C6", "D8", "D9", "D11", "E8", "E9"),
     *("D2", "D3", "D5", "D6", "F6", "D4", "F2", "E1", "E2", "E7", "E3", "E4", "E5", "D10", "F8"),
     *("H5", "H2", "H1", "H3", "H6", "H9", "H7", "H12", "H4"),
 )
@@ -159,7 +150,7 @@ def check(
 
 def load(modules: Iterable[str] = ()) -> list[Check]:
     """All checks of ``modules``, by default the kit's own, in order: A1, A2, ... H11."""
-    names = list(modules) or [f"benchmarks.gpu.{name}" for name in dict.fromkeys(SECTIONS.values())]
+    names = list(modules) or [f"benchmarks.gpu.{name}" for name in MODULES]
     for name in names:
         importlib.import_module(name)
     return sorted((one for one in _CHECKS.values() if one.module in names), key=_order)

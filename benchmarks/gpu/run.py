@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mode: Mode = _mode_of(facts) if options.mode == "auto" else options.mode
         if mode != "dry" and not facts["gpus"]:
             parser.error(f"--mode {mode} needs a GPU, and torch sees none: {facts['no_gpu']}")
+        if mode == "dry" and options.mode == "auto":
+            print(f"a dry run: torch sees no GPU ({facts['no_gpu']})", flush=True)
         chosen = select(checks, mode, options.only)
     except ValueError as error:
         parser.error(str(error))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from benchmarks.gpu.raw_nccl import RawNccl
 from rackrun.checkpoint import libraries, registration
@@ -17,7 +18,17 @@ from rackrun.link import exchange
 from rackrun.worker import builder, units, world
 from rackrun.worker.nccl_environment import prepare_environment
 
-__all__ = ["asynchronous", "communicator", "leave_spares_cold", "play_runtime", "prepare", "quiet_after", "raw_nccl"]
+__all__ = [
+    "as_they_are",
+    "asynchronous",
+    "communicator",
+    "gathering",
+    "leave_spares_cold",
+    "play_runtime",
+    "prepare",
+    "quiet_after",
+    "raw_nccl",
+]
 
 HANDSHAKE = timedelta(seconds=20)
 _NAP_S = 0.0005
@@ -47,6 +58,21 @@ def asynchronous() -> dist.AllreduceOptions:
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
     return options
+
+
+def gathering() -> Any:
+    """Options of a gather that is enqueued."""
+    options: Any = AllgatherOptions()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
+
+
+def as_they_are(values: torch.Tensor) -> torch.Tensor:
+    """On the host. In a dry run, as the host's memory is: the double's stream is not waited for."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().copy())
+    return values.cpu()
 
 
 def play_runtime(runtime: Any) -> None:
