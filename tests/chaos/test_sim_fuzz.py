@@ -56,6 +56,7 @@ def test_jobs_end_well_and_stop_for_reasons_in_about_equal_parts(tally: Tally) -
     assert min(tally.exits["0"], tally.exits["3"]) > SEEDS / 10, tally.exits
 
 
+@pytest.mark.stories
 def test_a_seed_is_a_run_in_whatever_process() -> None:
     """Nothing depends on the order of hashes, which differs from process to process."""
     seeds = [seed for seed in range(40) if seed % 4 == 0]

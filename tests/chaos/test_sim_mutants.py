@@ -117,6 +117,7 @@ def test_a_core_that_uses_one_generation_twice_is_found(monkeypatch: pytest.Monk
 
 
 # -- how far a rollback goes
+@pytest.mark.stories
 def test_a_core_that_goes_back_further_than_it_must_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     newest_first = verdict._candidates
     monkeypatch.setattr(verdict, "_candidates", lambda *given: newest_first(*given)[::-1])

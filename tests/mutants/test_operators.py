@@ -124,6 +124,7 @@ def test_without_time_nobody_is_said_to_have_noticed(tmp_path: Path) -> None:
     assert not alone.by
 
 
+@pytest.mark.stories
 def test_a_test_that_fails_without_the_mistake_too_or_only_once_has_noticed_nothing_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:

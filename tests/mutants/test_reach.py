@@ -51,6 +51,7 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
+@pytest.mark.stories
 def test_who_runs_a_line_is_known_also_where_another_process_does_and_when_the_line_has_moved(tree: Path) -> None:
     reach = Reach(tree.parent / "map")
     reach.learn(tree, ["part"], jobs=1)

@@ -75,6 +75,7 @@ print("all refused")
 """
 
 
+@pytest.mark.stories
 def test_symmetric_memory_is_refused_wherever_it_is_asked_for() -> None:
     script = SCRIPT.format(asks=list(ASKS.values()))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)

@@ -534,7 +534,9 @@ def stopped(step: int) -> Ended:
     ).run()
 
 
-@pytest.mark.parametrize("slots", [(0, 2, 3), pytest.param((4, 0), marks=pytest.mark.stories)])
+@pytest.mark.parametrize(
+    "slots", [pytest.param((0, 2, 3), marks=pytest.mark.stories), pytest.param((4, 0), marks=pytest.mark.stories)]
+)
 def test_a_loop_that_was_left_then_stays_left_when_main_is_entered_again(
     slots: tuple[int, ...], reshape: Reshape
 ) -> None:

@@ -152,7 +152,7 @@ class Crossing:
 
 
 class _End:
-    inner, host = "a device's", "a host's"
+    batches = True
 
     def __init__(self, between: Crossing, rank: int) -> None:
         self._between, self._rank = between, rank

@@ -321,7 +321,7 @@ def started(command: list[str], script: Path, wrap: str) -> list[str]:
         pytest.param(FSDP_WRAP, id="fsdp", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
-@pytest.mark.parametrize("store", ["of torchrun's agent", "of rank 0"])
+@pytest.mark.parametrize("store", ["of torchrun's agent", pytest.param("of rank 0", marks=pytest.mark.stories)])
 def test_a_script_trains_alike_under_python_and_under_torchrun(
     wrap: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
