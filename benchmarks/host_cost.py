@@ -5,7 +5,8 @@
     python benchmarks/host_cost.py --against /tmp/old   processor time of an older tree of this repository as well
 
 A script is one process, on one thread, and a world of one: a model of many small layers in DistributedDataParallel, 2 x 2 weights and 2 biases each, so
-that almost nothing is computed, and what is left is what hosts do.
+that almost nothing is computed, and what is left is what hosts do. Plain DDP reads the same samples through torch's DataLoader, whose place
+``run.loader`` takes.
 
 **Counts**: calls of functions in rackrun's own files in one undisturbed committed step, from `sys.setprofile`, a generator's resumption counted as
 a call. **Processor time**: every script waits for its turn, and then does a few steps; in each round every script has its turn, in an order that
