@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from benchmarks.gpu.registry import Context
-from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT
+from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT, SPARES_READY
 
 __all__ = ["SCRIPTS", "Job", "compare", "readable", "recoveries", "train"]
 
@@ -59,6 +61,7 @@ class Job:
         ]
         self._env = {**os.environ, **shares, **hidden, **played, **(env or {})}
         self._deadline = context.deadline - 2.0
+        self._spares = spares
 
     def __enter__(self) -> Job:
         with self.output.open("wb") as output:
@@ -70,7 +73,26 @@ class Job:
                 env=self._env,
                 cwd=ROOT,
             )
+        threading.Thread(target=self._tell_when_spares_are_ready, daemon=True).start()
         return self
+
+    def _tell_when_spares_are_ready(self) -> None:
+        """A rank that is lost before would not be replaced: the world would shrink, which is another training."""
+        while self.process.poll() is None and self._ready_spares() < self._spares:
+            time.sleep(0.05)
+        with contextlib.suppress(FileNotFoundError):  # the check is over, and its folder with it
+            (self.folder / SPARES_READY).touch()
+
+    def _ready_spares(self) -> int:
+        if not self._spares:
+            return 0
+        with contextlib.suppress(OSError, ValueError):  # the coordinator does not answer yet
+            endpoint = json.loads((self.folder / "out" / "endpoint.json").read_text())
+            token = (self.folder / "out" / "token").read_text().strip()
+            headers = {"Authorization": f"Bearer {token}"}
+            with urlopen(Request(f"{endpoint['url']}/api/status", headers=headers), timeout=5) as answer:
+                return sum(spare["state"] == "ready" for spare in json.load(answer)["core"]["spares"])
+        return 0
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:

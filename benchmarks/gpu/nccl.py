@@ -252,3 +252,51 @@ def misuse(context: Context) -> Found:
 )
 def capture(context: Context) -> Found:
     return _judged(_asked(context, ["captured"]))
+
+
+@check(
+    "C15",
+    "host cost of a call: NCCL's non-blocking mode over its blocking one",
+    expected="a figure",
+    limit_s=45,
+    must=False,
+    not_dry=_OF_NCCL,
+)
+def modes_of_nccl(context: Context) -> Found:
+    """Of torch's own groups. rackrun uses the blocking mode: in the other NCCL starts a thread for each call (`rackrun.worker.nccl`)."""
+    with Ranks(context, "nccl:in_both_modes", 2) as ranks:
+        told = ranks.answers()[0]
+    context.note(f"blocking {told['blocking']:.0f} us, non-blocking {told['non-blocking']:.0f} us")
+    return Found(told["non-blocking"] / told["blocking"], "times")
+
+
+def in_both_modes(rank: Rank) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.gpu import seams
+
+    host, _, port = rank.address.rpartition(":")
+    tensor = torch.ones(1024, device=rank.device)
+    took_us: dict[str, float] = {}
+    for name, blocking in (("blocking", 1), ("non-blocking", 0)):
+        store = dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.blocking = blocking
+        group = dist.ProcessGroupNCCL(store, rank.rank, rank.size, options)
+        _KEPT.append((store, group))
+        times = []
+        for number in range(320):
+            began = time.perf_counter()
+            work: Any = group.allreduce([tensor], seams.asynchronous())
+            times.append(time.perf_counter() - began)
+            work.wait()
+            if number % 20 == 19:
+                torch.cuda.synchronize()
+        took_us[name] = 1e6 * statistics.median(times[20:])
+        rank.meet(name)
+    return took_us
+
+
+_KEPT: list[Any] = []
+"""The process ends without destructors."""

@@ -39,6 +39,9 @@ class Communicator(Protocol):
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         """All of them at once, whatever their order, by the device's half. Returns one work."""
 
+    def is_over(self, work: Any) -> bool:
+        """``work`` of this communicator's has ended, as far as can be told without waiting. Any thread, also beside a break."""
+
     def lost_a_peer(self) -> bool:
         """Of the host's half, on a device: some peer has closed its end, as it does first of all when it is broken, and the system where it ends.
         What a device has received after that may be garbage."""

@@ -221,6 +221,9 @@ class WithGateTree:
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         return self._whole.batch(operations)
 
+    def is_over(self, work: dist.Work) -> bool:
+        return self._whole.is_over(work)
+
     def lost_a_peer(self) -> bool:
         return self._whole.lost_a_peer()
 

@@ -63,6 +63,9 @@ class GlooCommunicator:
     def batch(self, operations: Sequence[PointToPoint]) -> Any:
         raise NotImplementedError("gloo's sends and receives do not wait for each other, and are called one by one")
 
+    def is_over(self, work: dist.Work) -> bool:
+        return work.is_completed()
+
     def watch(self) -> None:
         """From now on `lost_a_peer` can tell."""
         for fd, inode in _sockets().items():

@@ -228,7 +228,7 @@ class ElasticGroup(dist.ProcessGroup):
             return Done(result)
         if entered.reached is not None:
             stands = work is None or (synchronous and not isinstance(work, DeferredWork))
-            world.enqueued(entered, work, synchronous=stands)
+            world.enqueued(entered, communicator, None if stands else work)
         if work is None:
             # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
             work = Done(result)

@@ -111,6 +111,16 @@ class _Nccl(ABC):
                 work = self.inner._end_coalescing()
         return work
 
+    def is_over(self, work: dist.Work) -> bool:
+        """torch holds Python's lock while it answers, and an abort holds torch's while it waits for the device: asked beside one, all threads of this
+        process would stand still, and the agent would hear no heartbeat."""
+        if not self._enqueue.acquire(blocking=False):
+            return False
+        try:
+            return not self._broken and work.is_completed()
+        finally:
+            self._enqueue.release()
+
     def lost_a_peer(self) -> bool:
         return self._gloo.lost_a_peer()
 
@@ -158,11 +168,16 @@ class _Nccl(ABC):
 
 
 class LegacyNccl(_Nccl):
+    """In NCCL's blocking mode. In the other each call starts a thread of NCCL's, and whoever asks for errors meanwhile (torch's watchdog, and
+    every ``is_completed``) ends that thread's job beside the caller, who does so too: ``ncclCommGetAsyncError`` then frees one job twice
+    (``ncclGroupJobComplete`` in NCCL's ``group.cc``, 2.28 to 2.30)."""
+
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
-        options.config.blocking = 0  # an abort must find no thread inside a blocking call
+        options.config.blocking = 0 if os.environ.get("RACKRUN_TRY_NONBLOCKING") else 1
         self._revoke: Callable[[], bool] = _cannot
+        self._left = False
         self.inner = dist.ProcessGroupNCCL(store, rank, size, options)
         self._connect_within(timeout)
         if not hasattr(self.inner, "_comm_ptr"):
@@ -173,7 +188,7 @@ class LegacyNccl(_Nccl):
             self._revoke = lambda: revoke(ctypes.c_void_p(address), 0) in _NCCL_DONE
 
     def _connect_within(self, timeout: timedelta) -> None:
-        """What is in the middle of it cannot be ended, only left. torch's own limit is of every call, and far larger."""
+        """What is in the middle of it cannot be ended, only left: it ends when a peer's sockets are closed, by its end at the latest."""
         failed: list[BaseException] = []
 
         def connect() -> None:
@@ -183,11 +198,15 @@ class LegacyNccl(_Nccl):
                 self._wait_ready()
             except BaseException as error:  # noqa: BLE001 - raised by who waits
                 failed.append(error)
+            if self._left:
+                with contextlib.suppress(RuntimeError):
+                    self.inner.abort()
 
         thread = threading.Thread(target=connect, name="rackrun-nccl-connect", daemon=True)
         thread.start()
         thread.join(timeout.total_seconds())
         if thread.is_alive():
+            self._left = True
             raise RuntimeError(f"NCCL has not connected this rank to the others within {timeout.total_seconds():g} s")
         if failed:
             raise failed[0]

@@ -117,6 +117,9 @@ class OnDemand:
 
         return self._start([self._pair(peer) for peer in peers], call, has_future=False, alone=False)
 
+    def is_over(self, work: dist.Work) -> bool:
+        return self._error is None and work.is_completed()
+
     def lost_a_peer(self) -> bool:
         """Of those that are built: what was received came over them."""
         return any(communicator.lost_a_peer() for communicator in self._built())

@@ -22,6 +22,7 @@ from rackrun.worker.device_queue import DeviceQueue, Moment
 
 if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
+    from rackrun.worker.communicator import Communicator
 
 __all__ = ["Entered", "Progress"]
 
@@ -29,7 +30,7 @@ __all__ = ["Entered", "Progress"]
 class Entered:
     """A collective that the host has called for, the ``number``-th of its generation."""
 
-    __slots__ = ("number", "over", "passed", "reached", "work")
+    __slots__ = ("communicator", "number", "over", "passed", "reached", "work")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,6 +40,8 @@ class Entered:
         """Behind the stream's wait for it; None: nobody has waited yet."""
         self.work: dist.Work | None = None
         """Until then. Not for longer: it holds the memory of its result."""
+        self.communicator: Communicator | None = None
+        """Of ``work``."""
         self.over = False
 
     def is_reached(self) -> bool:
@@ -47,12 +50,18 @@ class Entered:
     def is_passed(self) -> bool:
         if self.over:
             return True
-        passed, work = self.passed, self.work
-        return passed.passed() if passed is not None else work is not None and work.is_completed()
+        passed, work, communicator = self.passed, self.work, self.communicator
+        if passed is not None:
+            return passed.passed()
+        return work is not None and communicator is not None and communicator.is_over(work)
+
+    def enqueued(self, communicator: Communicator, work: dist.Work) -> None:
+        """Nobody has waited yet."""
+        self.communicator, self.work = communicator, work
 
     def waited(self, passed: Moment) -> None:
         self.passed = passed
-        self.work = None
+        self.work = self.communicator = None
 
 
 class Progress:

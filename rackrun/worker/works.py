@@ -189,7 +189,7 @@ class Guarded(dist.Work):
             self._future.set_result(self._result)
 
     def is_completed(self) -> bool:
-        return self._over or self._work.is_completed()
+        return self._over or (self._entered.is_passed() if self._on_device else self._work.is_completed())
 
     def is_success(self) -> bool:
         return self.is_completed()

@@ -297,15 +297,15 @@ class World:
                 remedy="capture compute only: end the capture before the collective, and begin another behind it.",
             )
 
-    def enqueued(self, entered: Entered, work: dist.Work | None, *, synchronous: bool) -> None:
-        """On the device; a ``synchronous`` one on this thread's current stream, which waits for the other ranks in it."""
+    def enqueued(self, entered: Entered, communicator: Communicator, work: dist.Work | None) -> None:
+        """On the device. ``work`` None: on this thread's current stream, which waits for the other ranks in it."""
         assert entered.reached is not None, "a collective of the device"
-        if synchronous:
+        if work is None:
             after = self.queue.moment()
             entered.waited(after)
             self.own_time.stream_waited(entered.reached, after)
         else:
-            entered.work = work
+            entered.enqueued(communicator, work)
 
     @property
     def script_reads(self) -> bool:

@@ -314,6 +314,9 @@ class DoubleCommunicator:
             raise RuntimeError("the communicator was broken")
         return self.inner
 
+    def is_over(self, work: dist.Work) -> bool:
+        return not self.inner.aborted and work.is_completed()
+
     def lost_a_peer(self) -> bool:
         return self._on_host.lost_a_peer()
 

@@ -43,13 +43,15 @@ class Asked:
     def __init__(self) -> None:
         self.over = False
 
-    def is_completed(self) -> bool:
+    def is_over(self, work: Any) -> bool:
+        assert work is self
         return self.over
 
 
 def enqueue(progress: Progress) -> tuple[Entered, Place, Asked]:
     entered, reached, work = progress.enter(), Place(), Asked()
-    entered.reached, entered.work = reached, cast("Any", work)
+    entered.reached = reached
+    entered.enqueued(cast("Any", work), cast("Any", work))
     return entered, reached, work
 
 

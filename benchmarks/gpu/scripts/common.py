@@ -21,6 +21,8 @@ __all__ = ["Record", "Strikes", "digest_of", "doubled", "local", "numbers", "sho
 
 DOUBLE = "RACKRUN_NCCL_DOUBLE"
 """As for the workers' tests: ``late`` or ``stuck``."""
+SPARES_READY = "spares-ready"
+"""A file among the flags of a job."""
 DOUBLE_AT = Path(__file__).resolve().parents[3] / "tests" / "worker" / "nccl_double.py"
 
 
@@ -77,6 +79,12 @@ class Strikes:
                     sleep_on_device(60.0)
                 else:
                     os.kill(os.getpid(), signal.SIGSTOP if one["what"] == "stop" else signal.SIGKILL)
+
+    def wait_for_spares(self) -> None:
+        """Called between two steps, where nobody waits for this rank: a spare that is still starting would not take over who is struck."""
+        deadline = float(os.environ.get("RACKRUN_KIT_DEADLINE", "inf"))
+        while self._strikes and not (self._flags / SPARES_READY).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _take(self, number: int) -> bool:
         try:

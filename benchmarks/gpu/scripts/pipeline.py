@@ -155,6 +155,7 @@ def main(run: rackrun.Run) -> None:
     for step in run.steps(ARGS.steps):
         loss, ids = train_step(step)
         record.write("done", rank=run.rank, step=int(step), loss=float(loss).hex(), ids=ids)
+        strikes.wait_for_spares()
     state = [optimizer.state[one][key] for one in part.parameters() for key in ("exp_avg", "exp_avg_sq")]
     record.write("end", rank=run.rank, weights=digest_of(part.parameters()), moments=digest_of(state))
 

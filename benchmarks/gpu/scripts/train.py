@@ -202,6 +202,7 @@ def main(run: rackrun.Run) -> None:
         loss, ids = train_step(step)
         ids = ids if ARGS.wrap != "tp" or run.rank % 2 == 0 else []  # a pair has the same samples
         record.write("done", rank=run.rank, step=int(step), loss=float(loss).hex(), ids=ids)
+        strikes.wait_for_spares()
         strikes.at("done", run.rank, int(step), record)
     memory = torch.cuda.memory_reserved(run.device) if run.device.type == "cuda" else 0
     moments = [
