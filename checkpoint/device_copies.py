@@ -6,17 +6,15 @@ here is done once for each image that lies in the same place with the same layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from rackrun.checkpoint.image import bits_of, memory_of
+from rackrun.checkpoint.image import Cuts, bits_of, memory_of, no_cuts
 from rackrun.checkpoint.layout import ImageLayout
 
 __all__ = ["DeviceCopies"]
 
-Cuts = Callable[[int, int], list[int]]
-"""Of an address and a size: where a copy to these bytes is to be cut."""
 _KEPT = 4
 """Two snapshots, and two checkpoints on their way."""
 
@@ -43,7 +41,7 @@ class _Places:
 class DeviceCopies:
     """Not for two threads at once."""
 
-    def __init__(self, cuts: Cuts = lambda _address, _size: []) -> None:
+    def __init__(self, cuts: Cuts = no_cuts) -> None:
         self._cuts = cuts
         self._kept: dict[tuple[int, bytes], _Places] = {}
 

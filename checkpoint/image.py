@@ -21,12 +21,14 @@ from rackrun.checkpoint.layout import PLAIN, Buffer, ImageLayout, TensorEntry, h
 
 __all__ = [
     "PLAIN",
+    "Cuts",
     "ImageLayout",
     "TensorEntry",
     "bits_of",
     "check_local",
     "header_bytes",
     "memory_of",
+    "no_cuts",
     "parse_image",
     "plan_image",
     "read_plain",
@@ -129,8 +131,25 @@ def read_tensor(layout: ImageLayout, name: str, payload: Buffer) -> torch.Tensor
     return _view(payload, dtype, entry.box.sizes, start)
 
 
-def read_tensors(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], payload: Buffer, threads: int = 1) -> None:
-    """Fill local tensors, all of the layout's, from ``payload``. Raises `LayoutMismatch` before anything is written."""
+Cuts = Callable[[int, int], list[int]]
+"""Of an address and a size: where a copy from or to these bytes is to be cut, in bytes from the address. See `rackrun.checkpoint.pinning`."""
+
+
+def no_cuts(address: int, size: int) -> list[int]:
+    del address, size
+    return []
+
+
+def read_tensors(
+    layout: ImageLayout,
+    tensors: Mapping[str, torch.Tensor],
+    payload: Buffer,
+    threads: int = 1,
+    *,
+    cuts: Cuts = no_cuts,
+) -> None:
+    """Fill local tensors, all of the layout's, from ``payload``. ``cuts``: where that is registered with a GPU's driver in pieces. Raises
+    `LayoutMismatch` before anything is written."""
     _check_length(layout, payload)
     for entry in layout.entries:
         check_local(entry, tensors[entry.name])
@@ -146,7 +165,7 @@ def read_tensors(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], paylo
                     end = min(at + PIECE_BYTES, stop - start)
                     pieces.append((flat[at:end], memory[start + at : start + end]))
             elif place.numel():
-                place.copy_(_view(payload, place.dtype, tuple(place.shape), start))
+                _copy_cut(place, _view(payload, place.dtype, tuple(place.shape), start), cuts)
 
     def fill(first: int) -> None:
         for into, source in pieces[first::threads]:
@@ -158,6 +177,20 @@ def read_tensors(layout: ImageLayout, tensors: Mapping[str, torch.Tensor], paylo
     with ThreadPoolExecutor(threads, "rackrun-read") as pool:
         for filled in [pool.submit(fill, first) for first in range(threads)]:
             filled.result()
+
+
+def _copy_cut(place: torch.Tensor, source: torch.Tensor, cuts: Cuts) -> None:
+    """``source`` is contiguous."""
+    at = cuts(source.data_ptr(), source.nbytes)
+    if not at:
+        place.copy_(source)
+        return
+    whole = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype, device=place.device)
+    there, here = (one.view(-1).view(torch.uint8) for one in (whole, source))
+    for start, stop in zip((0, *at), (*at, source.nbytes), strict=True):
+        there[start:stop].copy_(here[start:stop])
+    if whole is not place:
+        place.copy_(whole)
 
 
 def read_plain(layout: ImageLayout, payload: Buffer) -> bytes:

@@ -9,7 +9,7 @@ import torch
 
 from rackrun.checkpoint.device import use_device
 from rackrun.checkpoint.device_copies import DeviceCopies
-from rackrun.checkpoint.image import write_tensor, write_tensors
+from rackrun.checkpoint.image import no_cuts, write_tensor, write_tensors
 from rackrun.checkpoint.pinning import Pinning
 from rackrun.worker.image import Shard
 from rackrun.worker.reports import say
@@ -29,6 +29,10 @@ class HostCopies:
 
     def unpin(self, address: int) -> None:
         """Before that memory goes."""
+
+    def cuts(self, address: int, size: int) -> list[int]:
+        """Where a copy from or to these bytes is to be cut."""
+        return no_cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
         """The thread that trains, as the state is now: returns when ``paths`` are there."""
@@ -70,6 +74,9 @@ class _GpuCopies(HostCopies):
         with self._copying:
             self._copies.forget()
         self._pinning.unpin(address)
+
+    def cuts(self, address: int, size: int) -> list[int]:
+        return self._pinning.cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
         with self._copying:

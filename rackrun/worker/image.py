@@ -12,9 +12,11 @@ from rackrun.checkpoint.boxes import Box
 from rackrun.checkpoint.entries import entries_of
 from rackrun.checkpoint.errors import IntegrityError, LayoutMismatch
 from rackrun.checkpoint.image import (
+    Cuts,
     ImageLayout,
     TensorEntry,
     header_bytes,
+    no_cuts,
     parse_image,
     plan_image,
     read_plain,
@@ -101,12 +103,13 @@ def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
     return entry
 
 
-def load_image(state: TrackedState, payload: memoryview, threads: int = 1) -> Manifest:
-    """Put a verified image of this rank's own shard in place."""
+def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> Manifest:
+    """Put a verified image of this rank's own shard in place. ``cuts``: as of `read_tensors`."""
     layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
     manifest = manifest_in(read_plain(layout, payload))
     tensors = state.allocate(manifest)
-    read_tensors(layout, {info.path: local_part(tensors[info.path]) for info in manifest.tensors}, payload, threads)
+    local = {info.path: local_part(tensors[info.path]) for info in manifest.tensors}
+    read_tensors(layout, local, payload, threads, cuts=cuts)
     state.load_plain(manifest, tensors)
     return manifest
 

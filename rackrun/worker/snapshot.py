@@ -288,7 +288,7 @@ class Snapshots:
             reader = arena.reader(named, owner=arena.rank)
             threads = _threads_of_all()
             reader.verify(threads)
-            manifest = load_image(self._state, reader.payload, threads)
+            manifest = load_image(self._state, reader.payload, threads, cuts=self._device.cuts)
         except CheckpointError as error:
             if fetched is None:
                 self._forget(named)
