@@ -43,7 +43,7 @@ def in_turns(context: Context, kinds: Mapping[str, Sequence[str]], *, ranks: int
         if bare:
             stack.enter_context(jobs[0].beside("--kind", BARE))
         for job in jobs:
-            lines += job.finish(within_s=context.limit_s / 2)
+            lines += job.finish(within_s=0.7 * context.limit_s)
     return lines
 
 

@@ -376,47 +376,69 @@ def _is_kernel(context: Context) -> bool:
     limit_s=90,
 )
 def exact(context: Context) -> Found:
+    """As a bucket is reduced: values into sums (`add_segments`), and sums into values (`read_segments`), on tables that are there already."""
     import torch
 
     from rackrun.worker.fixed_point import fixed_point
+    from rackrun.worker.segments import Factors, Segments
 
-    arithmetic, device = fixed_point(context.device), context.device
-    sizes = [0, 1, 4095, 4096, 9000, context.pick(2**26 + 3, 2**17 + 3)]
+    arithmetic, device, scale = fixed_point(context.device), context.device, 2.0**14
+    scales, inverses = Factors.all_of(device, [scale], [1 / scale])
+    sizes = [1, 4095, 4096, 9000, context.pick(2**26 + 3, 2**17 + 3)]
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for width in (torch.int32, torch.int64):
+            marks = torch.zeros(1, dtype=width, device=device)
             for size in sizes:
+                segments = Segments((0,), (size,))
                 for offset in (0, 1, 3):
                     held = torch.randn(size + offset, device=device).to(dtype)
-                    values, scale = held[offset:], 2.0**14
+                    values = held[offset:]
                     sums = torch.zeros(size + offset, dtype=width, device=device)[offset:]
-                    largest = [arithmetic.add(values, scale, sums, fresh=fresh) for fresh in (True, False)]
-                    rounded = torch.round(values.double() * scale).to(width)
+                    apart, largest = torch.zeros_like(sums), torch.zeros(1, device=device)
+                    for fresh in (True, False):
+                        arithmetic.add_segments(values, segments, scales, sums, largest, fresh=fresh)
+                        arithmetic.add_apart([values], segments, scales, [apart], largest, fresh=fresh)
+                    rounded = 2 * torch.round(values.double() * scale).to(width)
                     out = torch.empty(size + offset, dtype=dtype, device=device)[offset:]
-                    arithmetic.read(sums, 1 / scale, out)
-                    wanted_out = ((2 * rounded).to(torch.float32) * (1 / scale)).to(dtype)
-                    wanted_max = float(values.abs().max()) if size else 0.0
-                    if not torch.equal(sums, 2 * rounded) or not torch.equal(out, wanted_out):
+                    arithmetic.read_segments(sums, segments, inverses, marks, out)
+                    wanted = (rounded.to(torch.float32) * (1 / scale)).to(dtype)
+                    if not (torch.equal(sums, rounded) and torch.equal(apart, rounded) and torch.equal(out, wanted)):
                         wrong.append(f"{dtype} into {width}, {size} at {offset}")
-                    if any(float(one) != wanted_max for one in largest):
+                    if float(largest) != float(values.abs().max()):
                         wrong.append(f"largest of {dtype}, {size} at {offset}")
     if wrong:
         return failed(f"{len(wrong)} differ: {'; '.join(wrong[:4])}")
     count = context.pick(2**28, 2**18)
-    values = torch.randn(count, device=device)
-    sums = torch.zeros(count, dtype=torch.int32, device=device)
-    rate = 8 * count / _seconds(context, lambda: arithmetic.add(values, 2.0**14, sums, fresh=True)) / 1e12
-    small, into = torch.randn(4096, device=device), torch.zeros(4096, dtype=torch.int32, device=device)
+    values, sums = torch.randn(count, device=device), torch.zeros(count, dtype=torch.int32, device=device)
+    segments, marks = Segments((0,), (count,)), torch.zeros(1, dtype=torch.int32, device=device)
+
+    def add(*, fresh: bool = True) -> None:
+        arithmetic.add_segments(values, segments, scales, sums, largest, fresh=fresh)
+
+    adds = 8 * count / _seconds(context, add) / 1e12
+    aparts = 8 * count / _seconds(
+        context, lambda: arithmetic.add_apart([values], segments, scales, [sums], largest, fresh=True)
+    ) / 1e12  # fmt: skip
+    reads = 8 * count / _seconds(
+        context, lambda: arithmetic.read_segments(sums, segments, inverses, marks, values)
+    ) / 1e12  # fmt: skip
+    values, sums, segments = values[:4096], sums[:4096], Segments((0,), (4096,))
+    add()
     _idle(context)
     began = time.perf_counter()
     for _ in range(200):
-        arithmetic.add(small, 2.0**14, into, fresh=False)
+        add(fresh=False)
     host_us = 1e6 * (time.perf_counter() - began) / 200
     _idle(context)
-    context.note(f"{type(arithmetic).__name__}; {host_us:.1f} us of the host for 4,096 elements")
-    if (of_copy := _kept(context, "B1")) is not None:
-        context.note(f"{rate / of_copy:.2f} of B1")
-    return Found(rate, "TB/s")
+    context.note(
+        f"{type(arithmetic).__name__}; apart {aparts:.2f}, back {reads:.2f} TB/s; {host_us:.1f} us of the host"
+    )
+    of_copy = _kept(context, "B1")
+    if of_copy is not None:
+        context.note(f"{min(adds, reads) / of_copy:.2f} of B1")
+    quick = context.dry or of_copy is None or min(adds, reads) >= 0.8 * of_copy
+    return Found(adds, "TB/s", ok=quick)
 
 
 # -- what the host sees of the device

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from benchmarks.gpu.raw_nccl import RawNccl
 from rackrun.checkpoint import libraries, registration
 from rackrun.link import exchange
-from rackrun.worker import builder, units, world
+from rackrun.worker import builder, nccl, units, world
 from rackrun.worker.nccl_environment import prepare_environment
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "prepare",
     "quiet_after",
     "raw_nccl",
+    "when_nccl_builds",
 ]
 
 HANDSHAKE = timedelta(seconds=20)
@@ -87,6 +88,18 @@ def play_runtime(runtime: Any) -> None:
 def leave_spares_cold() -> None:
     """A spare of this process makes its first communicator of NCCL when it is needed."""
     units.warm_nccl = lambda *_: None
+
+
+def when_nccl_builds(call: Callable[[], None]) -> None:
+    """``call`` is called in this process when the hosts' half of a communicator is there, and NCCL's is about to be built."""
+    for kind in (nccl.LegacyNccl, nccl.Nccl2):
+        build = kind._build
+
+        def told(self: Any, *given: Any, build: Any = build) -> None:
+            call()
+            build(self, *given)
+
+        kind._build = told  # type: ignore[method-assign]
 
 
 def raw_nccl() -> RawNccl:

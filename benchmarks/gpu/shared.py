@@ -181,6 +181,69 @@ def builds(rank: Rank) -> dict[str, Any]:
     return {"second_s": second_s, "first_over": over, "sum": float((tensor + 0)[0].item())}
 
 
+@check(
+    "D12",
+    "a rank is killed in the middle of the build; the next build",
+    expected="told <= 5 s; built <= 5 s",
+    limit_s=60,
+    not_dry="only NCCL's own build waits like this",
+)
+def killed_in_build(context: Context) -> Found:
+    """A build waits for its peers and cannot be ended from outside: their sockets have to end it."""
+    _needs_shared_gpu(context)
+    answers = []
+    with contextlib.ExitStack() as stack:
+        tries = [
+            stack.enter_context(
+                Ranks(context.within(f"{after_ms}"), "shared:goes_amid_build", 3, {"after_s": after_ms / 1e3})
+            )
+            for after_ms in (5, 150, 400)
+        ]
+        for ranks in tries:
+            answers += [ranks.answer(0), ranks.answer(1)]
+    told_s, second_s = (max(one[what] for one in answers) for what in ("told_s", "second_s"))
+    context.note(
+        f"the next build {second_s:.2f} s; {sum(one['was_built'] for one in answers)} of {len(answers)} were built"
+    )
+    if any(one["sum"] != 2.0 for one in answers):
+        return failed("a sum over the second group is not 2")
+    return Found(told_s, "s", ok=context.dry or (told_s <= 5.0 and second_s <= 5.0))
+
+
+def goes_amid_build(rank: Rank) -> dict[str, Any]:
+    import os
+
+    import torch
+
+    from benchmarks.gpu import seams
+
+    torch.zeros(1, device=rank.device)
+    rank.meet("here")
+    if rank.rank == 2:
+        dying = threading.Timer(rank.given["after_s"], os.kill, [os.getpid(), signal.SIGKILL])
+        seams.when_nccl_builds(dying.start)  # the hosts have met then
+    began, was_built = time.monotonic(), True
+    try:
+        rank.communicator("first").break_()
+    except RuntimeError:
+        was_built = False
+    told_s = time.monotonic() - began
+    if rank.rank == 2:
+        time.sleep(10)
+    began = time.monotonic()
+    communicator = rank.communicator("second", size=2)
+    second_s = time.monotonic() - began
+    tensor = torch.ones(4, device=rank.device)
+    communicator.call("allreduce", [tensor], seams.asynchronous()).wait()
+    seams.quiet_after(rank.device, 20)
+    return {
+        "told_s": told_s,
+        "second_s": second_s,
+        "was_built": was_built,
+        "sum": float(seams.as_they_are(tensor)[0].item()),
+    }
+
+
 @check("D4", "a peer is gone and nobody breaks: the next call", expected="<= 1 s, or it raises", limit_s=45)
 def call_after_loss(context: Context) -> Found:
     _needs_shared_gpu(context)
