@@ -423,6 +423,8 @@ def exact(context: Context) -> Found:
     reads = 8 * count / _seconds(
         context, lambda: arithmetic.read_segments(sums, segments, inverses, marks, values)
     ) / 1e12  # fmt: skip
+    for block, rate in _rates_at_other_blocks(context, add, 8 * count):
+        context.note(f"blocks of {block}: {rate:.2f} TB/s")
     values, sums, segments = values[:4096], sums[:4096], Segments((0,), (4096,))
     add()
     _idle(context)
@@ -439,6 +441,22 @@ def exact(context: Context) -> Found:
         context.note(f"{min(adds, reads) / of_copy:.2f} of B1")
     quick = context.dry or of_copy is None or min(adds, reads) >= 0.8 * of_copy
     return Found(adds, "TB/s", ok=quick)
+
+
+def _rates_at_other_blocks(context: Context, add: Callable[[], None], size: int) -> list[tuple[int, float]]:
+    """TB/s of the kernel, were it cut otherwise."""
+    if context.dry:
+        return []
+    from rackrun.worker import fixed_point_triton
+
+    own, found = fixed_point_triton._BLOCK, []
+    try:
+        for block in (1024, 4096, 8192):
+            fixed_point_triton._BLOCK = block
+            found.append((block, size / _seconds(context, add) / 1e12))
+    finally:
+        fixed_point_triton._BLOCK = own
+    return found
 
 
 # -- what the host sees of the device

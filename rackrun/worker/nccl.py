@@ -36,7 +36,7 @@ from rackrun.worker.gloo import GlooCommunicator
 __all__ = ["LegacyNccl", "Nccl2", "nccl_communicator"]
 
 _BACKEND = "RACKRUN_NCCL_BACKEND"
-_ENQUEUE_S = 0.5
+_ENQUEUE_S = 0.2
 """So long a break waits for a thread that is inside a call: what is inside for longer comes out only once the communicator is revoked."""
 _LEAVE_S = 5.0
 """And so long after that, before the memory is freed all the same."""
@@ -175,7 +175,7 @@ class LegacyNccl(_Nccl):
     def _build(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
-        options.config.blocking = 0 if os.environ.get("RACKRUN_TRY_NONBLOCKING") else 1
+        options.config.blocking = 1
         self._revoke: Callable[[], bool] = _cannot
         self._left = False
         self.inner = dist.ProcessGroupNCCL(store, rank, size, options)

@@ -61,7 +61,9 @@ class _OneRank:
 
     def connect(self, device: torch.device) -> None:
         self._device = device
-        self._group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 1  # as the real one: torch would choose the other mode for who connects at once
+        self._group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
         self._group.eager_connect_single_device(device)
 
     def use(self) -> None:

@@ -351,3 +351,66 @@ def test_handles_of_a_new_communicator_give_this_rank_its_place_and_name_the_fir
     for handle in handles:
         backend, its_rank, uuid, *_ = handle.split(":")
         assert (backend, int(its_rank) >= 0, int(uuid)) == ("nccl2", True, -1)
+
+
+def test_a_build_that_was_left_is_ended_when_it_is_over_after_all(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocking mode nobody can end it before: there is no communicator yet that could be aborted."""
+    comes = threading.Event()
+
+    def connect(backend: Backend, device: torch.device) -> None:
+        del device
+        comes.wait()
+        backend.said.append("connected")
+
+    threads: list[threading.Thread] = []
+    begin = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        threads.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    monkeypatch.setattr(Backend, "eager_connect_single_device", connect)
+    with pytest.raises(RuntimeError, match="has not connected"):
+        made("legacy", said, monkeypatch, within=timedelta(milliseconds=10))
+    ending = next(thread for thread in threads if thread.name == "rackrun-nccl-end")
+    ending.join()
+    assert said == ["break the hosts'", "abort"], "there is nothing yet that this could have ended"
+    comes.set()
+    for thread in threads:
+        thread.join()
+    assert said[2:] == ["connected", "allreduce", "abort"]
+
+
+class Work:
+    def __init__(self, over: bool) -> None:
+        self._over = over
+
+    def is_completed(self) -> bool:
+        return self._over
+
+
+@KINDS
+def test_whether_a_work_is_over_is_not_asked_beside_a_call_or_a_break(
+    kind: str, stop: str, free: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch holds Python's lock while it looks, and would wait with it for an abort, which waits for the device."""
+    del stop, free
+    communicator = made(kind, said, monkeypatch)
+    over: Any = Work(over=True)
+    assert communicator.is_over(over)
+    assert not communicator.is_over(Work(over=False))
+    backend = communicator.inner
+    backend.inside.clear()
+    backend.lets_go.clear()
+    caller = threading.Thread(target=communicator.call, args=["allreduce", []])
+    caller.start()
+    backend.inside.wait()
+    assert not communicator.is_over(over), "a thread is inside a call"
+    backend.lets_go.set()
+    caller.join()
+    assert communicator.is_over(over)
+    communicator.drop()
+    assert not communicator.is_over(over), "it is broken: nobody asks any more"

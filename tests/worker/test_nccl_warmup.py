@@ -100,10 +100,13 @@ def test_the_communicator_is_of_one_rank_on_the_device_of_its_own_thread_and_str
     said: list[str] = []
 
     class Group:
-        Options = types.SimpleNamespace
+        @staticmethod
+        def Options() -> Any:
+            return types.SimpleNamespace(config=types.SimpleNamespace(blocking=None))
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            del store, options
+            del store
+            assert options.config.blocking == 1, "as of the real communicator"
             said.append(f"rank {rank} of {size}")
 
         def eager_connect_single_device(self, device: torch.device) -> None:

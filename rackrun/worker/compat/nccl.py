@@ -34,7 +34,7 @@ def missing() -> list[str]:
 def _of_legacy(group: Any) -> list[str]:
     options = group.Options()
     options._timeout = timedelta(hours=1)
-    options.config.blocking = 0
+    options.config.blocking = 1
     return _lacks(group, (*_BOTH, "eager_connect_single_device"))
 
 
