@@ -403,6 +403,9 @@ def compared(context: Context, undisturbed: Lines, lines: Lines, ranks: int, *, 
     done = sum(line["what"] == "strike" for line in lines)
     if done != strikes:
         return failed(f"{done} of {strikes} strikes were done: the run proves nothing")
+    generations = max((line.get("generation", 0) for line in lines if line["what"] == "end"), default=0)
+    if generations > 1 + strikes:
+        return failed(f"{generations} generations after {strikes} strikes: somebody was lost whom nobody struck")
     if different := compare(undisturbed, lines, ranks):
         return failed(f"{len(different)} differences: {'; '.join(different[:3])}")
     took = recoveries(lines)

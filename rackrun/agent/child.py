@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import hashlib
 import importlib.machinery
 import io
@@ -60,6 +61,7 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
     bind(boot.cpus, boot.numa)  # while there is one thread
     _default_signals()
     open_standard_streams()
+    faulthandler.enable()  # who ends by a signal of its own, such as SIGSEGV or SIGABRT, says where
     report_fd = os.dup(boot.channel_fd)  # the script's side closes its own
     if script.no_python:
         _exec_program(boot, script)
