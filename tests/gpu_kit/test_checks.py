@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.jobs import compare
-from benchmarks.gpu.registry import load, select
+from benchmarks.gpu.registry import Context, load, select
 from benchmarks.gpu.run import Runner
+from benchmarks.gpu.shared import compared
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS: dict[str, Any] = {"gpus": [], "torch": "2.0+cpu", "no_gpu": "none"}
@@ -109,3 +110,16 @@ def test_equal_runs_are_equal_though_the_struck_process_left_a_line_out() -> Non
 )
 def test_each_difference_is_told(struck: list[dict[str, Any]], says: str) -> None:
     assert any(says in one for one in compare(a_run(), struck, 2)), compare(a_run(), struck, 2)
+
+
+def test_somebody_who_was_lost_though_nobody_struck_is_told(tmp_path: Path) -> None:
+    """A rank that aborts in a recovery is replaced, and the bits are the same."""
+    context = Context("dry", tmp_path, tmp_path, 60.0)
+    strike = {"what": "strike", "number": 0, "rank": 1, "step": 0, "t": 0.5}
+    ended = {"what": "end", "weights": "w", "moments": "m"}
+    for generation, ok in ((2, True), (3, False)):
+        lines = [dict(line, t=float(number)) for number, line in enumerate(a_run()[:-2])]
+        lines += [strike, *(dict(ended, rank=rank, generation=generation) for rank in range(2))]
+        found = compared(context, a_run(), lines, 2, strikes=1)
+        assert found.ok == ok, found
+    assert "3 generations after 1 strikes" in found.note

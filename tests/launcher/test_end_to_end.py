@@ -29,6 +29,8 @@ dist.all_reduce(total)
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 if rank == 1 and restarts == 0 and what == "die":
     os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1 and what == "abort":
+    os.abort()
 if rank == 1 and what == "raise":
     raise ValueError("a bug of mine")
 if what == "wait":
@@ -98,6 +100,16 @@ def test_a_failing_script_ends_with_1_its_traceback_and_its_rank(run_rackrun: Ca
     assert "the script failed on rank 1: ValueError: a bug of mine" in ran.stderr
     assert 'raise ValueError("a bug of mine")' in ran.stderr
     assert result(ran.out_dir)["exit_code"] == 1
+
+
+def test_a_rank_that_ends_by_a_signal_of_its_own_says_where(run_rackrun: Callable[..., Any], script: str) -> None:
+    """A library that aborts says a word, or nothing, and whose call it was is nowhere."""
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script, "abort"])
+    assert ran.exit_code == 3, ran
+    assert "SIGABRT" in ran.stderr
+    assert "Fatal Python error: Aborted" in ran.stderr
+    at = SCRIPT.splitlines().index("    os.abort()") + 1
+    assert f'train.py", line {at} in <module>' in ran.stderr
 
 
 @pytest.mark.parametrize(
