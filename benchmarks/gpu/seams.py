@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from benchmarks.gpu.raw_nccl import RawNccl
 from rackrun.checkpoint import libraries, registration
 from rackrun.link import exchange
-from rackrun.worker import builder, nccl, units, world
+from rackrun.worker import builder, nccl, restore_transfer, units, world
 from rackrun.worker.nccl_environment import prepare_environment
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "prepare",
     "quiet_after",
     "raw_nccl",
+    "when_giving",
     "when_nccl_builds",
 ]
 
@@ -100,6 +101,21 @@ def when_nccl_builds(call: Callable[[], None]) -> None:
             build(self, *given)
 
         kind._build = told  # type: ignore[method-assign]
+
+
+def when_giving(call: Callable[[], None]) -> None:
+    """``call`` is called in this process when it is the source of a restore, between two pieces of what it gives."""
+    give = restore_transfer.Given.piece
+    given = 0
+
+    def told(self: Any, piece: Any) -> torch.Tensor:
+        nonlocal given
+        given += 1
+        if given > 1:
+            call()
+        return give(self, piece)
+
+    restore_transfer.Given.piece = told  # type: ignore[method-assign]
 
 
 def raw_nccl() -> RawNccl:

@@ -360,7 +360,7 @@ def reference(
     context: Context, wrap: str, steps: int, more: tuple[str, ...] = (), ranks: int = 3, double: str = "late"
 ) -> Lines:
     """A run that nobody disturbs; kept for the checks that come after, or are at work beside this one."""
-    kept = Path(context.shared) / f"reference-{wrap}-{steps}-{ranks}.json"
+    kept = Path(context.shared) / f"reference-{wrap}-{steps}-{ranks}{''.join(more)}.json"
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if kept.exists():
@@ -505,3 +505,17 @@ def _memory_of(pid: int) -> int | None:
 def newcomer_lost(context: Context) -> Found:
     steps = context.pick(60, 24)
     return struck(context, "ddp", steps, [strike(1, steps // 4, "backward"), strike(1, 0, "forward", after=0)])
+
+
+@check(
+    "D13",
+    "a source is killed while it gives its state to a newcomer",
+    expected="bit-equal; one more generation",
+    limit_s=90,
+    beside=True,
+)
+def source_lost(context: Context) -> Found:
+    """What a newcomer has received until then is no state, and nobody's bits are blamed for it."""
+    steps = context.pick(60, 24)
+    more = ("--width", str(context.pick(2048, 512)))
+    return struck(context, "ddp", steps, [strike(1, steps // 4, "backward"), strike(0, 0, "give", after=0)], more=more)

@@ -61,7 +61,7 @@ class Record:
 class Strikes:
     """What this process does to itself: a list of ``{"rank", "step", "place", "what", "after"}``.
 
-    ``place``: begin, forward, backward, update, done or phase. ``what``: kill, stop, or hang (the device sleeps for a minute). ``after``: the number of another strike that must have been done
+    ``place``: begin, forward, backward, update, done, phase or give. ``what``: kill, stop, or hang (the device sleeps for a minute). ``after``: the number of another strike that must have been done
     before. Each is done once, by whichever process comes there first.
     """
 
@@ -79,6 +79,9 @@ class Strikes:
                     sleep_on_device(60.0)
                 else:
                     os.kill(os.getpid(), signal.SIGSTOP if one["what"] == "stop" else signal.SIGKILL)
+
+    def has(self, place: str) -> bool:
+        return any(one["place"] == place for one in self._strikes)
 
     def wait_for_spares(self) -> None:
         """Called between two steps, where nobody waits for this rank: a spare that is still starting would not take over who is struck."""

@@ -152,6 +152,10 @@ def main(run: rackrun.Run) -> None:
     data = run.loader(Points())
     pair = dist.new_group(list(range(min(2, run.world_size)))) if ARGS.wrap == "plain" else None
     phases = 0
+    if strikes.has("give"):
+        from benchmarks.gpu import seams
+
+        seams.when_giving(lambda: strikes.at("give", run.rank, ARGS.steps, record))
 
     def phase() -> None:
         nonlocal phases
