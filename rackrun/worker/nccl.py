@@ -147,9 +147,10 @@ class _Nccl(ABC):
             self._enqueue.release()
         if self.inner is None:  # it was never made
             return
+        lets_go = False
         with contextlib.suppress(RuntimeError):
-            self._stop()
-        if not nobody_inside and self._enqueue.acquire(timeout=_LEAVE_S):
+            lets_go = self._stop()
+        if lets_go and not nobody_inside and self._enqueue.acquire(timeout=_LEAVE_S):
             self._enqueue.release()
         with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
             self._free()
@@ -159,8 +160,8 @@ class _Nccl(ABC):
         """Set `inner`, and return when it is ready. Raises RuntimeError."""
 
     @abstractmethod
-    def _stop(self) -> None:
-        """End what is in flight, and free nothing."""
+    def _stop(self) -> bool:
+        """End what is in flight, and free nothing. False: that cannot be done."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -218,8 +219,8 @@ class LegacyNccl(_Nccl):
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self.inner.allreduce([torch.empty(0, device=self._device)])
 
-    def _stop(self) -> None:
-        self._revoke()
+    def _stop(self) -> bool:
+        return self._revoke()
 
     def _free(self) -> None:
         self.inner.abort()
@@ -242,8 +243,9 @@ class Nccl2(_Nccl):
         wanted.timeout = timeout
         self.inner.reconfigure(wanted)
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         self.inner.abort()
+        return True
 
     def _free(self) -> None:
         self.inner.shutdown()

@@ -19,8 +19,9 @@ _ALWAYS = {
 _UNLESS_SET = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
-    # As `COLLECTIVE_TIMEOUT`. It is of every call: the first of a kind connects this rank to its peers (NCCL_RUNTIME_CONNECT, and all sends), and so waits
-    # until they come to theirs, however late. A break ends that. How long a group may take to be built is bounded in `rackrun.worker.nccl`.
+    # As `COLLECTIVE_TIMEOUT`, for a communicator in NCCL's non-blocking mode. It is of every call: the first of a kind connects this rank to its peers
+    # (NCCL_RUNTIME_CONNECT, and all sends), and so waits until they come to theirs, however late. In blocking mode it waits without a limit.
+    # A break ends that. How long a group may take to be built is bounded in `rackrun.worker.nccl`.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "3600",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # a restore's sends would print it on every rank, each time
     "TORCH_NCCL_RANKS_PER_ROOT": "128",

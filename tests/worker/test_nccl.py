@@ -190,10 +190,11 @@ def test_what_is_inside_a_call_is_revoked_and_nothing_is_freed_beside_it(
     revoked = threading.Event()
     stops = communicator._stop
 
-    def stop_and_let_go() -> None:
-        stops()
+    def stop_and_let_go() -> bool:
+        stopped = stops()
         revoked.set()
         backend.lets_go.set()
+        return bool(stopped)
 
     communicator._stop = stop_and_let_go
     caller = threading.Thread(target=communicator.call, args=["allreduce", []])
@@ -414,3 +415,29 @@ def test_whether_a_work_is_over_is_not_asked_beside_a_call_or_a_break(
     assert communicator.is_over(over)
     communicator.drop()
     assert not communicator.is_over(over), "it is broken: nobody asks any more"
+
+
+def test_where_nothing_can_be_revoked_who_is_inside_a_call_is_not_waited_for(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the abort lets it out."""
+    monkeypatch.setattr(nccl, "_ENQUEUE_S", 0.01)
+    monkeypatch.setattr(nccl, "_LEAVE_S", 3600.0)
+    monkeypatch.setattr(nccl, "_loaded_nccl", lambda _: None)
+    communicator = made("legacy", said, monkeypatch)
+    backend = communicator.inner
+    backend.lets_go.clear()
+    frees = communicator._free
+
+    def free() -> None:
+        frees()
+        backend.lets_go.set()
+
+    communicator._free = free
+    said.clear()
+    caller = threading.Thread(target=communicator.call, args=["allreduce", []])
+    caller.start()
+    backend.inside.wait()
+    communicator.drop()
+    caller.join()
+    assert [one for one in said if one != "break the hosts'"] == ["abort", "allreduce"]
