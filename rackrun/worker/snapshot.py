@@ -216,11 +216,13 @@ class Snapshots:
         self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
 
     def expect(self) -> None:
-        """As `warm`, perhaps before the first step: with what optimizers will hold. Where that is not known, nothing is begun."""
+        """As `warm`, perhaps before the first step: with what optimizers will hold. Nothing is begun where that is not known, nor where it
+        will be the host's memory: they come first, and snapshots are planned with what they leave."""
         if self._fds[0] < 0 or self._arenas.complete:
             return
         to_come = bytes_to_come(self._state.optimizers.values())
-        if to_come is not None:
+        on_host = any(parameter.device.type == "cpu" for parameter in self._state.parameters())
+        if to_come is not None and not (to_come and on_host):
             self.warm(self._images.describe("").layout.total_bytes + to_come)
 
     def finish(self) -> None:

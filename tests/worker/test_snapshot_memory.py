@@ -105,9 +105,13 @@ def device() -> Pins:
 def memory(fds: list[int], device: Pins) -> Iterator[SnapshotMemory]:
     found = SnapshotMemory(fds, device, threads=2)
     yield found
-    found.stop()
-    ended(found)
-    for arena in (found[0], found[1]):
+    closed(found)
+
+
+def closed(memory: SnapshotMemory) -> None:
+    memory.stop()
+    ended(memory)
+    for arena in (memory[0], memory[1]):
         if arena is not None:
             arena.close()
 
@@ -274,9 +278,9 @@ def test_the_step_that_is_due_has_its_snapshot_however_late_the_memory(kernel: K
     page = Page(kernel)
     snapshots = Snapshots(runtime(fds, page), trained(model, optimizer), every=1)
     try:
+        one_step(model, optimizer)
         snapshots.expect()
         kernel.was_asked()
-        one_step(model, optimizer)
         snapshots.take(0)
         snapshots.settle()
         assert snapshots.own_image(0) is not None
@@ -285,11 +289,25 @@ def test_the_step_that_is_due_has_its_snapshot_however_late_the_memory(kernel: K
         assert kernel.asked.acquire(timeout=60.0), "that of the second was begun before it is needed"
         assert not kernel.asked.acquire(blocking=False), "what was expected was enough"
     finally:
-        snapshots.finish()
-        ended(snapshots._arenas)
-        for slot in (0, 1):
-            if (arena := snapshots._arenas[slot]) is not None:
-                arena.close()
+        closed(snapshots._arenas)
+
+
+@pytest.mark.parametrize(("device", "begun"), [("meta", True), ("cpu", False)])
+def test_before_the_first_step_memory_of_the_host_is_left_to_optimizers_that_will_need_it(
+    device: str, begun: bool, kernel: Kernel, fds: list[int]
+) -> None:
+    """The optimizers of a device do not (here: of one without memory). Else a host that is too small would not be told of: the kernel would end somebody."""
+    model = nn.Linear(300, 100, device=device)
+    snapshots = Snapshots(runtime(fds, Page(kernel)), trained(model, torch.optim.AdamW(model.parameters())), every=1)
+    snapshots.expect()
+    try:
+        assert snapshots._arenas.complete == begun
+        if begun:
+            kernel.let_go(2)
+            arena = snapshots._arenas.arena(0, 3 * 4 * 300 * 100, **ME)
+            assert arena.payload_bytes < 1.1 * 3 * 4 * 300 * 100
+    finally:
+        closed(snapshots._arenas)
 
 
 @pytest.mark.parametrize(
