@@ -105,7 +105,8 @@ def job(tree: Path, width: int, layers: int) -> dict[str, Any]:
         "BENCH_SNAPSHOT_EVERY": "4",
         "BENCH_PAUSE_S": "0.2",
     }
-    with Job(rackrun_command("elastic_mlp.py", *size, ranks=1, spares=1), env=env) as running:
+    command = rackrun_command("elastic_mlp.py", *size, ranks=1, spares=1)
+    with Job(command, env=env, folder=tree) as running:  # python -m looks there first
         running.wait_for(lambda marks: any(mark.step >= KILLED_AFTER for mark in marks), 120, poll_s=0.002)
         founding = list(running.marks())
         steady = statistics.median(_gaps(founding)[FIRST_STEPS:])
@@ -159,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the memory, once")
     parser.add_argument("--gib", type=float, default=2.0, help="of an arena")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another tree of this repository")
     parser.add_argument(
         "--width", type=int, default=1024, help="of the job's model; 12 MB of state for each million weights"

@@ -66,7 +66,8 @@ class Arena:
     ) -> Arena:
         """A new arena, all of its memory allocated and faulted in, with the caller as the writer of ``epoch``.
 
-        Takes seconds for some gigabytes. When it is not wanted any more nothing is made, and `CheckpointError` raised. Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the path already.
+        Takes seconds for some gigabytes. Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the
+        path already, or the arena is not wanted any more: then nothing is made.
         """
         geometry = Geometry(slots, payload_bytes, chunk_bytes)
         problem = geometry.problem() or _out_of("rank", rank, OWNER_MAX) or _out_of("epoch", epoch, EPOCH_MAX)

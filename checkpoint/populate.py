@@ -2,7 +2,10 @@
 
 `mmap.MAP_POPULATE` and `mmap.madvise` hold Python's lock until the last page is there: for large memory nothing else in the
 process runs for seconds. Here the kernel is asked without that lock, and for one piece after the other, because whoever maps or
-unmaps memory meanwhile waits for the piece in hand.
+unmaps memory meanwhile waits for the pieces in hand.
+
+There is no ``posix_fallocate`` before it, which allocates in one thread only: asked to populate, the kernel says as well that it has no
+memory, where a thread that touches a page would get SIGBUS.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from rackrun.checkpoint.errors import CheckpointError
 
 __all__ = ["BY_ITSELF", "PIECE_BYTES", "Populating", "populate"]
 
-PIECE_BYTES = 32 * 2**20
-"""About 10 ms of one core."""
+PIECE_BYTES = 8 * 2**20
+"""A few milliseconds of one core, for which whoever maps memory may wait."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later."""
 _MAP_FIXED = 0x10

@@ -76,7 +76,8 @@ class Snapshots:
         self._held: dict[int, int] = {}  # id -> slot
         self._copying: _Copying | None = None
         self._device = copies_from(runtime.device)
-        self._arenas = SnapshotMemory(self._fds, self._device, _threads_of_all())
+        beside = _threads() if runtime.device.type == "cpu" else _threads_of_all()  # a device leaves the cores idle
+        self._arenas = SnapshotMemory(self._fds, self._device, (beside, _threads_of_all()))
         self._mirrored = -1
         """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
         trays may be parity, which is of use only beside it."""

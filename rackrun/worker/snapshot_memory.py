@@ -31,16 +31,19 @@ class _Making:
     """An arena, in a thread of its own."""
 
     size: int
+    threads: int
     thread: threading.Thread | None = None
     wanted: bool = True
     error: BaseException | None = None
 
 
 class SnapshotMemory:
-    """``fds``: of the agent's empty memfds. ``device`` is told what to pin."""
+    """``fds``: of the agent's empty memfds. ``device`` is told what to pin. ``threads``: so many have the pages beside training, and so many
+    while it waits."""
 
-    def __init__(self, fds: Sequence[int], device: HostCopies, threads: int) -> None:
-        self._fds, self._device, self._threads = fds, device, threads
+    def __init__(self, fds: Sequence[int], device: HostCopies, threads: tuple[int, int]) -> None:
+        self._fds, self._device = fds, device
+        self._threads_beside, self._threads_alone = threads
         self._arenas: list[Arena | None] = [None] * len(fds)
         self._making: list[_Making | None] = [None] * len(fds)
         self._one_by_one = threading.Lock()
@@ -59,7 +62,7 @@ class SnapshotMemory:
         """Begin to make those that are not there, for images of ``size`` bytes; returns at once. What there is stays, whatever its size: a
         snapshot may be in it."""
         for slot in self._lacking():
-            self._make(slot, size, rank, epoch)
+            self._make(slot, size, self._threads_beside, rank=rank, epoch=epoch)
 
     def stop(self) -> None:
         """Nobody will need what is not there yet. Its thread ends soon."""
@@ -84,7 +87,7 @@ class SnapshotMemory:
                 self._device.unpin(arena.memory()[0])
                 arena.close()
                 self._arenas[slot] = None
-            making = self._make(slot, size, rank, epoch)
+            making = self._make(slot, size, self._threads_alone, rank=rank, epoch=epoch)
             self._wait(making, waiting)
             if making.error is not None:
                 self._making[slot] = None
@@ -104,8 +107,8 @@ class SnapshotMemory:
             making.thread.join(_SLICE_S)
             waiting()
 
-    def _make(self, slot: int, size: int, rank: int, epoch: int) -> _Making:
-        making = self._making[slot] = _Making(size + size // _SPARE_ROOM)
+    def _make(self, slot: int, size: int, threads: int, *, rank: int, epoch: int) -> _Making:
+        making = self._making[slot] = _Making(size + size // _SPARE_ROOM, threads)
 
         def make() -> None:
             try:
@@ -134,5 +137,5 @@ class SnapshotMemory:
             epoch=epoch,
             slots=1,
             payload_bytes=making.size,
-            populating=Populating(self._threads, lambda: making.wanted),
+            populating=Populating(making.threads, lambda: making.wanted),
         )

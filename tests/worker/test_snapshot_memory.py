@@ -34,9 +34,11 @@ class Kernel:
         self.asked, self.may_go = threading.Semaphore(0), threading.Semaphore(0)
         self.fails = 0
         self.at_work = threading.Lock()
+        self.threads: list[int] = []
 
     def create(self, fd: int, **how: Any) -> Arena:
         with Alone(self.at_work):
+            self.threads.append(how["populating"].threads)
             self.asked.release()
             while not self.may_go.acquire(timeout=0.01):
                 if not how["populating"].wanted():
@@ -103,7 +105,7 @@ def device() -> Pins:
 
 @pytest.fixture
 def memory(fds: list[int], device: Pins) -> Iterator[SnapshotMemory]:
-    found = SnapshotMemory(fds, device, threads=2)
+    found = SnapshotMemory(fds, device, threads=(1, 2))
     yield found
     closed(found)
 
@@ -160,6 +162,16 @@ def test_memory_that_nobody_has_asked_for_ahead_is_made_when_it_is_needed(
     assert memory.arena(1, SIZE, **ME).payload_bytes >= SIZE
     assert memory[0] is None
     assert not memory.complete
+
+
+def test_what_somebody_waits_for_is_made_by_more_threads_than_what_is_made_beside_training(
+    memory: SnapshotMemory, kernel: Kernel
+) -> None:
+    kernel.let_go(2)
+    memory.arena(0, SIZE, **ME)
+    memory.ahead(SIZE, **ME)
+    ended(memory)
+    assert kernel.threads == [2, 1]
 
 
 def test_what_could_not_be_made_ahead_is_said_when_it_is_needed(memory: SnapshotMemory, kernel: Kernel) -> None:
