@@ -78,6 +78,7 @@ bench: $(READY)
 	@$(PY) benchmarks/filler.py
 	@$(PY) benchmarks/slow_ranks.py $(ARGS)
 	@$(PY) benchmarks/snapshots.py $(ARGS)
+	@$(PY) benchmarks/snapshot_memory.py $(ARGS)
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
 	@$(PY) benchmarks/compare_torchrun.py
 	@$(PY) benchmarks/planner.py

@@ -29,6 +29,7 @@ from rackrun.checkpoint.arena_slot import SlotInfo, SlotReader, SlotWriter
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.digest import CHUNK_BYTES
 from rackrun.checkpoint.errors import CheckpointError, DuplicateOwner, IntegrityError, NoUsableGeneration, StaleEpoch
+from rackrun.checkpoint.populate import BY_ITSELF, Populating
 from rackrun.checkpoint.process import NOBODY, Process, begin_session, end_session
 
 __all__ = ["Arena", "SlotInfo", "SlotReader", "SlotState", "SlotWriter"]
@@ -61,10 +62,12 @@ class Arena:
         slots: int,
         payload_bytes: int,
         chunk_bytes: int = CHUNK_BYTES,
+        populating: Populating = BY_ITSELF,
     ) -> Arena:
         """A new arena, all of its memory allocated and faulted in, with the caller as the writer of ``epoch``.
 
-        Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the path already.
+        Takes seconds for some gigabytes. Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the
+        path already, or the arena is not wanted any more: then nothing is made.
         """
         geometry = Geometry(slots, payload_bytes, chunk_bytes)
         problem = geometry.problem() or _out_of("rank", rank, OWNER_MAX) or _out_of("epoch", epoch, EPOCH_MAX)
@@ -77,7 +80,8 @@ class Arena:
                 geometry.header_at(index): SlotHeader(superblock.arena_id, index, seq=1).encode()
                 for index in range(slots)
             }
-            file = ArenaFile.create(path_or_fd, geometry.total_bytes, {**records, 0: superblock.encode()})
+            records[0] = superblock.encode()
+            file = ArenaFile.create(path_or_fd, geometry.total_bytes, records, populating=populating)
         except BaseException:
             end_session(me)
             raise
@@ -111,6 +115,9 @@ class Arena:
             if epoch is not None and epoch < superblock.epoch:
                 raise _stale(epoch, superblock)
             file.map_all()
+            if writable:
+                with contextlib.suppress(OSError):  # it is there already, or comes when it is written to
+                    file.populate()
             arena = cls(file, superblock, None)
             if writable and epoch is not None:
                 arena._claim(epoch)

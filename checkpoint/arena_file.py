@@ -29,6 +29,7 @@ import numpy as np
 from rackrun.checkpoint.arena_format import PAGE, RECORD_BYTES, SlotHeader, Superblock
 from rackrun.checkpoint.crashpoints import crash_point, register
 from rackrun.checkpoint.errors import CheckpointError, IntegrityError, MemoryPlanError
+from rackrun.checkpoint.populate import BY_ITSELF, Populating, populate
 
 __all__ = ["ArenaFile", "change_points"]
 
@@ -54,7 +55,14 @@ class ArenaFile:
         self._depth = 0
 
     @classmethod
-    def create(cls, where: str | os.PathLike[str] | int, size: int, records: Mapping[int, bytes]) -> ArenaFile:
+    def create(
+        cls,
+        where: str | os.PathLike[str] | int,
+        size: int,
+        records: Mapping[int, bytes],
+        *,
+        populating: Populating = BY_ITSELF,
+    ) -> ArenaFile:
         """All of ``size`` bytes allocated, ``records`` written, then given its name: a crash on the way leaves nothing."""
         path = None if isinstance(where, int) else Path(where)
         try:
@@ -69,7 +77,7 @@ class ArenaFile:
             if file.size:
                 raise CheckpointError("the descriptor's file is not empty.", remedy="make the arena in a new memfd.")
             os.fchmod(fd, 0o600)
-            file._allocate(size)
+            file._allocate(size, populating)
             crash_point("arena.create.allocated")
             for at, record in records.items():
                 for copy in (0, 1):
@@ -112,21 +120,32 @@ class ArenaFile:
             raise
 
     def map_all(self) -> None:
-        """A writer's pages are faulted in now, so that no save pays for it. Core dumps leave them out."""
+        """Core dumps leave the mapping out."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self.writable else 0)
-        self.map = mmap.mmap(self.fd, self.size, flags=flags, prot=access)
+        self.map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED, prot=access)
         self.map.madvise(mmap.MADV_DONTDUMP)
 
-    def _allocate(self, size: int) -> None:
-        """ftruncate would succeed, and SIGBUS would come later."""
+    def populate(self, how: Populating = BY_ITSELF) -> None:
+        """A writer's pages are faulted in now, so that no save pays for it. As `rackrun.checkpoint.populate.populate`."""
+        populate(self.fd, self.address(), self.size, how)
+        assert self.map is not None
+        self.map.madvise(mmap.MADV_DONTDUMP)  # where the kernel had to map pieces anew
+
+    def _allocate(self, size: int, populating: Populating) -> None:
+        """ftruncate alone would succeed, and SIGBUS would come later."""
         try:
-            os.posix_fallocate(self.fd, 0, size)
+            os.ftruncate(self.fd, size)
             self.size = size
             self.map_all()
-        except OSError as error:
+            self.populate(populating)
+        except BaseException as error:
+            if self.map is not None:
+                self.map.close()
+                self.map = None
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, 0)
+            if not isinstance(error, OSError):
+                raise
             raise MemoryPlanError(
                 f"an arena of {size} bytes does not fit at {self}: {error.strerror}.",
                 remedy="make the tmpfs larger, use fewer slots, or use parity instead of mirrors.",

@@ -285,6 +285,7 @@ class Rejoin:
         where, fetched = "", None
         try:
             if restore is not None:
+                self._snapshots.expect()  # what is loaded is sealed as this rank's own
                 lost, where = restore, restore.snapshot or restore.rebuild[0].row
                 fetched = world.attempt(
                     plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))

@@ -15,7 +15,6 @@ kept until a gate has passed in the new one, and are never loaded as if they wer
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -27,11 +26,9 @@ import torch
 
 from rackrun.checkpoint.arena import Arena
 from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
-from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.errors import CheckpointError
 from rackrun.checkpoint.image import write_head
 from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval
-from rackrun.checkpoint.memory import MemoryPlan, ceilings
-from rackrun.checkpoint.placement import Redundancy
 from rackrun.core.commands import Restore
 from rackrun.core.ids import Position, Step, snapshot_id, step_in
 from rackrun.link.boot import SNAPSHOT_JOB
@@ -40,8 +37,10 @@ from rackrun.worker.fetch import Damaged, fetch_snapshot
 from rackrun.worker.gate import GateSums
 from rackrun.worker.image import Shard, StateImages, load_image
 from rackrun.worker.manifest import Manifest
+from rackrun.worker.optimizer_sizes import bytes_to_come
 from rackrun.worker.reports import say
 from rackrun.worker.runtime import Runtime
+from rackrun.worker.snapshot_memory import SnapshotMemory
 from rackrun.worker.state import TrackedState
 
 __all__ = ["Snapshots"]
@@ -51,8 +50,6 @@ _THREADS_MAX = 4
 _SLICE_S = 0.05
 _PINNED_STEPS = 1000
 """For so long what other trays have is worth keeping here, when nothing newer comes through."""
-_SPARE_ROOM = 64
-"""An arena has room for an image larger by one part in so many: plain state grows a little."""
 
 
 @dataclass
@@ -76,10 +73,11 @@ class Snapshots:
         self._runtime, self._state, self._every = runtime, state, every
         self._fds = runtime.boot.snapshot_fds if runtime.boot else (-1, -1)
         self._images = StateImages(state)
-        self._arenas: list[Arena | None] = [None, None]
         self._held: dict[int, int] = {}  # id -> slot
         self._copying: _Copying | None = None
         self._device = copies_from(runtime.device)
+        beside = _threads() if runtime.device.type == "cpu" else _threads_of_all()  # a device leaves the cores idle
+        self._arenas = SnapshotMemory(self._fds, self._device, (beside, _threads_of_all()))
         self._mirrored = -1
         """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
         trays may be parity, which is of use only beside it."""
@@ -165,6 +163,7 @@ class Snapshots:
         shard = self._images.describe(self._runtime.world.replica_class, digests=self._state.sharded())
         described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
         writer = self._begin(slot, named, shard.layout.total_bytes)
+        self.warm(shard.layout.total_bytes)  # the next one goes to the other arena
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
         later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
         write_head(shard.layout, shard.plain, writer.payload)
@@ -209,44 +208,38 @@ class Snapshots:
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
 
-    def warm(self) -> None:
-        """Have the memory that snapshots will need, two of them, while nobody waits for it. Where it cannot be had, that is said when one is taken."""
-        if self._fds[0] < 0:
+    def warm(self, size: int | None = None) -> None:
+        """Begin to make the memory that snapshots will need, two of them, of ``size`` bytes: by default, as large as one would be now.
+        Returns at once; where it cannot be had, that is said when one is taken."""
+        if self._fds[0] < 0 or self._arenas.complete:
             return
-        size = self._images.describe("").layout.total_bytes
-        with contextlib.suppress(MemoryPlanError):
-            for slot in (0, 1):
-                self._arena(slot, size)
+        size = self._images.describe("").layout.total_bytes if size is None else size
+        self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
+
+    def expect(self) -> None:
+        """As `warm`, perhaps before the first step: with what optimizers will hold. Nothing is begun where that is not known, nor where it
+        will be the host's memory: they come first, and snapshots are planned with what they leave."""
+        if self._fds[0] < 0 or self._arenas.complete:
+            return
+        to_come = bytes_to_come(self._state.optimizers.values())
+        on_host = any(parameter.device.type == "cpu" for parameter in self._state.parameters())
+        if to_come is not None and not (to_come and on_host):
+            self.warm(self._images.describe("").layout.total_bytes + to_come)
+
+    def finish(self) -> None:
+        """No more are taken."""
+        self._arenas.stop()
 
     def _begin(self, slot: int, named: int, size: int) -> SlotWriter:
         """Raises `MemoryPlanError` when there is no memory for it."""
-        arena = self._arena(slot, size)
+        world = self._runtime.world
+        arena = self._arenas.arena(
+            slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
+        )
         for info in arena.slots():
             if info.generation == named and info.manifest_digest:  # a step that is done again
                 arena.release(named)
         return arena.begin(named, named)
-
-    def _arena(self, slot: int, size: int) -> Arena:
-        """With room for an image of ``size`` bytes. Raises `MemoryPlanError` when there is no memory for it."""
-        arena = self._arenas[slot]
-        if arena is None or arena.payload_bytes < size:
-            if arena is not None:
-                self._device.unpin(arena.memory()[0])
-                arena.close()
-            self._arenas[slot] = None
-            if not any(self._arenas):  # what does not fit is said now; later the kernel would end somebody
-                MemoryPlan(1, size, Redundancy.local(), ceilings(None)).check()
-            os.ftruncate(self._fds[slot], 0)
-            arena = self._arenas[slot] = Arena.create(
-                self._fds[slot],
-                job=SNAPSHOT_JOB,
-                rank=self._runtime.world.rank,
-                epoch=self._runtime.world.generation,
-                slots=1,
-                payload_bytes=size + size // _SPARE_ROOM,
-            )
-            self._device.pin(*arena.memory())
-        return arena
 
     def _copy(
         self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None

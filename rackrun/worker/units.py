@@ -225,6 +225,7 @@ class UnitRunner:
                 raise CollectiveBroken(
                     "a peer was lost before the first step.", remedy="none needed: the world starts again."
                 )
+            self._expect_snapshots()
             self._reports.ready(self._replicas.at_start())
             self._to_script()
             return
@@ -354,6 +355,7 @@ class UnitRunner:
         if self._durable is not None:
             self._durable.finish(lambda: False)
             self._durable.is_over()
+        self._snapshots.finish()
         self._world.close()
 
     def expect(self, seconds: float) -> None:
@@ -443,6 +445,7 @@ class UnitRunner:
             if self._replicas.begins():
                 self._replicas.keep_all_buffers()
             if self._replicas.due() and self._replicas.compare():
+                self._expect_snapshots()
                 self._reports.ready(self._world.replica_class)
             unit.result = unit.body(step)
             if self._late_gate and not at.phase and not self._world.updated:
@@ -818,9 +821,17 @@ class UnitRunner:
     # -- recovery
     def _recover(self) -> bool:
         """False: as `Rejoin.run`."""
-        return self._rejoin.run(
+        recovered = self._rejoin.run(
             self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
         )
+        if recovered:
+            self._expect_snapshots()
+        return recovered
+
+    def _expect_snapshots(self) -> None:
+        """Their memory is made while the next steps run."""
+        if self._replicas.need_snapshots:
+            self._snapshots.expect()
 
     def _rejoin_after_loop(self) -> None:
         """In the script's own code, which goes on as if nothing had been."""
@@ -842,7 +853,7 @@ class UnitRunner:
             with contextlib.suppress(Abandoned):
                 function(self.step_in_hand)  # type: ignore[arg-type]
             self._warm_optimizers()
-            if self._state.sharded():
+            if self._state.sharded() or (self._runtime.boot is not None and self._runtime.boot.world_size == 1):
                 self._snapshots.warm()
         except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
             print(

@@ -189,23 +189,27 @@ def test_a_damaged_snapshot_is_not_used_and_all_ranks_go_back_to_the_one_before(
     assert "the snapshot of step 4 cannot be used: chunk" in capfd.readouterr().err
 
 
-def test_a_spare_has_the_memory_for_its_snapshots_before_it_is_needed(train: Train) -> None:
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_the_memory_for_a_spares_snapshots_is_there_or_being_made_before_it_is_needed(ranks: int, train: Train) -> None:
+    """It will need it where shards have no replica, and where the only rank has none."""
+
     def main(run: Run) -> None:
         waits = run._units._rejoin.run
 
         def needed(*given: Any) -> bool:
-            say(had=[arena is not None for arena in run._units._snapshots._arenas])
+            say(had=run._units._snapshots._arenas.complete)
             return waits(*given)
 
         if run._units.waiting_spare:
             run._units._rejoin.run = needed  # type: ignore[method-assign]
-        model = sharded()
-        steps(run, model, 8)
+        steps(run, sharded() if ranks > 1 else net(), 8)
 
-    reference = train(main, spares=0)
-    ended = train(main, snapshot_every=1, kill={1: lost_after(reference, 1, 5)})
+    reference = train(main, ranks=ranks, spares=0)
+    lost = ranks // 2
+    moment = next(i for i, what in enumerate(reference.moments[lost]) if what.startswith("committed Position(step=5"))
+    ended = train(main, ranks=ranks, spares=1, snapshot_every=1, kill={lost: moment})
     assert not ended.differences(reference), ended
-    assert ended.said[1] == {"had": [True, True]}
+    assert ended.said[lost] == {"had": True}
 
 
 def test_what_others_have_parity_of_stays_in_its_own_slot_until_they_have_something_newer(train: Train) -> None:
@@ -286,6 +290,8 @@ def test_the_newest_whole_snapshot_is_never_the_one_that_is_written_over() -> No
         def seal_snapshot(self, slot: int, named: int) -> None:
             if named == -1:
                 rewritten.append(sorted(one for one, held in snapshots._held.items() if held != slot))
+
+        def progress(self) -> None: ...
 
     model = nn.Linear(3, 1, bias=False)
     state = TrackedState()

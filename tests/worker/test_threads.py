@@ -49,12 +49,14 @@ ON_HOST = {
     ("checkpoint/image.py", "pool"): "pieces whose tensors lie on the host",
     ("checkpoint/lease.py", "self._renew"): "files",
     ("checkpoint/parity.py", "pool"): "memory of the host",
+    ("checkpoint/populate.py", "work"): "memory of the host",
     ("worker/compat/loader.py", "_until_told"): "a process of a loader, which has no device",
     ("worker/durable.py", "bar"): "files",
     ("worker/durable.py", "self._look_at"): "files",
     ("worker/durable.py", "self._probation.confirm"): "files",
     ("worker/on_demand.py", "partial(_tell, futures)"): "futures",
     ("worker/restore.py", "pool"): "from memory of the host to memory of the host",
+    ("worker/snapshot_memory.py", "make"): "memory of the host; it is pinned in another thread",
     ("worker/tensor_bytes.py", "pool"): "tensors of the host",
 }
 """It touches none."""
