@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -15,7 +16,7 @@ import time
 import urllib.request
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import psutil
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what forks has no thread that its child would wait for
@@ -46,6 +48,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         left_out = set(others)
         items[:] = [item for item in items if item not in left_out]
+
+
+# -- a hang leaves its stacks ----------------------------------------------------------------------------------------
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test with a limit of its own shows its stacks a while before that, as all do before the usual one: until then it is no hang."""
+    marker = item.get_closest_marker("timeout")
+    stderr = item.config.stash.get(fault_handler_stderr_fd_key, None)
+    if marker is not None and marker.args and stderr is not None:
+        faulthandler.dump_traceback_later(0.75 * float(marker.args[0]), file=stderr)  # in place of the usual one
+    return (yield)
 
 
 # -- alone with what it leaves ---------------------------------------------------------------------------------------

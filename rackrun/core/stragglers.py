@@ -8,7 +8,8 @@ when it takes `Limits.row_times` as long, and the others lose `Limits.cost` of t
 are slow: two of two it cannot tell, nor five of eight; then nobody is blamed.
 
 *Persistence.* A rank is slow when it was behind in `Limits.hits` rows of the window, and its median is `Limits.times` that of its
-peers and stands out of the noise: of a row (by how much peers differ) and of its own (by how much it varies). It is slow no more
+peers and stands out of the noise: of a row (by how much peers differ) and of its own (by how much it varies: by itself, or beside
+its peers, whichever is less). It is slow no more
 after it was behind in at most `Limits.clear` rows of a window. So no single row, and no few, condemn anybody, and nobody flutters.
 
 *The past.* The best window of each rank, and of the world, is remembered. If three quarters of the world's rows are
@@ -164,7 +165,11 @@ class Stragglers:
     def _judge(self) -> Verdict | None:
         limits, windows = self.limits, self._windows
         now, times = _medians(windows.own), _medians(windows.times)
-        wobble = _medians(np.abs(windows.times - times))
+        usual_peers = _medians(windows.own / windows.times)
+        # Where its peers vary, so does what it is times them, however steady it is; where the work does, both do, and not their ratio.
+        wobble = np.fmin(
+            _medians(np.abs(windows.times - times)), _medians(np.abs(windows.own - now)) / np.fmax(usual_peers, 1e-9)
+        )
         margin = limits.noise * np.fmax(_medians(windows.noise), wobble)
         hits = windows.behind.sum(0)
         enough = (hits >= limits.hits) & (times >= limits.times) & (times - 1 >= margin)

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,9 @@ from rackrun.worker.communicator import COLLECTIVE_TIMEOUT, PointToPoint
 __all__ = ["GlooCommunicator"]
 
 _listener_lock = threading.Lock()  # finding a device's listening socket compares the descriptor table before and after
+_duplicates_lock = threading.Lock()
+_duplicates: set[int] = set()
+"""Descriptors of `_duplicate`."""
 
 
 class GlooCommunicator:
@@ -123,13 +126,15 @@ def _gloo_device() -> Any:
 
 
 def _sockets() -> dict[int, int]:
-    """Every socket of this process: descriptor -> inode."""
+    """Every socket of this process: descriptor -> inode. Not what another thread has for a moment to look at one: who watched that would take
+    its end for that of a peer."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                found[int(name)] = int(target[8:-1])
+    with _duplicates_lock:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError, ValueError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:[") and int(name) not in _duplicates:
+                    found[int(name)] = int(target[8:-1])
     return found
 
 
@@ -155,11 +160,19 @@ def _listening_end(fd: int) -> tuple[str, int] | None:
     return None
 
 
-def _duplicate(fd: int) -> socket.socket:
+@contextlib.contextmanager
+def _duplicate(fd: int) -> Iterator[socket.socket]:
     """OSError when it is closed, or no socket any more: another thread may close it, and its number be given to something else."""
-    duplicate = os.dup(fd)
+    with _duplicates_lock:
+        number = os.dup(fd)
+        _duplicates.add(number)
     try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
+        duplicate = socket.socket(fileno=number)
+        try:
+            yield duplicate
+        finally:
+            duplicate.detach()
+    finally:
+        with _duplicates_lock:
+            os.close(number)
+            _duplicates.discard(number)

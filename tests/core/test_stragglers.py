@@ -114,6 +114,33 @@ def test_a_rank_half_as_slow_again_is_found_within_a_window(
     assert 0.85 * factor < verdict.slow[0].times < 1.15 * factor
 
 
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(ranks=st.integers(3, 8), sigma=st.floats(0.7, 0.9), seed=st.integers(0, 2**16))
+def test_a_rank_whose_peers_vary_is_found_if_it_does_not(ranks: int, sigma: float, seed: int) -> None:
+    """They wait for it most of the time: the little that is their own is what the host makes of it."""
+
+    def own(rng: random.Random, _step: int) -> list[float]:
+        host = 0.1 * rng.lognormvariate(0, sigma)
+        peers = [host * rng.lognormvariate(0, 0.1) for _ in range(ranks - 1)]
+        return [*peers, 0.6 * rng.lognormvariate(0, 0.03)]
+
+    found = judged(own, ranks, 2 * WINDOW, seed)
+    assert who(found[-1][1]) == [ranks - 1]
+
+
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(ranks=st.integers(3, 8), sigma=st.floats(0.3, 0.6), seed=st.integers(0, 2**16))
+def test_a_rank_is_found_where_the_work_of_all_varies(ranks: int, sigma: float, seed: int) -> None:
+    """Long samples and short ones."""
+
+    def own(rng: random.Random, _step: int) -> list[float]:
+        work = 0.3 * rng.lognormvariate(0, sigma)
+        return [work] * (ranks - 1) + [1.5 * work]
+
+    found = judged(own, ranks, 2 * WINDOW, seed)
+    assert who(found[-1][1]) == [ranks - 1]
+
+
 @settings(max_examples=12, derandomize=True, deadline=None)
 @given(pair=st.sets(st.integers(0, 7), min_size=2, max_size=2), seed=st.integers(0, 2**16))
 def test_two_slow_ranks_of_eight_are_both_found(pair: set[int], seed: int) -> None:

@@ -14,7 +14,10 @@ collective takes a millisecond and more, and one that has lost a peer ends ten s
 The host computes what a device would, so the time at which the device passes a place in its stream is when the host was there, or later: when the
 last collective is over that the stream waits for in front of it.
 
-What it cannot tell: streams beside the current one, whether a kernel ends when it is aborted, and any time.
+What the callback of a future enqueues stands in a stream of its own, for which the current one waits at the end of a backward pass. There is none
+beside: it is computed then, and not where the host comes to it, or the host would wait for a collective in the middle of the pass.
+
+What it cannot tell: other streams beside the current one, whether a kernel ends when it is aborted, and any time.
 """
 
 from __future__ import annotations
@@ -221,6 +224,41 @@ class LateWork(dist.Work):
         return self._future
 
 
+class Played(torch.futures.Future[Any]):
+    """What ``callback`` makes of ``future``, at the end of the backward pass in hand, or where the host asks for it."""
+
+    playing = threading.local()
+    """In a thread that computes one: what it asks for in turn has no later end to be computed at."""
+
+    def __init__(self, callback: Callable[[Any], Any], future: Any) -> None:
+        super().__init__()
+        self._callback: Callable[[Any], Any] | None = callback
+        self._of = future
+        torch.autograd.Variable._execution_engine.queue_callback(self._play)  # in front of DDP's, which waits for it
+
+    def _play(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is None:
+            return
+        outer, self.playing.now = getattr(self.playing, "now", False), True
+        try:
+            result = callback(self._of)
+        except Exception as error:  # noqa: BLE001 - as torch does
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+        finally:
+            self.playing.now = outer
+
+    def wait(self) -> Any:
+        self._play()
+        return super().wait()
+
+    def value(self) -> Any:
+        self._play()
+        return super().value()
+
+
 class Double:
     """One rank's communicator, over ``inner``."""
 
@@ -398,6 +436,14 @@ def install(mode: str) -> TorchDispatchMode:
         return as_list(self)
 
     torch.Tensor.tolist = list_in_stream  # type: ignore[method-assign]
+    then = torch.futures.Future.then
+
+    def then_at_the_end(self: Any, callback: Callable[[Any], Any]) -> Any:
+        if torch._C._current_graph_task_id() == -1 or getattr(Played.playing, "now", False):
+            return then(self, callback)
+        return Played(callback, self)
+
+    torch.futures.Future.then = then_at_the_end  # type: ignore[method-assign]
     builder.build_communicator = build  # type: ignore[assignment]
     world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
     world.World.attempt = attempt_in_stream  # type: ignore[method-assign]

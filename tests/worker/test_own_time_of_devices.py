@@ -228,9 +228,12 @@ def test_who_waits_in_a_synchronous_collective_is_not_slow(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_who_waits_at_the_end_of_ddps_backward_is_not_slow(
-    mode: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reduction: str, mode: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a hook of DDP computes with what was reduced, in a callback of a collective's future: in a stream beside."""
+
     def main(run: Run) -> None:
         measured(run)
         computed = OwnTime._backward_computed
@@ -250,4 +253,4 @@ def test_who_waits_at_the_end_of_ddps_backward_is_not_slow(
         fit(run, model, adam(model), steps=4, before=slow)
 
     monkeypatch.setenv("RACKRUN_NCCL_DOUBLE", mode)
-    check(train(main, spares=0), slow=1)
+    check(train(main, spares=0, reduction=reduction), slow=1)

@@ -92,7 +92,7 @@ def main(run: rackrun.Run) -> None:
         tell(f"{WHAT} on {run.rank}")
         if WHAT == "evaluate" or (WHAT == "save" and run.rank == 0):
             work(seconds_of_work()) if WHAT == "save" else time.sleep(SECONDS)
-        if WHAT == "polls" and run.rank == 0:
+        if WHAT == "polls" and run.rank == 0 and once("polled"):
             for _ in range(int(SECONDS)):
                 time.sleep(1.0)
 
