@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -59,7 +60,7 @@ import os, signal, sys
 folder = sys.argv[1]
 def leave(*_):
     open(f"{folder}/told", "w").write("yes")
-    open(f"{folder}/may-go").read()
+    open(f"{folder}/may-go", "rb", 0).read(1)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 open(f"{folder}/ready", "w").write("yes")
@@ -119,9 +120,15 @@ async def appears(rig, path: Path) -> str:
     return await rig.eventually(lambda: path.exists() and path.read_text(), f"{path} never came")
 
 
-async def let_go(rig) -> None:
-    """Who opens the pipe at the other end reads to its end."""
-    await asyncio.to_thread((rig.folder / "may-go").write_bytes, b"")
+@contextlib.contextmanager
+def let_go(rig):
+    """What is in the pipe stays there, also where whoever reads is stopped, or hears a signal, just as it opens its end."""
+    end = os.open(rig.folder / "may-go", os.O_RDWR)
+    try:
+        os.write(end, b"x")
+        yield
+    finally:
+        os.close(end)
 
 
 def groups_of(rig) -> list[Path]:
@@ -187,8 +194,8 @@ async def test_it_is_told_before_it_is_killed_and_the_plan_waits_for_nobody(rig)
     await told_of_plan(rig, 0, 1)
     await appears(rig, rig.folder / "told")
     assert alive_of_fillers(rig)
-    await let_go(rig)
-    end = await told(rig, 0, 1, "ended")
+    with let_go(rig):
+        end = await told(rig, 0, 1, "ended")
     assert end.because == "the spare is needed"
     assert await rig.end() == 0
 
@@ -483,8 +490,8 @@ async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(ri
     await rig.coordinator.send(plan((0, 1)))
     await appears(rig, rig.folder / "told")
     before = time.monotonic()
-    await let_go(rig)
-    await told(rig, 0, 1, "ended")
+    with let_go(rig):
+        await told(rig, 0, 1, "ended")
     assert await told_of_plan(rig, 0, 1) > before
     assert await rig.end() == 0
 
