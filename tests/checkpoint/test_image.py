@@ -504,9 +504,7 @@ def test_bytes_that_are_told_to_be_filled_are_final(monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", 37)
+def a_written_image() -> tuple[dict[str, torch.Tensor], ImageLayout, bytearray]:
     wanted = {
         "a": torch.arange(100, dtype=torch.float64),
         "b": torch.arange(60, dtype=torch.int16).view(6, 10),
@@ -517,9 +515,21 @@ def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.Monkey
     layout = plan_image(entries_of(wanted), plain=4)
     image = bytearray(layout.total_bytes)
     write_image(layout, wanted, b"tail", memoryview(image))
-    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {
+    return wanted, layout, image
+
+
+def places_for(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One of them is not contiguous."""
+    return {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {
         "b": torch.zeros(10, 6, dtype=torch.int16).t()
     }
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", 37)
+    wanted, layout, image = a_written_image()
+    found = places_for(wanted)
     with pytest.raises(LayoutMismatch, match="'b'"):
         read_tensors(layout, {**found, "b": torch.zeros(99)}, image, threads)
     assert not found["a"].any()
@@ -530,16 +540,7 @@ def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.Monkey
 def test_what_is_read_from_memory_in_pieces_is_copied_piece_by_piece() -> None:
     """A GPU's driver refuses a copy from memory that was registered with it in two pieces ("invalid argument", an H200 said). Here each address that is a
     multiple of 24 begins a piece, and a copy that is not cut there is seen by the sizes that were asked for."""
-    wanted = {
-        "a": torch.arange(100, dtype=torch.float64),
-        "b": torch.arange(60, dtype=torch.int16).view(6, 10),
-        "c": torch.complex(torch.randn(5), torch.randn(5)),
-        "d": torch.tensor(True),
-        "e": torch.zeros(0, 3),
-    }
-    layout = plan_image(entries_of(wanted), plain=4)
-    image = bytearray(layout.total_bytes)
-    write_image(layout, wanted, b"tail", memoryview(image))
+    wanted, layout, image = a_written_image()
     base = torch.frombuffer(image, dtype=torch.uint8).data_ptr()
     asked: list[tuple[int, int]] = []
 
@@ -547,9 +548,7 @@ def test_what_is_read_from_memory_in_pieces_is_copied_piece_by_piece() -> None:
         asked.append((address - base, size))
         return list(range(24 - (address - base) % 24, size, 24))
 
-    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} | {
-        "b": torch.zeros(10, 6, dtype=torch.int16).t()
-    }
+    found = places_for(wanted)
     read_tensors(layout, found, image, cuts=cuts)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     extents = [(start, stop - start) for name, (start, stop) in layout.extents.items() if name in "abcd"]

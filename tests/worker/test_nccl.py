@@ -129,6 +129,19 @@ def made(kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch, within: ti
     return nccl_communicator(DEVICE, dist.HashStore(), 0, 2, within, host)
 
 
+def started(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that are started from here on."""
+    threads: list[threading.Thread] = []
+    begin = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        threads.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    return threads
+
+
 KINDS = pytest.mark.parametrize(
     ("kind", "stop", "free"), [("legacy", "revoke 4711 0", "abort"), ("nccl2", "abort", "shutdown")]
 )
@@ -303,17 +316,11 @@ def test_what_cannot_be_built_is_ended_at_once(
     kind: str, fails: str, ends: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next generation's is built beside it, on the same device."""
-    ended: list[threading.Thread] = []
-    begin = threading.Thread.start
-
-    def noted(thread: threading.Thread) -> None:
-        ended.append(thread)
-        begin(thread)
+    ended = started(monkeypatch)
 
     def fail(*_: Any) -> None:
         raise dist.DistBackendError("a peer did not come")
 
-    monkeypatch.setattr(threading.Thread, "start", noted)
     monkeypatch.setattr(Backend, fails, fail)
     with pytest.raises(dist.DistBackendError, match="did not come"):
         made(kind, said, monkeypatch)
@@ -365,14 +372,7 @@ def test_a_build_that_was_left_is_ended_when_it_is_over_after_all(
         comes.wait()
         backend.said.append("connected")
 
-    threads: list[threading.Thread] = []
-    begin = threading.Thread.start
-
-    def noted(thread: threading.Thread) -> None:
-        threads.append(thread)
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", noted)
+    threads = started(monkeypatch)
     monkeypatch.setattr(Backend, "eager_connect_single_device", connect)
     with pytest.raises(RuntimeError, match="has not connected"):
         made("legacy", said, monkeypatch, within=timedelta(milliseconds=10))
