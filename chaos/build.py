@@ -153,7 +153,7 @@ def heal() -> Heal:
 
 
 def quiet(steps: int) -> Quiet:
-    """Nothing, until so many more steps are committed."""
+    """Nothing, until so many more steps, or the job's last, are committed."""
     return Quiet(steps=steps)
 
 

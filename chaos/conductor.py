@@ -101,8 +101,10 @@ _Script = Iterator[_Wait]
 
 
 class Conductor:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, last_step: int | None = None) -> None:
+        """``last_step``: the job's, where it is known; no `Quiet` lasts beyond it."""
         self.plan = plan
+        self._last_step = math.inf if last_step is None else last_step
         self.records: list[Record] = []
         self.nobody: list[str] = []
         """Strikes that had no target."""
@@ -237,7 +239,7 @@ class Conductor:
                 for record in self.records:
                     self._take_back(record)
             case Quiet(steps=steps):
-                goal = self._sight().step + steps
+                goal = min(self._sight().step + steps, self._last_step)
                 yield _Wait(lambda: self._sight().step >= goal)
             case _:
                 assert_never(part)

@@ -83,6 +83,11 @@ class Trace:
         return len({step for step, phase in self.gates if not phase})
 
     @property
+    def last_step(self) -> int | None:
+        """That was committed; None: none was."""
+        return max((step for step, _ in self.gates), default=None)
+
+    @property
     def sizes(self) -> list[tuple[int, int]]:
         """(step, ranks): from that step on the world had so many, as its plans say."""
         found: list[tuple[int, int]] = []

@@ -174,7 +174,7 @@ class Heal(_Part, frozen=True, kw_only=True, tag="heal"):
 
 
 class Quiet(_Part, frozen=True, kw_only=True, tag="quiet"):
-    """Nothing happens until so many more steps are committed: the job must get on by itself."""
+    """Nothing happens until so many more steps, or the job's last, are committed: the job must get on by itself."""
 
     steps: int
 

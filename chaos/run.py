@@ -101,7 +101,10 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     known = read_reference(twin.folder, twin.command, step_by_step=step_by_step)
     limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
     tell(f"the run with faults, seed {plan.seed}")
-    performance = Performance(plan, command, out, env, tell, step_by_step=step_by_step)
+    reference_trace = read_trace(twin.folder / "run", twin.folder / "inside", whole=False)
+    performance = Performance(
+        plan, command, out, env, tell, step_by_step=step_by_step, last_step=reference_trace.last_step
+    )
     try:
         ended = performance.play(limit_s)
     except KeyboardInterrupt:
@@ -111,7 +114,7 @@ def run_plan(  # noqa: PLR0913 - all but two have a default
     conductor = performance.conductor
     evidence = Evidence(
         plan,
-        read_trace(twin.folder / "run", twin.folder / "inside", whole=False),
+        reference_trace,
         read_trace(performance.folder / "run", performance.folder / "inside"),
         ended,
         limit_s,
@@ -162,8 +165,9 @@ class Performance:
         tell: Callable[[str], None],
         *,
         step_by_step: bool = False,
+        last_step: int | None = None,
     ) -> None:
-        self.conductor, self._step_by_step = Conductor(plan), step_by_step
+        self.conductor, self._step_by_step = Conductor(plan, last_step=last_step), step_by_step
         self.folder = out / "faulted"
         make_folder(self.folder)
         self._plan, self._command, self._env, self._tell = plan, command, env, tell

@@ -41,12 +41,13 @@ class Played:
     part: Part
     seed: int = 0
     budget: Budget = field(default_factory=Budget)
+    last_step: int | None = None
     fails: frozenset[int] = frozenset()
     points: dict[str, int] = field(default_factory=dict)
     log: list[tuple[float, Order]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.conductor = Conductor(Plan(plan=self.part, seed=self.seed, budget=self.budget))
+        self.conductor = Conductor(Plan(plan=self.part, seed=self.seed, budget=self.budget), last_step=self.last_step)
         self.whole = self.scene
 
     def play(self, until_s: float) -> Played:
@@ -124,6 +125,13 @@ def test_what_lasts_is_taken_back_after_its_time_or_when_the_plan_heals(scene: S
 
 def test_quiet_lasts_until_the_job_has_got_on(scene: Scene) -> None:
     assert [now for now, _ in Played(scene, Seq(parts=(at(2), Quiet(steps=4), KILL))).play(20).strikes] == [3.0, 7.0]
+
+
+def test_quiet_ends_with_the_last_step_so_that_what_lasts_is_taken_back_from_a_job_that_waits_for_it(
+    scene: Scene,
+) -> None:
+    lasting = Inject(fault=Pause(), target=One(TRAY), when=AtStep(step=6))
+    assert Played(scene, Seq(parts=(lasting, Quiet(steps=4), Heal())), last_step=8).play(20).taken_back == [9.0]
 
 
 def test_again_and_again_follows_an_exponential_distribution(scene: Scene) -> None:
