@@ -176,8 +176,13 @@ class Run:
     def track(self, **things: Any) -> None:
         """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
 
-        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else.
+        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else, and once ``run.steps`` has begun.
         """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                f"run.track({', '.join(things)}) was called after run.steps(), so a process that takes a rank over would not know of it.",
+                remedy="call it before run.steps(); for what is made later, track an object with state_dict and load_state_dict that will hold it.",
+            )
         for name, thing in things.items():
             self._state.track(name, _unwrapped(thing))
 

@@ -34,6 +34,7 @@ class Structure:
         self._roots = dict(roots)
         walked = {name: walk.modules(root) for name, root in roots.items()}
         self.modules: list[nn.Module] = []
+        self.module_paths: list[str] = []
         """As ``modules()`` of each."""
         self.parameters: list[nn.Parameter] = []
         """As ``parameters()`` of each."""
@@ -42,6 +43,7 @@ class Structure:
         """As ``buffers()`` of each."""
         self.buffer_paths: list[str] = []
         """Without the kind: ``name/path``."""
+        self._kept_buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.norm_buffers: set[str] = set()
         """Paths, with the kind, of those that batch norm and its kin write, as a rule without counting up their version."""
         self.with_extra_state: list[tuple[str, str, nn.Module]] = []
@@ -52,6 +54,7 @@ class Structure:
             for path, module in found:
                 prefix = f"{path}." if path else ""
                 self.modules.append(module)
+                self.module_paths.append(f"{name}.{path}" if path else name)
                 for key, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
@@ -62,6 +65,8 @@ class Structure:
                         seen.add(id(buffer))
                         self.buffers.append(buffer)
                         self.buffer_paths.append(f"{name}/{prefix}{key}")
+                        if key not in module._non_persistent_buffers_set:
+                            self._kept_buffers[f"{name}.{prefix}{key}"] = tuple(buffer.shape), buffer.dtype
                         if isinstance(module, _NormBase):
                             self.norm_buffers.add(f"{name}/buffer/{prefix}{key}")
                 if isinstance(module, FSDPModule):
@@ -92,6 +97,29 @@ class Structure:
         counts, things = self._in_them()
         return counts == self._counts and same_objects(things, self._things)
 
+    def differs(self, before: Structure) -> str:
+        """What it has that could not be given to who has ``before``, tensor by tensor: "" where tensors and modules were at the most exchanged for
+        others of the same kind."""
+        was, now = (dict(zip(one.module_paths, one._kinds, strict=True)) for one in (before, self))
+        for path, kind in now.items():
+            old = was.get(path)
+            if old is None:
+                return f"{path} ({kind.__name__}) is new"
+            if kind is not old:
+                return f"{path} was a {old.__name__}, and is a {kind.__name__}"
+        if gone := [path for path in was if path not in now]:
+            return f"{gone[0]} is gone"
+        of = {id(parameter): path for path, parameter in zip(before.parameter_paths, before.parameters, strict=True)}
+        for path, parameter in zip(self.parameter_paths, self.parameters, strict=True):
+            if of.get(id(parameter), path) != path:
+                return f"{_shown(path)} is what {_shown(of[id(parameter)])} was"
+        if moved := set(before.parameter_paths) ^ set(self.parameter_paths):
+            return f"{_shown(min(moved))} is new, or gone"
+        for path in before._kept_buffers.keys() | self._kept_buffers.keys():
+            if before._kept_buffers.get(path) != self._kept_buffers.get(path):
+                return f"the buffer {path} is new, or gone, or has another shape or type"
+        return ""
+
     def _held(self) -> list[Any]:
         """Every known module's dictionaries, empty ones too."""
         return list(chain.from_iterable(map(_DICTIONARIES, self.modules)))
@@ -105,3 +133,7 @@ class Structure:
         if self._plain:
             return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once
         return counts, list(chain.from_iterable(map(_THINGS, self._full)))
+
+
+def _shown(path: str) -> str:
+    return path.replace("/param/", ".")

@@ -68,11 +68,15 @@ class _Look(NamedTuple):
 class Undo:
     """``say`` tells, once, what copies cost."""
 
-    def __init__(self, state: TrackedState, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(  # noqa: PLR0915 - what there is at the start, one line each
+        self, state: TrackedState, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._state, self._say = state, say
         self._copies = UndoCopies()
         self._filled = -1
         self._structure = Structure({})
+        self._made_of: Structure | None = None
+        """What modules were made of when the last unit began."""
         self._trained_objects: list[torch.Tensor] = []
         self._phase = ""
         self._whole = self._audits = False
@@ -121,10 +125,11 @@ class Undo:
         self._begun_with: Sequence[torch.Tensor] = ()
         """All parameters when the unit began, and of each in turn:"""
         self._requires_grad: list[bool] = []
-        self._cleared_before = -1
         self._had_grads: list[bool] = []
         self._grads_found: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []
-        self._cleared = -1
+        """A few that some older unit has left, not cleared since."""
+        self._cleared = 0
+        """How often gradients had been cleared when the unit began."""
         self._stands: tuple[bytes, list[int], list[int], list[Any], int] = b"", [], [], [], -1
         self._looked_at: _Look | None = None
         """By `check_stands`, for the unit that begins next."""
@@ -187,6 +192,7 @@ class Undo:
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
         look = self._look()
+        self._check_made_of(look.structure)
         if self._filled != self._state.filled or not same_objects(self._trained_objects, self._state.trained()):
             self._forget(look)
         for wrapper in self._state.wrappers():
@@ -210,8 +216,9 @@ class Undo:
         gradients = list(map(_GRAD, parameters))
         self._had_grads = [gradient is not None for gradient in gradients]
         found = compress(zip(parameters, gradients, strict=True), self._had_grads)
-        self._grads_found = [(p, weakref.ref(gradient)) for p, gradient in islice(found, _GRADS_LOOKED_AT)]
-        self._cleared_before = self._cleared
+        some = islice(found, _GRADS_LOOKED_AT if grads.some_are_left() else 0)
+        self._grads_found = [(parameter, weakref.ref(gradient)) for parameter, gradient in some]
+        self._cleared = grads.cleared()
 
     def _look(self) -> _Look:
         known, self._looked_at = self._looked_at, None
@@ -220,6 +227,16 @@ class Undo:
         structure, dicts = self._state.structure(), self._state.state_dicts()
         plain = self._state.encode_plain(dicts, structure)
         return _Look(self._state.filled, structure, dicts, plain, versions(structure.parameters))
+
+    def _check_made_of(self, structure: Structure) -> None:
+        """Raises `StepError` when a unit has changed what modules are made of."""
+        before, self._made_of = self._made_of, structure
+        if before is not None and structure is not before and (difference := structure.differs(before)):
+            raise StepError(
+                f"a step, or a phase, has changed what tracked modules are made of: {difference}. A process that takes a rank over has what main "
+                "builds, and a step that is done again would begin with the change.",
+                remedy="build it in main, in its full size, and have forward() choose: by the step's number, or by a tracked tensor.",
+            )
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
@@ -357,16 +374,15 @@ class Undo:
         return sorted(self._found_early)
 
     def check_gradients(self) -> None:
-        """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum: the
-        unit could not be repeated, because nobody has kept them."""
+        """Before the first optimizer step of a unit. Raises `StepError` when gradients of an older step are still in the sum, the one before or,
+        where some make no optimizer step, any: the unit could not be repeated, because nobody has kept them."""
         if grads.cleared() == self._cleared and any(
             parameter.grad is found() for parameter, found in self._grads_found
         ):
             raise StepError(
-                "gradients of the step before were not cleared, so this step adds to them, and could not be repeated.",
+                "gradients of an older step were not cleared, so this step adds to them, and could not be repeated.",
                 remedy="call optimizer.zero_grad() in every step; to accumulate, use smaller micro-batches of one global batch.",
             )
-        self._cleared = grads.cleared()
 
     # -- it counts
     def ended(self) -> None:
@@ -396,7 +412,8 @@ class Undo:
         for path in moving:
             self._static.pop(path, None)
         if self._audits:
-            self._ended = _digests({**owned, **free})
+            self._look_around(self._state.structure())  # the unit may have exchanged a tensor for another
+            self._ended = _digests({**self._owned(), **self._free_tensors(self._dicts_at_end)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     # -- it does not
@@ -406,7 +423,6 @@ class Undo:
 
         ``backward_open``: it was left before all of its backward passes had ended.
         """
-        self._cleared = self._cleared_before  # the next attempt is judged as this one was
         for module, training in zip(self._submodules, self._modes, strict=True):
             module.training = training
         for parameter, requires_grad in zip(self._begun_with, self._requires_grad, strict=True):
@@ -423,6 +439,7 @@ class Undo:
                         parameter.grad.zero_()
                     else:
                         parameter.grad = None
+        grads.nothing_is_left()
         torn = self._torn()
         for other in self._state.others.values():
             if isinstance(other, ScalerState):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rackrun.errors import StepError
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, pack
 
@@ -59,6 +60,12 @@ class UniqueBuffers:
             return
         row = torch.zeros(self._row_bytes, dtype=torch.uint8, device=self._world.device)
         packed = pack(self._buffers(self._chosen), self._world.device)
+        if len(packed) > len(row):
+            raise StepError(
+                f"buffers of tracked modules have grown in a step, from {len(row)} bytes to {len(packed)}: a process that takes a rank over has them "
+                "as main makes them.",
+                remedy="make them in main in their full size, and count what is filled in a buffer of its own.",
+            )
         row[: len(packed)] = packed
         rows = torch.empty(self._world.size * self._row_bytes, dtype=torch.uint8, device=self._world.device)
         self._world.groups[0].all_gather_single(rows, row).wait()

@@ -68,15 +68,17 @@ class Untracked:
         self._state = state
         self._steps = 0
         self._seen: dict[str, _Seen] = {}
+        self._some_once = False
+        """Something was seen to change for the first time in the last look: the next step decides."""
 
     def after_step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Change]:
         """What is new."""
         self._steps += 1
-        if self._steps > 4 and self._steps & (self._steps - 1):
+        if self._steps > 4 and self._steps & (self._steps - 1) and not self._some_once:
             return []
-        found = []
+        found, self._some_once = [], False
         for name, root, thing, kept in _Walk(self._state).of(function, args, kwargs):
             mark = _mark(thing, self._state)
             seen = self._seen.setdefault(name, _Seen(mark))
@@ -84,6 +86,7 @@ class Untracked:
                 seen.mark = mark
                 continue
             seen.mark, seen.changes = mark, seen.changes + 1
+            self._some_once |= seen.changes == 1
             if seen.changes > 1 and not seen.told:
                 seen.told = True
                 found.append(Change(name, type(thing).__name__, line_of_name(function, root), kept))
@@ -199,7 +202,9 @@ class _Walk:
             yield path, module, True
             return
         for name, one in module.named_modules():
-            if not _is_users(type(one).__module__):
+            if not any(
+                _is_users(kind.__module__) for kind in type(one).__mro__
+            ):  # FSDP2 puts a class of its own before it
                 continue
             self._seen[id(one)] = one
             for key, value in list(vars(one).items()):

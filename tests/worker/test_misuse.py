@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness import Ended, moments
 from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.worker.run import Run
 from rackrun.worker.step import Step
@@ -178,6 +179,47 @@ def sharded_gradients_not_cleared(run: Run) -> None:
         step(number)
 
 
+def accumulated_over_steps(model: Callable[[Run], Any]) -> Callable[[Run], None]:
+    """No optimizer step in every other step: what is in the sum then, nobody could do again."""
+
+    def main(run: Run) -> None:
+        wrapped = model(run)
+        optimizer = adam(wrapped)
+        run.track(model=wrapped, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                step.backward(loss_of(wrapped, batch))
+            if int(step) % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for number in run.steps(4):
+            step(number)
+
+    return main
+
+
+def tracks_late(run: Run, step: Any, number: int) -> None:
+    step(number)
+    run.track(late=net())
+
+
+def growing_buffer(run: Run) -> None:
+    """Before the ranks have been compared, and by each rank for itself."""
+    model = net()
+    model.register_buffer("queue", torch.zeros(0, 3))
+    wrapped = DDP(model.to(run.device), broadcast_buffers=False)
+
+    def grow(*_: Any) -> None:
+        model.queue = torch.cat([model.queue, torch.ones(1, 3)])
+
+    model.register_forward_pre_hook(grow)
+    fit(run, wrapped, adam(wrapped))
+
+
 def static_graph(run: Run) -> None:
     model = ddp(run, static_graph=True)
     fit(run, model, adam(model))
@@ -217,6 +259,10 @@ def wrong_shapes(run: Run) -> None:
         (zero, "ZeroRedundancyOptimizer"),
         (gradients_not_cleared, "were not cleared"),
         (sharded_gradients_not_cleared, "were not cleared"),
+        (accumulated_over_steps(ddp), "of an older step were not cleared"),
+        (accumulated_over_steps(lambda _: fully_shard(net())), "of an older step were not cleared"),
+        (looped(tracks_late), r"run\.track\(late\) was called after run\.steps\(\)"),
+        (growing_buffer, "have grown in a step|has another shape"),
         (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
         (wrong_shapes_by_a_future, "shape|size"),

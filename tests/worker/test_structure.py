@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rackrun.errors import StepError
 from rackrun.worker.state import TrackedState
 from rackrun.worker.structure import Structure
 from rackrun.worker.undo import Undo
@@ -111,16 +112,98 @@ def test_a_glance_sees_whatever_is_another_object_or_elsewhere(change: Callable[
     assert not structure.seems_to_stand()
 
 
+def replace_a_layer(root: nn.Sequential) -> None:
+    root[3] = nn.Linear(3, 3)
+
+
+OF_THE_SAME_KIND = [replace_by_attribute, replace_in_the_dictionary, replace_a_buffer, replace_a_layer]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_step_has_exchanged_was_not_exchanged_after_it(change: Callable[[nn.Sequential], None]) -> None:
-    state, root = TrackedState(), net()
-    state.track("model", root)
-    undo = Undo(state)
-    undo.begin()
+    undo = begun(root := net())
     change(root)
     undo.ended()
     undo.committed()
     undo.check_stands()
+
+
+@pytest.mark.parametrize("change", OF_THE_SAME_KIND)
+def test_a_step_may_exchange_tensors_and_modules_for_others_of_their_kind(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    undo = begun(root := net())
+    change(root)
+    undo.ended()
+    undo.committed()
+    undo.begin()
+
+
+def new_activation(root: nn.Sequential) -> None:
+    root[2] = nn.GELU()
+
+
+def change_order(root: nn.Sequential) -> None:
+    root[0], root[3] = root[3], root[0]
+
+
+def late_buffer(root: nn.Sequential) -> None:
+    root.register_buffer("late", torch.zeros(1))
+
+
+def grow_a_buffer(root: nn.Sequential) -> None:
+    root[1].running_mean = torch.zeros(4)
+
+
+def widen_a_buffer(root: nn.Sequential) -> None:
+    root[1].double()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (new_activation, "model.2 was a Sequential, and is a GELU"),
+        (change_order, "model.0.weight is what model.3.weight was"),
+        (add, "model.2.more is new, or gone"),
+        (drop, "is new, or gone"),
+        (rename, "model.0.kernel is what model.0.weight was"),
+        (change_places, "is what model."),
+        (add_a_module, r"model.2.1 \(Tanh\) is new"),
+        (change_the_class, "model.0 was a Linear, and is a WithExtraState"),
+        (late_buffer, "the buffer model.late is new"),
+        (grow_a_buffer, "the buffer model.1.running_mean is new, or gone, or has another shape"),
+        (widen_a_buffer, "the buffer model.1.running_"),
+    ],
+)
+def test_a_step_that_changes_what_modules_are_made_of_is_refused(
+    change: Callable[[nn.Sequential], None], what: str
+) -> None:
+    undo = begun(root := net())
+    change(root)
+    undo.ended()
+    undo.committed()
+    with pytest.raises(StepError, match=f"has changed what tracked modules are made of: .*{what}"):
+        undo.begin()
+
+
+def test_a_cache_that_is_not_kept_may_come_and_grow() -> None:
+    undo = begun(root := net())
+    root.register_buffer("cached", torch.zeros(4), persistent=False)
+    undo.ended()
+    undo.committed()
+    undo.begin()
+    root.cached = torch.zeros(8)
+    undo.ended()
+    undo.committed()
+    undo.begin()
+
+
+def begun(root: nn.Module) -> Undo:
+    state = TrackedState()
+    state.track("model", root)
+    undo = Undo(state)
+    undo.begin()
+    return undo
 
 
 def test_what_is_written_into_it_leaves_a_structure_as_it_is() -> None:

@@ -16,6 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from rackrun.worker.compat import grads
+
 __all__ = ["Listener", "install", "leaves", "listen", "mark_weighted"]
 
 _MARK = "rackrun.weighted"
@@ -92,6 +94,7 @@ def _tell_of_backward() -> None:
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors or ())
         whole = kwargs.get("inputs") is None and all(one is None for one in given)
+        grads.backward_begins()
         after = _listener.backward(roots) if _listener is not None and whole else None
         original(tensors, grad_tensors, *args, **kwargs)
         if after is not None:

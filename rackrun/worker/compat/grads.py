@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cleared", "cleared_in_place", "install"]
+__all__ = ["backward_begins", "cleared", "cleared_in_place", "install", "nothing_is_left", "some_are_left"]
 
 _calls = 0
 _in_place = 0
+_calls_at_backward = -1
 
 
 def cleared() -> int:
@@ -21,6 +22,22 @@ def cleared() -> int:
 def cleared_in_place() -> int:
     """How often it was in a way that may leave the gradients the tensors that they are."""
     return _in_place
+
+
+def some_are_left() -> bool:
+    """There was a backward pass, and zero_grad has not been called since."""
+    return _calls == _calls_at_backward
+
+
+def backward_begins() -> None:
+    global _calls_at_backward  # noqa: PLW0603 - of the process, as the functions are
+    _calls_at_backward = _calls
+
+
+def nothing_is_left() -> None:
+    """Gradients are what they were before the backward passes so far."""
+    global _calls_at_backward  # noqa: PLW0603
+    _calls_at_backward = -1
 
 
 def install() -> None:
