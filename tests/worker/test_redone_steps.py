@@ -317,6 +317,20 @@ def test_a_change_between_two_steps_that_no_version_shows_is_refused() -> None:
     assert undo.changed_between == "model/param/weight"
 
 
+def test_a_frozen_parameter_that_each_step_exchanges_for_another_has_not_changed_between_steps() -> None:
+    model, optimizer = trained()
+    model.gate = nn.Parameter(torch.ones(3), requires_grad=False)
+    undo = Undo(tracked(model=model, optimizer=optimizer))
+    for _ in range(3):
+        undo.begin(audit=True)
+        undo.before_update()
+        model.gate = nn.Parameter(model.gate * 0.9, requires_grad=False)
+        undo.ended()
+        undo.committed()
+        undo.check_stands()
+        assert not undo.changed_between
+
+
 # -- whole jobs ------------------------------------------------------------------------------------------------------------
 class Average:
     """An EMA that is a plain object, and writes through ``.data``."""

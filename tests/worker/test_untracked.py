@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import Ended
 from scripts import adam, ddp, fit
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from rackrun.worker.run import Run
@@ -54,6 +55,35 @@ def said(*, track: bool) -> set[str]:
 def test_generators_and_tensors_of_tracked_objects_are_tracked() -> None:
     assert said(track=False) == {"of_torch", "of_numpy", "of_python", "queue"}
     assert not said(track=True)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), 1.0
+
+
+class AsFSDP2Does:
+    __module__ = "torch.distributed.fsdp"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_number_on_a_tracked_module_is_named_in_the_step_after_it_was_first_seen_to_change(wrapped: bool) -> None:
+    state, model = TrackedState(), Scaled()
+    if wrapped:  # fully_shard puts a class of torch's before the script's own
+        model.__class__ = type("FSDPScaled", (AsFSDP2Does, Scaled), {"__module__": "torch.distributed.fsdp"})
+    state.track("model", model)
+
+    def step(number: int) -> None:
+        if number >= 7:
+            model.scale *= 0.9
+
+    untracked, found = Untracked(state), dict[int, list[str]]()
+    for number in range(12):
+        step(number)
+        if changes := untracked.after_step(step, (), {}):
+            found[number] = [change.name for change in changes]
+    assert found == {8: ["model.scale"]}
 
 
 def test_what_a_library_keeps_to_itself_is_not_looked_into() -> None:
