@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -454,7 +455,7 @@ def test_a_hosts_work_is_over_when_its_calls_return() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_whose_device_does_not_come_back_is_replaced_and_the_bits_stay(
-    mode: str, train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    mode: str, train: Train, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 2's device hangs, and before anybody finds that out rank 1 dies. Rank 2 would do the step again, and cannot."""
     monkeypatch.setattr(device_return, "RETURNS_S", 0.2)
@@ -464,9 +465,13 @@ def test_a_rank_whose_device_does_not_come_back_is_replaced_and_the_bits_stay(
         model = ddp(run)
 
         def hang(step: int) -> None:
-            hangs = os.environ.get("RACKRUN_NCCL_DOUBLE") and step == 3 and run.rank == 2
-            if hangs and not run._runtime.spare:
+            if not os.environ.get("RACKRUN_NCCL_DOUBLE") or step != 3:
+                return
+            if run.rank == 2 and not run._runtime.spare:
                 stream_of(run._world).hang()
+                (tmp_path / "hangs").touch()
+            while run.rank == 1 and not (tmp_path / "hangs").exists():  # it dies after that
+                time.sleep(0.005)
 
         fit(run, model, adam(model), before=hang)
 
