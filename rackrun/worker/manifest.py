@@ -27,6 +27,8 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """Of one dense block that is not row-major (channels_last); its bytes travel in the order in which they lie."""
     sharding: Sharding | None = None
     """Of a DTensor that is no parameter, nor sharded as its parameter is."""
+    has_gradient: bool = False
+    """A parameter whose gradient a step finds there, were it zero: it counts, unlike one that is None, in a norm and for an optimizer."""
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -177,6 +177,7 @@ class TrackedState:
                     path in like,
                     () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
                     None if path in like or path in parameters else Sharding.of(part, parameters),
+                    path in parameters and parameters[path].grad is not None,
                 )
             )
         return Manifest(
@@ -246,6 +247,7 @@ class TrackedState:
         """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
         self._put_modes(manifest.modes)
+        self._put_gradients({info.path for info in manifest.tensors if info.has_gradient})
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
@@ -334,6 +336,17 @@ class TrackedState:
         training = {**self._modes_of_main.training, **modes.training}
         for path, module in self._modules_by_path():
             module.training = training.get(path, module.training)
+
+    def _put_gradients(self, paths: Collection[str]) -> None:
+        """Zero for the parameters at ``paths``, None for all others. Ranks that differ in this call other collectives than each other, where
+        a script asks for the norm of gradients, say: one for each that there is."""
+        for path, parameter in self._parameters_by_path().items():
+            if path not in paths:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                parameter.grad.zero_()
 
     def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
         for name, root in self.modules.items():

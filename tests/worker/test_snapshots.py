@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness import Ended, say
-from scripts import adam, fit, net
+from scripts import Samples, adam, fit, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -161,6 +161,41 @@ def lost_after(ended: Ended, rank: int, step: int) -> int:
         i for i, what in enumerate(lived) if i > lived.index(f"committed {Position(step)}") and what == entered
     ][:2]
     return second
+
+
+def unfrozen_later(run: Run) -> None:
+    """A sharded model whose first layer begins to train in step 6; gradients are set to zero, not dropped, and clipped by their norm."""
+    model = net()
+    model[0].requires_grad_(False)
+    for layer in (model[0], model[-1]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(Samples())
+
+    @run.step
+    def step(step: Step) -> None:
+        if int(step) == 6:
+            model[0].requires_grad_(True)
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for number in run.steps(9):
+        step(number)
+
+
+def test_who_goes_back_has_the_gradients_that_a_newcomer_has(train: Train) -> None:
+    """To two steps before a layer was unfrozen. With one more on some ranks, though zero, they would add up one more norm than the others, who
+    are in the gate by then."""
+    reference = train(unfrozen_later, snapshot_every=4)
+    assert reference.exit_code == 0, reference
+    ended = train(unfrozen_later, snapshot_every=4, kill={1: lost_after(reference, 1, 6)}, deadline_s=60.0)
+    assert not ended.differences(reference), ended
+    assert [plan.rollback for plan in ended.plans] == [4], ended
 
 
 @pytest.mark.parametrize("whose", ["a survivor's", pytest.param("the lost rank's", marks=pytest.mark.stories)])

@@ -149,6 +149,21 @@ def test_who_goes_back_to_before_a_group_was_added_has_it_no_more() -> None:
     assert len(ahead.optimizers["optimizer"].state) == 2
 
 
+@pytest.mark.parametrize("at", [1, None], ids=["unfrozen", "not yet"])
+def test_whoever_takes_a_state_over_has_a_gradient_where_its_source_has_one_though_zero(at: int | None) -> None:
+    """Here the optimizer sets gradients to zero; there they were dropped, or are of steps that are to be done again."""
+    source = unfrozen(2, at)
+    trained = source.trained()
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    for other in (unfrozen(0, None), unfrozen(3, 1)):
+        ahead = list(other.parameters())
+        ahead[0].grad = torch.ones_like(ahead[0])
+        carried(source, other)
+        assert [p.grad is None for p in ahead] == [p.grad is None for p in source.parameters()]
+        assert not any(p.grad.any() for p in ahead if p.grad is not None)
+
+
 def flags_of(state: TrackedState) -> tuple[list[bool], list[bool]]:
     net = state.modules["net"]
     return [p.requires_grad for p in net.parameters()], [m.training for m in net.modules()]
