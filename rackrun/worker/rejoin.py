@@ -292,6 +292,11 @@ class Rejoin:
                 )
             manifest = self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None)
             self._adopt(plan, manifest)
+            if (
+                fetched is not None
+            ):  # or this rank would be the one without, at the next failure; with all that was adopted
+                self._snapshots.take(step)
+                self._snapshots.settle()
         except MemoryPlanError as error:
             leave(world.rank, f"has no memory for its own snapshot, and another takes its place: {error}")
         except Damaged as damaged:

@@ -295,12 +295,6 @@ class Snapshots:
             self._forget(later)
         if self._runtime.world.has_mirrors and all_go_back:
             self._mirrored = named  # all go back to it, and keep it until something newer is elsewhere
-        if fetched is not None:
-            self._runtime.world.replica_class = (
-                manifest.replica_class
-            )  # it goes into the copy, and says that snapshots are needed
-            self.take(step)  # or this rank would be the one without, at the next failure
-            self.settle()
         return manifest
 
     # -- main is entered again

@@ -6,8 +6,11 @@ The scripts are in the manner of real ones. Each is killed at places of a step t
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -679,7 +682,7 @@ def test_a_phase_that_changes_parameters_is_done_again_with_the_same_bits(train:
     killed_in(train, weights_averaged_in_a_phase, 5, phase=1)
 
 
-def sharded_adversaries(run: Run) -> None:
+def sharded_adversaries(run: Run, between: Callable[[Step], None] = lambda _: None) -> None:
     """A GAN of FSDP2 models: every forward and backward has collectives, and nobody has a replica."""
     maker, judge = fully_shard(net()), fully_shard(net())
     for_maker, for_judge = adam(maker), adam(judge)
@@ -695,6 +698,7 @@ def sharded_adversaries(run: Run) -> None:
             step.backward(judge(fake).pow(2).mean() + (judge(batch) - 1).pow(2).mean())
         for_judge.step()
         for_judge.zero_grad()
+        between(step)
         for batch in batches:
             (step.gradient_scale * ((maker(batch) - batch).abs().mean() + judge(maker(batch)).mean())).backward()
         for_maker.step()
@@ -713,6 +717,24 @@ def test_a_sharded_step_of_parts_is_done_again_with_the_same_bits(train: Train) 
         ended = train(sharded_adversaries, ranks=2, kill={1: at}, snapshot_every=1, start_over=True)
         assert not ended.differences(reference), f"{reference.moments[1][at]}\n{ended}"
         assert not ended.restarted, ended
+
+
+def test_who_takes_over_from_one_that_had_taken_over_knows_what_a_step_is_like(train: Train, tmp_path: Path) -> None:
+    """Shards come from the snapshot that the lost one had made of what it was given."""
+
+    def main(run: Run) -> None:
+        def dies(step: Step) -> None:
+            marks = [tmp_path / "first", tmp_path / "second"]
+            if run.rank == 1 and int(step) == 5 and (due := [mark for mark in marks if not mark.exists()]):
+                due[0].touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sharded_adversaries(run, between=dies)
+
+    reference = train(sharded_adversaries, ranks=2, snapshot_every=4)
+    ended = train(main, ranks=2, spares=2, snapshot_every=4, deadline_s=60.0)
+    assert not ended.differences(reference), ended
+    assert len(ended.plans) == 2, ended
 
 
 @pytest.mark.parametrize(
