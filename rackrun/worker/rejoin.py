@@ -292,9 +292,8 @@ class Rejoin:
                 )
             manifest = self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None)
             self._adopt(plan, manifest)
-            if (
-                fetched is not None
-            ):  # or this rank would be the one without, at the next failure; with all that was adopted
+            if fetched is not None:
+                # else this rank would have none at the next failure; the copy holds what was adopted
                 self._snapshots.take(step)
                 self._snapshots.settle()
         except MemoryPlanError as error:

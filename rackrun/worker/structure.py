@@ -98,8 +98,8 @@ class Structure:
         return counts == self._counts and same_objects(things, self._things)
 
     def differs(self, before: Structure) -> str:
-        """What it has that could not be given to who has ``before``, tensor by tensor: "" where tensors and modules were at the most exchanged for
-        others of the same kind."""
+        """The first thing in which a copy of this one's tensors would not fit into ``before``: "" where tensors and modules were, at most, exchanged
+        for others of the same kind."""
         was, now = (dict(zip(one.module_paths, one._kinds, strict=True)) for one in (before, self))
         for path, kind in now.items():
             old = was.get(path)
@@ -109,10 +109,12 @@ class Structure:
                 return f"{path} was a {old.__name__}, and is a {kind.__name__}"
         if gone := [path for path in was if path not in now]:
             return f"{gone[0]} is gone"
-        of = {id(parameter): path for path, parameter in zip(before.parameter_paths, before.parameters, strict=True)}
+        of: dict[int, list[str]] = {}
+        for path, parameter in zip(before.parameter_paths, before.parameters, strict=True):
+            of.setdefault(id(parameter), []).append(path)  # there may be several: it is in two roots
         for path, parameter in zip(self.parameter_paths, self.parameters, strict=True):
-            if of.get(id(parameter), path) != path:
-                return f"{_shown(path)} is what {_shown(of[id(parameter)])} was"
+            if path not in of.get(id(parameter), [path]):
+                return f"{_shown(path)} is what {_shown(of[id(parameter)][0])} was"
         if moved := set(before.parameter_paths) ^ set(self.parameter_paths):
             return f"{_shown(min(moved))} is new, or gone"
         for path in before._kept_buffers.keys() | self._kept_buffers.keys():

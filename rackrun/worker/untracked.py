@@ -202,9 +202,8 @@ class _Walk:
             yield path, module, True
             return
         for name, one in module.named_modules():
-            if not any(
-                _is_users(kind.__module__) for kind in type(one).__mro__
-            ):  # FSDP2 puts a class of its own before it
+            # FSDP2 puts a class of its own before the script's
+            if not any(_is_users(kind.__module__) for kind in type(one).__mro__):
                 continue
             self._seen[id(one)] = one
             for key, value in list(vars(one).items()):

@@ -198,9 +198,19 @@ def test_a_cache_that_is_not_kept_may_come_and_grow() -> None:
     undo.begin()
 
 
-def begun(root: nn.Module) -> Undo:
+def test_what_is_tracked_twice_has_not_moved() -> None:
+    root = net()
+    undo = begun(root, head=root[3])
+    root[1].running_mean = torch.zeros(3)
+    undo.ended()
+    undo.committed()
+    undo.begin()
+
+
+def begun(root: nn.Module, **others: nn.Module) -> Undo:
     state = TrackedState()
-    state.track("model", root)
+    for name, module in {"model": root, **others}.items():
+        state.track(name, module)
     undo = Undo(state)
     undo.begin()
     return undo
