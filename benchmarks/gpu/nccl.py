@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.gpu import memory
 from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, check, failed
@@ -144,12 +145,12 @@ def _held(rank: Rank) -> dict[str, int]:
     for _ in range(25):
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
         time.sleep(0.02)
-    used = 0
+    held = 0
     if rank.device.type == "cuda":
         torch.cuda.synchronize()
-        free, whole = torch.cuda.mem_get_info(rank.device)
-        used = whole - free
-    return {"threads": min(one for one, _ in counts), "descriptors": min(one for _, one in counts), "memory": used}
+        own = memory.of_process(os.getpid())
+        held = memory.used() if own is None else own
+    return {"threads": min(one for one, _ in counts), "descriptors": min(one for _, one in counts), "memory": held}
 
 
 @check("C2", "a synchronous and an asynchronous call", expected="a Work from the group; right sums", limit_s=80)

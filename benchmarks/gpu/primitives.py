@@ -19,17 +19,20 @@ __all__: list[str] = []
 
 _RATE = "a rate of the GPU's memory or bus"
 GIB, MIB = 2**30, 2**20
+_CALLS = 8
+"""Of a kernel of half a millisecond, so that the wait for the device does not count."""
 
 
-def _seconds(context: Context, work: Callable[[], Any], rounds: int = 5) -> float:
-    """Of one call, from an idle device to an idle device: median, after a first one that is not counted."""
+def _seconds(context: Context, work: Callable[[], Any], rounds: int = 5, calls: int = 1) -> float:
+    """Of one call, where ``calls`` are made from an idle device to an idle device: median, after a first round that is not counted."""
     times = []
     for _ in range(rounds + 1):
         _idle(context)
         began = time.perf_counter()
-        work()
+        for _ in range(calls):
+            work()
         _idle(context)
-        times.append(time.perf_counter() - began)
+        times.append((time.perf_counter() - began) / calls)
     return statistics.median(times[1:])
 
 
@@ -416,15 +419,14 @@ def exact(context: Context) -> Found:
     def add(*, fresh: bool = True) -> None:
         arithmetic.add_segments(values, segments, scales, sums, largest, fresh=fresh)
 
-    adds = 8 * count / _seconds(context, add) / 1e12
-    aparts = 8 * count / _seconds(
-        context, lambda: arithmetic.add_apart([values], segments, scales, [sums], largest, fresh=True)
-    ) / 1e12  # fmt: skip
-    reads = 8 * count / _seconds(
-        context, lambda: arithmetic.read_segments(sums, segments, inverses, marks, values)
-    ) / 1e12  # fmt: skip
-    for block, rate in _rates_at_other_blocks(context, add, 8 * count):
-        context.note(f"blocks of {block}: {rate:.2f} TB/s")
+    def rate(work: Callable[[], None]) -> float:
+        return 8 * count / _seconds(context, work, calls=_CALLS) / 1e12
+
+    adds = rate(add)
+    aparts = rate(lambda: arithmetic.add_apart([values], segments, scales, [sums], largest, fresh=True))
+    reads = rate(lambda: arithmetic.read_segments(sums, segments, inverses, marks, values))
+    for block, other in _rates_at_other_blocks(context, add, 8 * count):
+        context.note(f"blocks of {block}: {other:.2f} TB/s")
     values, sums, segments = values[:4096], sums[:4096], Segments((0,), (4096,))
     add()
     _idle(context)
@@ -453,7 +455,7 @@ def _rates_at_other_blocks(context: Context, add: Callable[[], None], size: int)
     try:
         for block in (1024, 4096, 8192):
             fixed_point_triton._BLOCK = block
-            found.append((block, size / _seconds(context, add) / 1e12))
+            found.append((block, size / _seconds(context, add, calls=_CALLS) / 1e12))
     finally:
         fixed_point_triton._BLOCK = own
     return found

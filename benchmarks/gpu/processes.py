@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import SCRIPTS, Job, train
+from benchmarks.gpu.memory import used
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
 from benchmarks.gpu.shared import compared, reference, strike, struck
@@ -44,13 +45,6 @@ class _Holder:
         self.process.wait()
 
 
-def _used() -> int:
-    import torch
-
-    free, whole = torch.cuda.mem_get_info(0)
-    return whole - free
-
-
 @check(
     "F1",
     "what a process holds: a context; with one NCCL rank",
@@ -63,16 +57,16 @@ def footprint(context: Context) -> Found:
     import torch
 
     torch.cuda.init()
-    before = _used()
+    before = used()
     holder = _Holder(0.001)
-    of_context = _used() - before
+    of_context = used() - before
     holder.kill()
     time.sleep(1.0)
-    before = _used()
+    before = used()
     with Ranks(context, "processes:connected", 2) as ranks:
         ranks.wait_for("connected-0")
         ranks.wait_for("connected-1")
-        each = (_used() - before) / 2
+        each = (used() - before) / 2
         ranks.say("enough")
     context.note(f"with NCCL {each / GIB:.2f} GiB")
     return Found(of_context / GIB, "GiB", ok=each - of_context <= 0.5 * GIB)
@@ -96,14 +90,14 @@ def memory_freed(context: Context) -> Found:
     import torch
 
     torch.zeros(1, device=context.device)
-    before = _used()
+    before = used()
     holder = _Holder(20)
-    held = _used() - before
+    held = used() - before
     if held < 19 * GIB:
         raise Skip("other processes change this GPU's memory meanwhile")
     os.kill(holder.process.pid, signal.SIGKILL)
     began = time.monotonic()
-    while _used() - before > GIB:
+    while used() - before > GIB:
         if time.monotonic() - began > 20:
             return failed("20 s after the kill its memory is not free")
         time.sleep(0.002)
@@ -267,7 +261,7 @@ def filler_gone(context: Context) -> Found:
     arguments = ["--wrap", "ddp", "--steps", "1000000"]  # it is ended when the filler is gone
     with Job(context, "job", "train.py", arguments, ranks=2, spares=1, options=["--filler", command]) as job:
         filler = job.wait_for(lambda line: line["what"] == "filler")["pid"]
-        before = _used()
+        before = used()
         victim = job.wait_for(lambda line: line["what"] == "done" and line["rank"] == 1)["pid"]
         os.kill(victim, signal.SIGKILL)
         began = time.monotonic()
@@ -276,7 +270,7 @@ def filler_gone(context: Context) -> Found:
                 return failed("the filler runs 30 s after its spare was needed")
             time.sleep(0.002)
         gone_s = time.monotonic() - began
-        while before - _used() < 15 * GIB:
+        while before - used() < 15 * GIB:
             if time.monotonic() - began > 30:
                 return failed("the filler is gone, and its memory is not free 30 s after")
             time.sleep(0.002)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import memory
 from benchmarks.gpu.jobs import Job, compare, recoveries, train
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
@@ -471,9 +472,9 @@ def memory_kept(context: Context) -> Found:
 
     def during(job: Job) -> None:
         pid = job.wait_for(lambda line: line["what"] == "done" and line["rank"] == 0 and line["step"] >= 6)["pid"]
-        used["before"] = _memory_of(pid)
+        used["before"] = memory.of_process(pid)
         job.wait_for(lambda line: line["what"] == "done" and line["rank"] == 0 and line["step"] >= 10 + 8 * swaps)
-        used["after"] = _memory_of(pid)
+        used["after"] = memory.of_process(pid)
 
     lines = train(
         context, "job", wrap="ddp", steps=400, strikes=strikes, spares=swaps, more=("--fill", "0.5"), during=during
@@ -484,19 +485,6 @@ def memory_kept(context: Context) -> Found:
         raise Skip("NVML does not tell the memory of single processes here")
     more = (used["after"] - used["before"]) / MIB
     return Found(more, "MiB", ok=more <= 64)
-
-
-def _memory_of(pid: int) -> int | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return next(
-            (one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == pid), None
-        )
-    except Exception:  # noqa: BLE001 - no NVML, no permission, another namespace of processes
-        return None
 
 
 @check(

@@ -162,6 +162,38 @@ class _Parser(argparse.ArgumentParser):
         found: list[Any] = super()._get_option_tuples(option_string)
         return [match for match in found if not getattr(match[0], "ours", False)] or found
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """argparse looks for abbreviations of our options among the script's, too: a script's ``--checkpoint`` could be three of ours."""
+        given = sys.argv[1:] if args is None else list(args)
+        end = self._end_of_own(given)
+        found, unknown = super().parse_known_args(given[:end], namespace)
+        found.training_script_args = given[end:]
+        return found, unknown
+
+    def _end_of_own(self, given: Sequence[str]) -> int:
+        """The script is the last word of ours."""
+        at = 0
+        while at < len(given):
+            word = given[at]
+            if word == "--":
+                return at + 2
+            if not word.startswith("-"):
+                return at + 1
+            at += 2 if self._takes_next(word) else 1
+        return at
+
+    def _takes_next(self, option: str) -> bool:
+        """The next word is its value. An option that does not exist or could be several takes none: argparse refuses it."""
+        action = self._option_string_actions.get(option)
+        if action is None:
+            matches = self._get_option_tuples(option)
+            if len(matches) != 1 or matches[0][-1] is not None:  # --spares=2, -r3
+                return False
+            action = matches[0][0]
+        return action.nargs is None
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = get_args_parser()

@@ -112,6 +112,46 @@ def test_our_own_options_are_there_and_torchrun_has_none_of_them() -> None:
     assert resolve(parser, "--sp") == "spares"
 
 
+OF_THE_SCRIPT = [
+    ["--checkpoint", "x"],  # could be three of rackrun's
+    ["--fill", "0.5"],
+    ["--log=x"],  # two of torchrun's
+    ["--spares", "7", "--nproc-per-node", "9"],
+    ["--", "--help", "-r", "3"],
+    ["-m", "--standalone"],
+    ["word", "--policy"],
+]
+
+
+@pytest.mark.parametrize("given", OF_THE_SCRIPT, ids=" ".join)
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        ["--standalone", "--spares", "1", "--nproc_per_node=3"],
+        ["--sp", "1", "-r3", "--nproc_per_node", "2", "--"],
+        ["-t", "3", "--quiet"],
+    ],
+    ids=" ".join,
+)
+def test_what_follows_the_script_is_the_scripts_whatever_it_abbreviates(
+    script: str, before: list[str], given: list[str]
+) -> None:
+    options = parse([*before, script, *given])
+    assert (options.script.path, list(options.script.args)) == (script, given)
+    assert options.spares == ("--spares" in before or "--sp" in before)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--checkpoint", "x"], ["--nproc", "2"], ["--spares"], ["--nothing", "3"], ["--spares", "x"], [], ["--"]],
+    ids=" ".join,
+)
+def test_what_precedes_the_script_is_refused_as_ever(script: str, given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([*given, script] if given and given != ["--"] else given)
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "train.py").write_text("print('hello')\n")
