@@ -283,9 +283,10 @@ def restore(context: Context) -> Found:
     from rackrun.checkpoint.image import read_tensors, write_image
     from rackrun.worker.copies import copies_from
 
-    shard, tensors = _shard(context, context.pick(8 * GIB, 16 * MIB))
+    shard, tensors = _shard(context, context.pick(4 * GIB, 16 * MIB))
     size, rates = shard.layout.total_bytes, {}
     host = {name: tensor.cpu() for name, tensor in tensors.items()}
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in ("pinned", "of another"):
         arena = _Arena(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         view = memoryview(arena.memory)[:size]
@@ -304,7 +305,7 @@ def restore(context: Context) -> Found:
         while time.monotonic() < ends and size / took_s < 0.85e9 * (_kept(context, "B2") or 50):
             took_s = min(took_s, _seconds(context, read, 1))  # memory may be registered beside the first copies
         rates[name] = size / took_s / 1e9
-        if any(not torch.equal(tensors[one].cpu(), host[one]) for one in tensors):
+        if any(not torch.equal(tensors[one], wanted[one]) for one in tensors):
             return failed(f"what was restored from an arena ({name}) has other bytes")
         if name == "pinned":
             copies.unpin(arena.address)
@@ -425,8 +426,6 @@ def exact(context: Context) -> Found:
     adds = rate(add)
     aparts = rate(lambda: arithmetic.add_apart([values], segments, scales, [sums], largest, fresh=True))
     reads = rate(lambda: arithmetic.read_segments(sums, segments, inverses, marks, values))
-    for block, other in _rates_at_other_blocks(context, add, 8 * count):
-        context.note(f"blocks of {block}: {other:.2f} TB/s")
     values, sums, segments = values[:4096], sums[:4096], Segments((0,), (4096,))
     add()
     _idle(context)
@@ -445,23 +444,6 @@ def exact(context: Context) -> Found:
     return Found(adds, "TB/s", ok=quick)
 
 
-def _rates_at_other_blocks(context: Context, add: Callable[[], None], size: int) -> list[tuple[int, float]]:
-    """TB/s of the kernel, were it cut otherwise."""
-    if context.dry:
-        return []
-    from rackrun.worker import fixed_point_triton
-
-    own, found = fixed_point_triton._BLOCK, []
-    try:
-        for block in (1024, 4096, 8192):
-            fixed_point_triton._BLOCK = block
-            found.append((block, size / _seconds(context, add, calls=_CALLS) / 1e12))
-    finally:
-        fixed_point_triton._BLOCK = own
-    return found
-
-
-# -- what the host sees of the device
 @check(
     "B10",
     "the device writes into shared memory behind a kernel",

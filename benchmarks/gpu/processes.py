@@ -14,7 +14,7 @@ from benchmarks.gpu.jobs import SCRIPTS, Job, train
 from benchmarks.gpu.memory import used
 from benchmarks.gpu.ranks import Rank, Ranks
 from benchmarks.gpu.registry import Context, Found, Skip, check, failed
-from benchmarks.gpu.shared import compared, reference, strike, struck
+from benchmarks.gpu.shared import compared, reference, strike
 
 __all__: list[str] = []
 
@@ -115,9 +115,15 @@ def memory_freed(context: Context) -> Found:
     not_dry="D7 goes this way; no device has to become warm",
 )
 def swap(context: Context) -> Found:
-    took = {}
+    took, steps, strikes = (
+        {},
+        60,
+        [strike(1, 20, "forward")],
+    )  # as many steps as in D7, whose run without strikes is kept
+    undisturbed = reference(context, "ddp", steps)
     for name, more in (("warm", ()), ("cold", ("--cold",))):
-        found = struck(context.within(name), "ddp", 60, [strike(1, 20, "forward")], more=more)
+        lines = train(context.within(name), "struck", wrap="ddp", steps=steps, strikes=strikes, spares=1, more=more)
+        found = compared(context, undisturbed, lines, 3, strikes=1)
         if not found.ok or not isinstance(found.value, float):
             return failed(f"{name}: {found.note}")
         took[name] = found.value
@@ -242,6 +248,7 @@ def _hung(context: Context, strikes: list[dict[str, Any]], wanted: set[int], bou
     expected="that rank; <= 10 s",
     limit_s=110,
     not_dry="a kernel that hangs",
+    beside=True,
 )
 def hung_kernel(context: Context) -> Found:
     return _hung(context, [strike(1, 20, "forward", "hang")], {1}, 10.0)
@@ -285,6 +292,7 @@ def filler_gone(context: Context) -> Found:
     expected="replaced too; <= 12 s",
     limit_s=110,
     not_dry="a kernel that hangs",
+    beside=True,
 )
 def device_stays_away(context: Context) -> Found:
     strikes = [strike(1, 20, "forward", "hang"), strike(2, 20, "update", after=None)]

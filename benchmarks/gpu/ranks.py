@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -17,10 +18,13 @@ from typing import Any, NoReturn
 from benchmarks.gpu.jobs import readable
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT, doubled, show_stacks_in_time
+from rackrun.agent import proc
 
 __all__ = ["Rank", "Ranks"]
 
 _NAP_S = 0.002
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""A process that has it open has initialised CUDA, and a fork of it cannot use CUDA. The threads of a store or a watchdog are nothing to a fork."""
 Answer = dict[str, Any]
 
 
@@ -34,9 +38,10 @@ class Rank:
         self.size: int = order["size"]
         self.folder = Path(order["folder"])
         self.given: dict[str, Any] = order["given"]
-        self.address: str = order["address"]
         self.device = torch.device(order["device"])
         self.deadline: float = order["deadline"]
+        self.wait_for("address")
+        self.address = (self.folder / "address").read_text()
 
     def communicator(self, name: str, size: int | None = None) -> Any:
         from benchmarks.gpu import seams
@@ -83,15 +88,20 @@ class Ranks:
     ) -> None:
         self._context, self._function, self._count = context, function, count
         self._given, self._env, self._double = given or {}, env or {}, double
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | _Fork] = []
         self.folder = context.folder
 
     def __enter__(self) -> Ranks:
         import torch.distributed as dist
 
+        from benchmarks.gpu import seams  # noqa: F401 - for ranks that are forks
+
+        faulthandler.cancel_dump_traceback_later()  # its thread would be missing to a fork that ends it
+        self._processes += [self._start(rank) for rank in range(self._count)]
+        show_stacks_in_time()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self._count):
-            self._processes.append(self._start(rank, f"127.0.0.1:{self._store.port}"))
+        (self.folder / "address").write_text(f"127.0.0.1:{self._store.port}")
+        self.say("address")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +109,7 @@ class Ranks:
             process.kill()
             process.wait()
 
-    def _start(self, rank: int, address: str) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> subprocess.Popen[bytes] | _Fork:
         context = self._context
         order = {
             "function": self._function,
@@ -107,7 +117,6 @@ class Ranks:
             "size": self._count,
             "folder": str(self.folder),
             "given": self._given,
-            "address": address,
             "device": "cpu" if context.dry else f"cuda:{rank if context.mode == 'box' else 0}",
             "deadline": context.deadline,
         }
@@ -117,13 +126,16 @@ class Ranks:
             "NCCL_IB_DISABLE": "1",
         } if context.mode == "one" else {}  # fmt: skip
         played = {DOUBLE: self._double} if context.dry and self._double and DOUBLE_AT.exists() else {}
+        env = {**alone, **played, **self._env}
         with (self.folder / f"rank-{rank}.txt").open("wb") as output:
+            if not proc.has_open(_CUDA_DEVICE):
+                return _Fork(json.dumps(order), env, output.fileno())
             return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu.ranks", json.dumps(order)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **alone, **played, **self._env},
+                env={**os.environ, **env},
             )
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -163,6 +175,42 @@ class Ranks:
                 self.answer(rank)
 
 
+class _Fork:
+    """A rank that has what this process has imported, which takes seconds. As `subprocess.Popen`, as far as that is needed."""
+
+    def __init__(self, order: str, env: dict[str, str], output: int) -> None:
+        self._returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.environ.update(env)
+                _main(order)
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _reap(self, options: int) -> int | None:
+        if self._returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self._returncode
+
+
 def _wait_for(folder: Path, mark: str, deadline: float, look: Any = lambda: None) -> None:
     while not (folder / f"mark-{mark}").exists():
         if time.monotonic() > deadline:
@@ -172,8 +220,6 @@ def _wait_for(folder: Path, mark: str, deadline: float, look: Any = lambda: None
 
 
 def _main(given: str) -> NoReturn:
-    from rackrun.agent import proc
-
     proc.die_with(os.getppid())
     order: dict[str, Any] = json.loads(given)
     show_stacks_in_time()

@@ -33,9 +33,29 @@ MODULES = ("env", "primitives", "nccl", "relied_on", "shared", "overhead", "proc
 _OF_MODE: dict[Mode, str] = {"one": "ABCDEFG", "box": "AH", "dry": "ABCDEFG"}
 
 FIRST = (
-    *("A1", "A2", "D0", "D7", "D1", "B4", "B8", "B1", "B9", "C1", "C8", "C9", "C10", "C11", "C12", "C14", "C13"),
-    *("A3", "A4", "A6", "B5", "B7", "C4", "C2", "C5", "C6", "D8", "D9", "D11", "D13", "E8", "E9"),
-    *("D2", "D3", "D12", "D5", "D6", "F6", "D4", "F2", "E1", "E2", "E7", "E3", "E4", "E5", "D10", "F8"),
+    *("A1", "A2", "D0", "D7", "D1", "B4", "B8", "B1", "B9", "C1", "C8", "C9", "C10", "C11", "C12", "C14"),
+    *("C13", "A3", "A4", "A6", "D8", "D9", "D11", "D13", "E8", "E9", "F6", "F8", "D10", "D6", "E10"),
+    *(
+        "B2",
+        "B5",
+        "B7",
+        "C4",
+        "C2",
+        "C5",
+        "C6",
+        "D2",
+        "D3",
+        "D12",
+        "D5",
+        "D4",
+        "F2",
+        "E1",
+        "E2",
+        "E7",
+        "E3",
+        "E4",
+        "E5",
+    ),
     *("H5", "H2", "H1", "H3", "H6", "H9", "H7", "H12", "H4"),
 )
 """What a run begins with, the most important first: does it work here at all, are the bits right, does the runtime rest on what it believes, is

@@ -35,7 +35,7 @@ _NOTE_CHARS, _LOG_CHARS = 1500, 60_000
 _LEAST_S = 5.0
 _END_S = 3.0
 """Checks end their own waits a little before their limit."""
-_BESIDE, _CORES_FOR_MORE = 3, 8
+_CORES_FOR_MORE, _CORES_FOR_ONE, _MOST_BESIDE = 8, 4, 4
 _NOT_REACHED = 3
 _DRY_PATIENCE = 2.0
 """A dry run may have two slow cores, and share them."""
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--xid", action="store_true", help="also G: an illegal access, which leaves an Xid in the log")
     parser.add_argument("--budget-s", type=float, default=570.0, help="for all checks; what is not reached says so")
     parser.add_argument(
-        "--beside", type=int, help="so many checks that judge no time at once (default: 3 with 8 cores, else 1)"
+        "--beside",
+        type=int,
+        help="so many checks that judge no time at once (default: one for each 4 cores, 4 at most)",
     )
     parser.add_argument(
         "--from", dest="modules", action="append", default=[], help="checks of this module instead (tests of the kit)"
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = select(checks, mode, options.only)
     except ValueError as error:
         parser.error(str(error))
-    many = len(os.sched_getaffinity(0)) >= _CORES_FOR_MORE
+    cores = len(os.sched_getaffinity(0))
     runner = Runner(
         options.out,
         mode,
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.modules,
         xid=options.xid,
         seconds=options.budget_s - (time.monotonic() - began),
-        beside=options.beside or (_BESIDE if many else 1),
+        beside=options.beside or max(min(cores // _CORES_FOR_ONE, _MOST_BESIDE), 1),
     )
     return runner.run(chosen)
 

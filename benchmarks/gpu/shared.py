@@ -283,7 +283,7 @@ def goes_on(rank: Rank) -> dict[str, Any]:
 @check("D5", "breaks at random moments of a stream of calls", expected="no crash, no hang; p99 <= 0.5 s", limit_s=75)
 def random_breaks(context: Context) -> Found:
     _needs_shared_gpu(context)
-    given = {"rounds": context.pick(200, 6), "seconds": context.pick(25, 20), "size": context.pick(4 * MIB, 65536)}
+    given = {"rounds": context.pick(200, 6), "seconds": context.pick(12, 20), "size": context.pick(4 * MIB, 65536)}
     with Ranks(context, "shared:breaks", 2, given) as ranks:
         answers = ranks.answers()
     quiet = sorted(one for answer in answers for one in answer["quiet_s"])
@@ -339,6 +339,7 @@ def breaks(rank: Rank) -> dict[str, Any]:
     "batched sends and receives: a ring, and two that both send first",
     expected="<= 2 s, right values",
     limit_s=60,
+    beside=True,
 )
 def batched(context: Context) -> Found:
     _needs_shared_gpu(context)
@@ -464,6 +465,7 @@ def fsdp_job(context: Context) -> Found:
     expected="<= 64 MiB more",
     limit_s=110,
     not_dry=_GPU_ONLY,
+    beside=True,
 )
 def memory_kept(context: Context) -> Found:
     _needs_shared_gpu(context)

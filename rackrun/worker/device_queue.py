@@ -17,7 +17,7 @@ import torch
 
 from rackrun.checkpoint.device import use_device
 
-__all__ = ["DeviceQueue", "Moment", "queue_of", "wait_until"]
+__all__ = ["DeviceQueue", "Moment", "Waits", "queue_of", "wait_until"]
 
 _EAGER_S = 0.002
 _NAP_S = 0.0002
@@ -68,13 +68,31 @@ def queue_of(device: torch.device) -> DeviceQueue:
     return _CudaQueue(device) if device.type == "cuda" else _HostQueue()
 
 
-def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
-    """Whether it has, before the caller gives up. Nothing is awaited on the device: that could not be left."""
-    began = time.monotonic()
+class Waits:
+    """Of one place in a step. They are about as long each time, so the end of the next one can be told: naps until shortly before it, then looks
+    without a nap. A nap at the end is a time in which the device has nothing to do."""
+
+    def __init__(self) -> None:
+        self._last_s = 0.0
+
+    def nap_s(self, waited_s: float) -> float:
+        """So long may the host sleep that has waited ``waited_s``. 0: it only lets other threads work."""
+        is_due = abs(waited_s - self._last_s) < _EAGER_S
+        return 0.0 if is_due or waited_s < _EAGER_S else _NAP_S
+
+    def took(self, waited_s: float) -> None:
+        self._last_s = waited_s
+
+
+def wait_until(passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None) -> bool:
+    """Whether it has, before the caller gives up. Nothing is awaited on the device: that could not be left. ``waits``: those before this one, at the
+    same place."""
+    began, waits = time.monotonic(), waits or Waits()
     while not passed():
         if gives_up():
             return False
-        time.sleep(0 if time.monotonic() - began < _EAGER_S else _NAP_S)
+        time.sleep(waits.nap_s(time.monotonic() - began))
+    waits.took(time.monotonic() - began)
     return True
 
 

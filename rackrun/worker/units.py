@@ -41,6 +41,7 @@ from rackrun.worker.pace import Pace
 from rackrun.worker.parts import Parts
 from rackrun.worker.pause import Pause
 from rackrun.worker.readback import Readback
+from rackrun.worker.recorded import Recorded, Unit
 from rackrun.worker.rejoin import Rejoin
 from rackrun.worker.replicas import ReplicaCheck
 from rackrun.worker.reports import Reports, say
@@ -76,15 +77,10 @@ class Carried:
     """The step after which the script had left its loop, before its end."""
 
 
-@dataclass
-class _Unit:
-    at: Position
-    body: Callable[[Step], Any]
-    name: str = ""
-    result: Any = None
-
-
 class UnitRunner:
+    _result: Any = None
+    """Of the last attempt."""
+
     def __init__(
         self,
         runtime: Runtime,
@@ -127,7 +123,7 @@ class UnitRunner:
         self._pause = Pause(runtime, self._snapshots, durable, self._reports)
         self.step_in_hand: Step | None = None
         self.waiting_spare = not self._world.generation if carried else runtime.spare
-        self._recorded: list[_Unit] = []
+        self._recorded = Recorded()
         self._attempts: dict[Position, int] = {}
         self._logs: list[dict[str, float | int | str]] = []
         self._delivered: list[np.ndarray[Any, Any]] = []
@@ -305,16 +301,14 @@ class UnitRunner:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
         self._undo.check_stands()
-        unit = _Unit(at, body, name)
-        self._recorded.append(unit)
+        self._recorded.append(Unit(at, body, name))
         self._owed = None if at.phase else at
         self._catch_up()
-        result: T = unit.result
+        result: T = self._result  # of the last attempt, which was at this unit
+        self._result = None  # it may be large
         if self._page.activity is not Activity.BETWEEN or self._world.broken:  # a recovery came last, or is to come
             self._to_script()
         self._between = time.monotonic()
-        for known in self._recorded:
-            known.result = None  # what a step returns may be large, and is asked for once
         return result
 
     def body_over(self) -> None:
@@ -420,21 +414,21 @@ class UnitRunner:
         """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: what follows the step in the body
         of the loop comes first, as it may leave the loop, which a newcomer is told."""
         while True:
-            due = [unit for unit in self._recorded if unit.at > self.passed]
-            if not due and self._owed is not None:
+            due = self._recorded.first_after(self.passed)
+            if due is None and self._owed is not None:
                 break
             if self._world.broken:
                 if not self._recover():
                     return
                 continue
-            if not due:
+            if due is None:
                 break
-            self._attempt(due[0])
+            self._attempt(due)
         # Where replicas are compared all may go back to what was good, also who has no snapshot of it: it has joined since.
         back = [one for one in (self._snapshots.oldest_kept(), self._world.good) if one is not None]
-        self._recorded = [unit for unit in self._recorded if back and unit.at > min(back)]
+        self._recorded.keep_after(min(back, default=None))
 
-    def _attempt(self, unit: _Unit) -> None:
+    def _attempt(self, unit: Unit) -> None:
         at = unit.at
         attempt = self._attempts.pop(at, 0)
         self._attempts = {at: attempt + 1}
@@ -447,7 +441,7 @@ class UnitRunner:
             if self._replicas.due() and self._replicas.compare():
                 self._expect_snapshots()
                 self._reports.ready(self._world.replica_class)
-            unit.result = unit.body(step)
+            self._result = unit.body(step)
             if self._late_gate and not at.phase and not self._world.updated:
                 self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
             self._world.after_update = None
@@ -644,12 +638,10 @@ class UnitRunner:
             self._complete(step)
         self._replicas.unique.exchange()
         part = Readback(step.local_loss if self._nan.on else None)
-        loss = self._let_device_come()
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
-        not_finite, tried = self._nan.offers(step, part.value())
         mine = GateSums(
-            loss=loss,
+            loss=0.0,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
             # A checkpoint is of a step: told in a phase, the world does one more step.
@@ -661,17 +653,19 @@ class UnitRunner:
             mirrored=float(self._page.mirrored >= 0),
             writing=float(self._durable is not None and self._durable.writing),
             cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
-            ahead=float(any(unit.at > step.at for unit in self._recorded)),
+            ahead=float(self._recorded.any_after(step.at)),
             pausing=float(self._world.pausing and self._replicas.known(step.at)),
             dealt=float(self._world.deals.heard_next),
-            not_finite=not_finite,
-            tried=tried,
+            not_finite=0.0,
+            tried=0.0,
             parts=float(bool(self._parts.found)),
             torn=float(bool(self._not_put_back)),
             stirred=float(bool(self._undo.changed_between)),
         )
+        loss = self._let_device_come()  # from here until the optimizer's first kernel the device has nothing to do
+        not_finite, tried = self._nan.offers(step, part.value())
         self._world.stages.reached("entered")
-        self._world.pass_gate(step.at, mine, self._refuses)
+        self._world.pass_gate(step.at, mine._replace(loss=loss, not_finite=not_finite, tried=tried), self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
         """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""

@@ -29,7 +29,7 @@ from rackrun.worker.builder import Builder
 from rackrun.worker.communicator import OWN_FAULTS
 from rackrun.worker.compat import c10d
 from rackrun.worker.deals import Deals
-from rackrun.worker.device_queue import Moment, queue_of, wait_until
+from rackrun.worker.device_queue import Moment, Waits, queue_of, wait_until
 from rackrun.worker.device_return import DeviceReturn
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
@@ -81,6 +81,7 @@ class World:
     ) -> None:
         self.page = page
         self.device, self.queue = device, queue_of(device)
+        self._gate_waits = Waits()
         self.scope = Scope.SETUP
         self.groups: list[ElasticGroup] = []
         self.families = Families()
@@ -334,10 +335,12 @@ class World:
     def _is_gone(self, generation: int) -> bool:
         return self._broken or generation != self.generation
 
-    def _wait_for_device(self, passed: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
+    def _wait_for_device(
+        self, passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None
+    ) -> bool:
         self.stands_since_ns = time.monotonic_ns()
         try:
-            return wait_until(passed, gives_up)
+            return wait_until(passed, gives_up, waits)
         finally:
             self.stands_since_ns = 0
 
@@ -414,14 +417,13 @@ class World:
         return GateSums(*self._gate) if self._gate else None
 
     def pass_gate(self, at: Position, mine: GateSums, refuses: Callable[[Position, GateSums], bool]) -> None:
-        """Enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not count, or is to be done again because
-        ``refuses`` says so of its sums, as it does on all ranks.
+        """Once the device has come (`let_device_come`), enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not
+        count, or is to be done again because ``refuses`` says so of its sums, as it does on all ranks.
 
         The gate is one small all-reduce over the whole world. If anyone saw it pass then everyone had entered it, so
         all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
         alive saw it pass, everybody does the unit again.
         """
-        self.let_device_come()
         with self._changed:
             if self._broken or not self.generation:
                 raise Abandoned
@@ -448,8 +450,8 @@ class World:
         self.unit_passed = self.updated = True
 
     def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
-        """What the gate of ``at`` would sum up now. Nothing is committed by it. Raises `Abandoned` when the unit will not count."""
-        self.let_device_come()
+        """What the gate of ``at`` would sum up now that the device has come. Nothing is committed by it. Raises `Abandoned` when the unit will
+        not count."""
         if self._broken or not self.generation:
             raise Abandoned
         values = self._sum(at, mine)
@@ -472,7 +474,7 @@ class World:
     def let_device_come(self) -> None:
         """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
         collective leaves is garbage that looks complete. Raises `Abandoned`."""
-        if not self._wait_for_device(self.queue.mark(), lambda: self._broken):
+        if not self._wait_for_device(self.queue.mark(), lambda: self._broken, self._gate_waits):
             raise Abandoned
 
     def abandon(self) -> None:

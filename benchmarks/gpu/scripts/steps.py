@@ -4,6 +4,8 @@ take turns, so that all see the same machine."""
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 import time
 import warnings
@@ -30,6 +32,7 @@ parser.add_argument("--context", type=int, default=1024)
 parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--block", type=int, default=10)
 parser.add_argument("--blocks", type=int, default=4, help="of each kind")
+parser.add_argument("--cold-blocks", type=int, default=1, help="before them, of which only the times are written down")
 parser.add_argument("--snapshot-every", type=int, default=10**6)
 parser.add_argument("--reduction", default="fast")
 parser.add_argument("--syncs", action="store_true", help="count what waits for the device, in a block at the end")
@@ -55,11 +58,21 @@ class Tokens(Dataset[Tensor]):
         return self.tokens[index % 512]
 
 
+PARTS = ("to the end of backward", "to the update", "to the end of the step", "to the next step")
+
+
 class Between:
-    """Marks on the device: what lies between the end of backward and the beginning of the update."""
+    """Marks on the device: what lies between the end of backward and the beginning of the update. And where the host is when."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu, self._pairs, self._last = device.type == "cuda", [], None  # type: ignore[var-annotated]
+        self._host: list[list[float]] = []
+
+    def step_begins(self) -> None:
+        self._host.append([time.perf_counter()])
+
+    def step_ends(self) -> None:
+        self._host[-1].append(time.perf_counter())
 
     def mark(self) -> Any:
         if not self._gpu:
@@ -69,12 +82,23 @@ class Between:
         return event
 
     def backward_done(self) -> None:
+        self._host[-1].append(time.perf_counter())
         self._last = self.mark()
 
     def update_begins(self) -> None:
         if self._last is not None:
+            self._host[-1].append(time.perf_counter())
             self._pairs.append((self._last, self.mark()))
             self._last = None
+
+    def host_ms(self) -> list[float]:
+        """Of each of `PARTS`, the median over the steps since it was last asked for."""
+        steps, self._host = self._host, []
+        parts = [
+            [after - before for before, after in itertools.pairwise([*step, following[0]])]
+            for step, following in itertools.pairwise(steps)
+        ]
+        return [1e3 * statistics.median(part) for part in zip(*parts, strict=True)]
 
     def taken_ms(self) -> list[float]:
         pairs, self._pairs = self._pairs, []
@@ -141,7 +165,9 @@ class Blocks:
 
     def step(self, call: Any) -> None:
         entered = time.perf_counter()
+        self._between.step_begins()
         call()
+        self._between.step_ends()
         self._times.append(time.perf_counter() - entered)
 
     def end(self) -> None:
@@ -149,8 +175,10 @@ class Blocks:
         took_s = (time.perf_counter() - self._began) / ARGS.block
         memory = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         told = {"slowest_s": max(self._times), "bubble_ms": self._between.taken_ms(), "allocated": memory}
+        told["host_ms"] = self._between.host_ms()
         if self._tells:
-            self._record.write("block", kind=ARGS.kind, warm=self._number > 0, step_s=took_s, **told)
+            warm = self._number >= ARGS.cold_blocks
+            self._record.write("block", kind=ARGS.kind, warm=warm, step_s=took_s, **told)
         self._number += 1
         self._turns.over(tells=self._tells)
 
@@ -186,7 +214,7 @@ def bare() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for block in range(ARGS.blocks + 1):
+    for block in range(ARGS.cold_blocks + ARGS.blocks):
         blocks.begin()
         for number in range(ARGS.block):
             blocks.step(lambda number=number, block=block: train_step(block * ARGS.block + number))  # type: ignore[misc]
@@ -217,7 +245,7 @@ def elastic(run: rackrun.Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    timed = ARGS.block * (ARGS.blocks + 1)
+    timed = ARGS.block * (ARGS.cold_blocks + ARGS.blocks)
     seen: list[warnings.WarningMessage] = []
     for step in run.steps(timed + ARGS.block * ARGS.syncs):
         at = int(step)
@@ -230,6 +258,7 @@ def elastic(run: rackrun.Run) -> None:
         else:
             if at == timed:
                 blocks.alone()
+            between.step_begins()
             seen += waits_of(lambda step=step: train_step(step), device)  # type: ignore[misc]
     ours = [one for one in seen if "rackrun/" in one.filename]
     places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in ours})
