@@ -31,6 +31,7 @@ from rackrun.core.events import (
     WorkerPaused,
     WorkerResumed,
     WorkerStalled,
+    WorkerUnbuilt,
 )
 from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, TrayId, tray_of
 from rackrun.core.situation import Rung
@@ -196,6 +197,10 @@ class RecoveryWatch:
                 for member in self._plan.members if self._plan else ():
                     if tray_of(member.slot) == event.tray:
                         self._fault(member.slot, f"tray lost: {event.because}", now_ms)
+            case WorkerUnbuilt() if (
+                self._open is None or self._open.kind == "restart"
+            ):  # else it is built again in place
+                self._fault(event.slot, "could not build its groups", now_ms)
             case WorkerPaused() if self._plan and event.generation == self._plan.generation:
                 self._paused.add(event.slot)
             case WorkerParked() if self._open and event.generation == self._open.generation:

@@ -255,7 +255,7 @@ class ControlPlane:
             case WorkerSevered():
                 self._job.recovery.severed(record, event)
             case WorkerUnbuilt():
-                self._job.recovery.unbuilt(record, event)
+                self._job.unbuilt(record, event)
             case WorkerStalled() | WorkerBusy():
                 self._stands_still(event, record)
             case ReplicasDiffer() | LossNotRepeated():

@@ -38,6 +38,7 @@ from rackrun.core.events import (
     TrayDescribed,
     TrayJoined,
     WorkerFinished,
+    WorkerUnbuilt,
 )
 from rackrun.core.finale import EXITS_MS, Finale, ended_well
 from rackrun.core.forming import Forming
@@ -270,6 +271,14 @@ class JobMachine:
         if members:
             self._members_lost(members, at_ms)
         self.slot_empty(at_ms)
+
+    def unbuilt(self, record: WorkerRecord, event: WorkerUnbuilt) -> None:
+        if self.world.phase is not Phase.SETUP:
+            self.recovery.unbuilt(record, event)
+        elif event.generation == self.world.generation and record.rank is not None:
+            # all had come by then, and the others may wait for this rank in NCCL, which nothing ends but their own end
+            because = f"could not build its groups ({event.because})"
+            self._restart.early(f"rank {record.rank} {because}", [Loss(record=record, because=because)], event.at_ms)
 
     def slot_empty(self, at_ms: int) -> None:
         """A worker has ended: there may be room for what waits for it."""

@@ -114,3 +114,27 @@ def test_a_witness_is_on_another_tray_than_the_exchange(told: dict[int, bool], b
         rifts.add(Rank(rank), cut_off=cut_off)
     assert rifts.blame(TRAYS, "a:1", TrayId("a")) == blamed
     assert list(rifts.tried) == ([] if blamed else ["a:1"])
+
+
+@pytest.fixture
+def beginning() -> Told:
+    """Two ranks that have entered their first setup, of a job that may start again once."""
+    told = Told(JobConfig(trays_min=2, trays_max=2, spares=0, max_restarts=1))
+    for tray in "ab":
+        told.join(tray, 1)
+    return told
+
+
+def test_a_world_whose_first_groups_cannot_be_built_begins_again(beginning: Told) -> None:
+    said = beginning.is_unbuilt("a/0")
+    assert sorted(fenced(said)) == ["a/0", "b/0"], "the other may wait for this one in NCCL"
+    assert not beginning.is_unbuilt("b/0"), "it was told to end"
+
+
+def test_a_world_whose_first_groups_never_can_be_ends_the_job_with_the_reason(beginning: Told) -> None:
+    beginning.is_unbuilt("a/0")
+    for slot in ("a/0", "b/0"):
+        beginning.exits(slot, signal=9)
+    stop = only(StopJob, beginning.is_unbuilt("b/0"))
+    assert "rank 1 could not build its groups (no route)" in stop.because
+    assert "restarted 1 of 1 times" in stop.because

@@ -94,6 +94,54 @@ def test_a_killed_rank_starts_all_again_and_is_named(run_rackrun: Callable[..., 
     assert "rank 1 lost on tray-00/1 (SIGKILL) -> all 2 workers start again" in ran.stderr
 
 
+UNBUILT = """
+import os
+from rackrun.worker import builder
+build, times = builder.build_communicator, int(os.environ["UNBUILT"])
+def without_memory(*given):
+    if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < times:
+        raise RuntimeError("Failed to CUDA calloc async 12 bytes")
+    return build(*given)
+builder.build_communicator = without_memory
+
+import torch, rackrun
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+@rackrun.elastic(global_batch_size=4, micro_batch_size=2, seed=1)
+def main(run):
+    model = DDP(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader([torch.ones(2)] * 100)
+
+    @run.step
+    def train_step(step):
+        for x in data:
+            step.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in run.steps(3):
+        train_step(step)
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, 3)], ids=["once", "always"])
+def test_groups_that_cannot_be_built_at_the_start_do_not_hang(
+    run_rackrun: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, code: int
+) -> None:
+    """All have come, and one has no memory for NCCL's buffers: the others wait for it in their own builds."""
+    monkeypatch.setenv("UNBUILT", str(times))
+    (tmp_path / "train.py").write_text(UNBUILT)
+    ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"])
+    assert ran.exit_code == code, ran
+    assert "rank 1 lost on tray-00/1 (could not build its groups) -> all 2 workers start again" in ran.stderr
+    stopped = "rank 1 could not build its groups (Failed to CUDA calloc async 12 bytes); restarted 1 of 1 times"
+    assert (stopped in ran.stderr) == (code == 3)
+
+
 def test_a_failing_script_ends_with_1_its_traceback_and_its_rank(run_rackrun: Callable[..., Any], script: str) -> None:
     ran = run_rackrun(["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script, "raise"])
     assert ran.exit_code == 1, ran
