@@ -465,7 +465,6 @@ def fsdp_job(context: Context) -> Found:
     expected="<= 64 MiB more",
     limit_s=110,
     not_dry=_GPU_ONLY,
-    beside=True,
 )
 def memory_kept(context: Context) -> Found:
     _needs_shared_gpu(context)
