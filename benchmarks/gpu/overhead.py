@@ -66,7 +66,7 @@ def _size(context: Context, ranks: int) -> list[str]:
     if context.dry:
         size = ["--layers", "2", "--width", "64", "--context", "32", "--block", "6", "--blocks", "3"]
     else:
-        size = ["--layers", "24" if ranks > 1 else "6", "--width", "2048", "--blocks", "4", "--cold-blocks", "4"]
+        size = ["--layers", "24" if ranks > 1 else "6", "--width", "2048", "--blocks", "4", "--cold-blocks", "2"]
     batch = context.pick(16 if ranks == 1 else 4, 2)  # of one rank: a snapshot of it takes less time than a step
     return [*size, "--batch", str(ranks * batch), "--micro", str(batch)]
 

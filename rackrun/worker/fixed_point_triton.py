@@ -88,7 +88,7 @@ def _segment(table, segment, begin):  # type: ignore[no-untyped-def]
     return start, stop, tl.load(row + 2)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _add_segments(values, sums, table, scales, largest, count, FRESH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
@@ -161,7 +161,7 @@ def _factors(table, inverses, marks, BLOCK: tl.constexpr):  # type: ignore[no-un
     return factor
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _read_segments(sums, out, table, inverses, marks, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
