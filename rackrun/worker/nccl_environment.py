@@ -27,6 +27,9 @@ _UNLESS_SET = {
     "TORCH_NCCL_RANKS_PER_ROOT": "128",
     "NCCL_NVLS_ENABLE": "0",  # multicast objects of aborted communicators are freed with the process only
 }
+_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""One thing, by its newer and its older name: torch's record of collectives, with a Python stack of each. It is written at timeouts, of which there are
+none here; after a loss each survivor prints the stack of each collective that was under way."""
 
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -34,3 +37,5 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     environment.update(_ALWAYS)
     for name, value in _UNLESS_SET.items():
         environment.setdefault(name, value)
+    if not any(name in environment for name in _RECORDER):
+        environment.update(dict.fromkeys(_RECORDER, "0"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import rackrun.worker
 from rackrun.worker.communicator import COLLECTIVE_TIMEOUT
 from rackrun.worker.nccl_environment import prepare_environment
@@ -31,6 +33,17 @@ def test_a_first_call_may_wait_for_its_peers_as_long_as_any_collective() -> None
     environment: dict[str, str] = {}
     prepare_environment(environment)
     assert int(environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == COLLECTIVE_TIMEOUT.total_seconds()
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_collectives_are_recorded_for_who_has_asked_by_whichever_name(name: str) -> None:
+    environment = {name: "500"}
+    prepare_environment(environment)
+    both = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    assert {key: value for key, value in environment.items() if key in both} == {name: "500"}
+    environment = {}
+    prepare_environment(environment)
+    assert {environment[key] for key in both} == {"0"}
 
 
 def test_nothing_else_in_a_worker_writes_the_environment() -> None:
