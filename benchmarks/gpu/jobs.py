@@ -176,9 +176,13 @@ def train(
         json.dumps(list(strikes)),
         *more,
     ]
+    began = time.monotonic()
     with Job(context, name, script, arguments, ranks=ranks, spares=spares, double=double) as job:
         during(job)
-        return job.finish()
+        lines = job.finish()
+    first = min((line["t"] for line in lines if line["what"] == "begin"), default=began)
+    print(f"{name}: first step {first - began:.1f} s after its start, over after {time.monotonic() - began:.1f} s")
+    return lines
 
 
 def compare(reference: list[Line], struck: list[Line], ranks: int) -> list[str]:
