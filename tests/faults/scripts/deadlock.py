@@ -4,7 +4,7 @@ Rank 1 is killed after step 3, and the rank that takes its place is a newcomer: 
 ``calls one more``: it calls one collective more with its pair, once, and all others are at the gate; ``calls one more late``: it sleeps for
 12 s before it waits for that;
 ``computes``: a collective of its pair is in flight while it sleeps for 20 s, before it waits for it, and all others wait meanwhile;
-``all wait``: ranks 2 and 3 sleep for 20 s in a collective's place: nobody but they can go on.
+``all wait``: so do ranks 2 and 3, with theirs, and ranks 0 and 1 wait for them at the gate.
 
 Each process writes a line to ``FOLDER/times`` when a step of it begins: the time, its rank and the step.
 """
