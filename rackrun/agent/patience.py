@@ -123,6 +123,8 @@ class Patience:
     """It was told that it works for longer than it may be idle."""
     compared_ns: int = 0
     """When it was told that it is idle, or waits, though no limit is over; 0: it was not."""
+    blocked_mark: int = 0
+    """`HeartbeatPage.blocked_mark`, when it was told last that it waits."""
     _from_ns: int = 0
     _held_ns: int = 0
     """For so long the agent itself had been held up by then: what it sees after that, it sees late."""
@@ -134,7 +136,7 @@ class Patience:
     def progressed(self, since_ns: int, held_ns: int) -> None:
         """There was progress: everything counts from there."""
         self.since_ns, self._from_ns, self._held_ns = since_ns, since_ns, held_ns
-        self.prolonged, self.compared_ns = False, 0
+        self.prolonged, self.compared_ns, self.blocked_mark = False, 0, 0
         self._forget()
 
     def tell(self, now_ns: int, held_ns: int) -> None:

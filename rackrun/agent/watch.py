@@ -6,8 +6,8 @@ where a GPU pins it). Its lifeline is released before that, and the exiting flag
 
 A worker without progress waits for others in a collective, or stands in its own code. Both are told when their time is over, with how far
 each has come and where it stands; and when it goes on after all. Where its history says too little, an idle worker is told of early, and so are those
-that wait, so that they can be compared (`rackrun.core.peer_times`). In its own code it may work: then it has longer, outside of steps
-(`rackrun.agent.patience`).
+that wait, so that they can be compared (`rackrun.core.peer_times`), and a deadlock is found (`rackrun.core.deadlock`). In its own code it may
+work: then it has longer, outside of steps (`rackrun.agent.patience`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
 _COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
 """After the others were called to another generation."""
 _WAITS_NS = 10_000_000_000
-"""Who waits for so long in a collective tells how long its own code took before it, whatever its limit."""
+"""Who waits for so long in a collective tells how long its own code took before it, and in what it is blocked, whatever its limit."""
 _SEEN_FROM_NS = 2_000_000_000
 """Who may be compared is looked at from then on: its time counts from the first look that finds it lifeless."""
 _IDLE_AGAIN_NS = 5_000_000_000
@@ -130,7 +130,12 @@ class Watch:
         if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
             return False
         if _waits(page):
-            due = not patience.compared_ns and patience.quiet_ns(now_ns, held_ns) > _WAITS_NS
+            blocked_since = page.blocked_mark not in (0, patience.blocked_mark)  # it was told
+            if blocked_since or not patience.compared_ns:
+                self._see(worker, patience, now_ns, _WAITS_NS, _WAITS_NS // 2)
+            due = patience.quiet_ns(now_ns, held_ns) > _WAITS_NS and (
+                not patience.compared_ns or (blocked_since and not page.place_asked)
+            )
         elif page.least_ms:
             least_ns = max(page.least_ms, self._floor_ms) * _MS
             self._see(worker, patience, now_ns, least_ns, min(least_ns // 2, _SEEN_FROM_NS))
@@ -139,6 +144,7 @@ class Watch:
             due = False
         if due:
             worker.patience.told, patience.compared_ns = True, now_ns
+            patience.blocked_mark = page.blocked_mark
             where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if patience is worker.silence else ""
             for_ms = patience.lifeless_ns(now_ns, held_ns) // _MS
             self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
@@ -223,6 +229,7 @@ def _stall(
         allowed_ms=page.least_ms if early else page.deadline_ms,
         early=early,
         took_ms=page.own_ms if _waits(page) else -1,
+        blocked=page.blocked if _waits(page) and page.activity is Activity.STEP and not (over or silent) else None,
     )
 
 

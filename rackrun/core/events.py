@@ -18,6 +18,7 @@ from rackrun.core.situation import Decision
 __all__ = [
     "BatchChanged",
     "BreakerClosed",
+    "CollectiveWait",
     "CostsMeasured",
     "DepartureAnnounced",
     "DeviceChecked",
@@ -215,6 +216,20 @@ class WorkerUnbuilt(OfWorker, frozen=True, kw_only=True):
     because: str
 
 
+class CollectiveWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's main thread, in a step, is blocked in a collective until all members of its group have called that, and until then
+    the rank calls no other one. What `rackrun.core.deadlock` goes by."""
+
+    generation: Generation
+    group: int
+    """As in ``called``."""
+    number: int
+    """The collective is the ``number``-th that this rank has called in the group, in this generation."""
+    called: tuple[tuple[int, int], ...]
+    """For each group of this rank, one number that all members know it by, and how many collectives this rank has called there. Sends and
+    receives are not among them."""
+
+
 class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     """No progress for longer than the unit that it is in may take."""
 
@@ -241,6 +256,8 @@ class WorkerStalled(OfWorker, frozen=True, kw_only=True):
     other ranks' times may show that it hangs. An idle rank says so again every few seconds, as long as it is idle."""
     took_ms: int = -1
     """Of a rank that waits: how long its own code took, from the end of the last collective to this one. -1: not known."""
+    blocked: CollectiveWait | None = None
+    """Of a rank that waits: for certain it can do nothing else. None: that is not known."""
 
 
 class WorkerBusy(OfWorker, frozen=True, kw_only=True):

@@ -8,6 +8,9 @@ rather than the ranks, or they wait in one collective that nobody left.
 Reports are gathered for a window, because all stop moving at about the same time. Whoever has not reported still works, in its own code: those that wait for
 it wait rightly, for as long as it takes.
 
+Limits of minutes, such as that of a newcomer's first step, are not waited for where all ranks are blocked in collectives and wait for each other
+(`rackrun.core.deadlock`): nothing can change that any more, so it is judged at once.
+
 A limit comes from a rank's own history. Where that says too little, the times of the other ranks do (`rackrun.core.peer_times`).
 
 Where all are called to another generation, those are heard that stand in their own code for too long: if they are not the most, the others wait
@@ -22,6 +25,7 @@ from typing import Protocol
 
 from rackrun.core.commands import Command, Notice, SetTimer
 from rackrun.core.config import JobConfig
+from rackrun.core.deadlock import is_deadlock
 from rackrun.core.events import WorkerBusy, WorkerStalled
 from rackrun.core.ids import Rank
 from rackrun.core.peer_times import PeerTimes
@@ -56,6 +60,8 @@ class StallWindow:
     closed: int = 0
     """How many windows have passed since the first report: after the first, everybody's report is enough to judge;
     after the second, those at hand are."""
+    deadlock: bool = False
+    """The ranks wait for each other."""
 
     def add(self, rank: Rank, report: WorkerStalled) -> bool:
         """Whether this report opens the window."""
@@ -83,7 +89,9 @@ class StallWindow:
             return None
         counts = own or {rank: report.collective for rank, report in sorted(self.reports.items())}
         low, high = min(counts.values()), max(report.collective for report in self.reports.values())
-        heard = f"{len(self.reports)} of {len(members)} ranks report"
+        heard = (
+            f"{len(self.reports)} of {len(members)} ranks report{', and wait for each other' if self.deadlock else ''}"
+        )
         behind = tuple(rank for rank, count in counts.items() if count == low)
         if not own and low == high:
             behind = ()
@@ -168,6 +176,8 @@ class Standstill:
     peers: PeerTimes = field(default_factory=PeerTimes)
     busy: dict[Rank, int] = field(default_factory=dict)
     """Members that have been called to this generation and work on in their own code, and when that was told last."""
+    blocked: dict[Rank, WorkerStalled] = field(default_factory=dict)
+    """Members that are known to be blocked in a collective, with what they said last."""
     _last: tuple[object, ...] = ()
     """`Blame.again` of the last stall."""
     _told_of: dict[str, None] = field(default_factory=dict)
@@ -178,6 +188,7 @@ class Standstill:
         self.window = StallWindow()
         self.peers.clear()
         self.busy.clear()
+        self.blocked.clear()
         self._told_of.clear()
 
     def works(self, record: WorkerRecord, event: WorkerBusy) -> None:
@@ -206,7 +217,10 @@ class Standstill:
     def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
         """A member does not move."""
         assert record.rank is not None
-        if event.over:
+        if self._is_deadlock(record.rank, event):
+            self.window = StallWindow(dict(self.blocked), closed=2, deadlock=True)
+            self.judge(event.at_ms)
+        elif event.over:
             self.window.forget(record.rank)
             self.peers.forget(record.rank)
         elif event.early and not self._is_late(record, event):
@@ -219,6 +233,19 @@ class Standstill:
                 window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
                 self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
             self.judge(event.at_ms)
+
+    def _is_deadlock(self, rank: Rank, event: WorkerStalled) -> bool:
+        """Whether this report shows one. Looked for only where a report has something new."""
+        before, now = self.blocked.pop(rank, None), event.blocked
+        if now is None or not event.waiting:
+            return False
+        self.blocked[rank] = event
+        members, generation = self.world.members, self.world.generation
+        if len(self.blocked) < len(members) or (before is not None and before.blocked == now):
+            return False
+        waits = {one: self.blocked[one].blocked for one in members if one in self.blocked}
+        known = {one: wait for one, wait in waits.items() if wait is not None and wait.generation == generation}
+        return len(known) == len(members) and is_deadlock(known)
 
     def _is_late(self, record: WorkerRecord, event: WorkerStalled) -> bool:
         """All are called to another generation, and it idles in its own code: that is late, whatever may be usual there."""
@@ -285,8 +312,10 @@ class Standstill:
 
     def entered(self, record: WorkerRecord) -> None:
         """It has resumed: what was told of it before does not count."""
-        if self.window.reports and record.rank is not None:
-            self.window.forget(record.rank)
+        if record.rank is not None:
+            self.blocked.pop(record.rank, None)
+            if self.window.reports:
+                self.window.forget(record.rank)
 
     def _judge_entry(self, at_ms: int) -> None:
         members, reports = self.world.members, self.window.reports

@@ -11,12 +11,13 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from rackrun.core.ids import BEGIN, Position
+from rackrun.core.events import CollectiveWait
+from rackrun.core.ids import BEGIN, Generation, Position
 
 __all__ = ["LEDGER_IDS_MAX", "PAGE_BYTES", "Activity", "HeartbeatPage"]
 
@@ -37,6 +38,8 @@ _LEAST_MS, _OWN_SINCE, _SPINS_SINCE, _SPINS_SEEN, _PLAIN_TICK = range(20, 25)
 _BY_DEVICE, _UNREACHED, _UNPASSED = range(25, 28)
 _UNIT_TEXT, _PLACE_TEXT = 32, 64  # a length in bytes, then UTF-8; of the first, up to the second
 _LIFELINE, _LIFELINE_HELD = 256, 272  # a pthread mutex (see `rackrun.link.lifeline`), and whether it is held yet
+_BLOCKED = 280  # a mark, then generation, group and number, how many groups follow, and two words for each
+_BLOCKED_GROUPS = _BLOCKED + 5
 _SEALED_STEP, _SEALED_PHASE, _COUNT, _SEALED_IN = range(4)
 
 
@@ -144,6 +147,20 @@ class HeartbeatPage:
         """All that were entered have completed on the device too."""
         self._words[_COMPLETED] = self._words[_ENTERED]
         self._words[_SINCE] = self._words[_OWN_SINCE] = time.monotonic_ns()
+
+    def tell_blocked(self, generation: int, group: int, number: int, called: Sequence[tuple[int, int]]) -> None:
+        """As `CollectiveWait` says. Nothing is told of more groups than the page has room for."""
+        words = self._words
+        if len(called) > (_WORDS - _BLOCKED_GROUPS) // 2:
+            return
+        words[_BLOCKED] = 0
+        words[_BLOCKED + 1 : _BLOCKED_GROUPS] = generation, group, number, len(called)
+        for index, pair in enumerate(called):
+            words[_BLOCKED_GROUPS + 2 * index : _BLOCKED_GROUPS + 2 * index + 2] = pair
+        words[_BLOCKED] = time.monotonic_ns()
+
+    def tell_not_blocked(self) -> None:
+        self._words[_BLOCKED] = 0
 
     @property
     def called(self) -> int:
@@ -296,6 +313,22 @@ class HeartbeatPage:
         if unreached:
             entered = unreached - 1
         return entered, entered - 1 if 0 < unpassed <= entered else entered
+
+    @property
+    def blocked_mark(self) -> int:
+        """Another one for each `tell_blocked`; 0: the main thread is not known to be blocked."""
+        return int(self._words[_BLOCKED])
+
+    @property
+    def blocked(self) -> CollectiveWait | None:
+        """In what the main thread is blocked now, as told last."""
+        mark = self.blocked_mark
+        generation, group, number, count = map(int, self._words[_BLOCKED + 1 : _BLOCKED_GROUPS])
+        pairs = self._words[_BLOCKED_GROUPS : _BLOCKED_GROUPS + 2 * count].reshape(-1, 2).tolist()
+        if not mark or mark != self.blocked_mark:
+            return None
+        called = tuple((int(known_by), int(calls)) for known_by, calls in pairs)
+        return CollectiveWait(generation=Generation(generation), group=group, number=number, called=called)
 
     @property
     def generation(self) -> int:

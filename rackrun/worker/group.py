@@ -226,6 +226,7 @@ class ElasticGroup(dist.ProcessGroup):
             loopback()
             world.progress.completed(entered)
             return Done(result)
+        entered.call = world.blocked.called(self, name, result)
         if entered.reached is not None:
             stands = work is None or (synchronous and not isinstance(work, DeferredWork))
             world.enqueued(entered, communicator, None if stands else work)

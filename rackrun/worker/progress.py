@@ -22,6 +22,7 @@ from rackrun.worker.device_queue import DeviceQueue, Moment
 
 if TYPE_CHECKING:
     from rackrun.link.page import HeartbeatPage
+    from rackrun.worker.blocked import Call
     from rackrun.worker.communicator import Communicator
 
 __all__ = ["Entered", "Progress"]
@@ -30,7 +31,7 @@ __all__ = ["Entered", "Progress"]
 class Entered:
     """A collective that the host has called for, the ``number``-th of its generation."""
 
-    __slots__ = ("communicator", "number", "over", "passed", "reached", "work")
+    __slots__ = ("call", "communicator", "number", "over", "passed", "reached", "work")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,6 +43,8 @@ class Entered:
         """Until then. Not for longer: it holds the memory of its result."""
         self.communicator: Communicator | None = None
         """Of ``work``."""
+        self.call: Call | None = None
+        """None: it has not begun, or is no collective of a whole group."""
         self.over = False
 
     def is_reached(self) -> bool:

@@ -91,17 +91,22 @@ class Guarded(dist.Work):
         began = time.monotonic()
         if self._future is not None:
             self._future.wait()
-        while not self._over:
-            ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
-            try:
-                self._work.wait(_LOOK)
-                self._settle(None)
-            except RuntimeError as error:
-                if ended:
-                    self._raise_misuse(error)
-                    self._settle(error)
-                elif self._world.leave_behind(self._generation):
-                    self.leave()
+        try:
+            while not self._over:
+                ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
+                try:
+                    self._work.wait(_LOOK)
+                    self._settle(None)
+                except RuntimeError as error:
+                    if ended:
+                        self._raise_misuse(error)
+                        self._settle(error)
+                    elif self._world.leave_behind(self._generation):
+                        self.leave()
+                    else:
+                        self._world.waits_in(self._entered, self._generation)
+        finally:
+            self._world.blocked.goes_on()
         self._world.own_time.waited(time.monotonic() - began)
 
     def _wait_on_device(self) -> None:
@@ -146,6 +151,7 @@ class Guarded(dist.Work):
                 return Done(self._result).get_future()
             self._future = torch.futures.Future(devices=_devices(self._result))
             self._world.flights.take_off(self)
+            self._world.blocked.future_given(self)
             self._world.own_time.future_given()
             inner.add_done_callback(self._inner_done)
         return self._future
@@ -167,6 +173,7 @@ class Guarded(dist.Work):
         ) as misuse:  # tensors that do not fit: nobody hears of it here, and who waits would wait for ever
             assert self._future is not None, "a callback without a future"
             self._future.set_exception(misuse)
+            self._world.blocked.future_over(self)
 
     def _settle(self, error: Exception | None) -> None:
         with self._settling:
@@ -187,6 +194,7 @@ class Guarded(dist.Work):
             world.flights.land(self)
             world.own_time.landed()
             self._future.set_result(self._result)
+            world.blocked.future_over(self)
 
     def is_completed(self) -> bool:
         return self._over or (self._entered.is_passed() if self._on_device else self._work.is_completed())

@@ -24,6 +24,7 @@ from rackrun.core.events import WorkerParked, WorkerSevered, WorkerUnbuilt
 from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.exchange import ExchangeUnreachable
+from rackrun.worker.blocked import Blocked
 from rackrun.worker.broadcasts import Broadcasts
 from rackrun.worker.builder import Builder
 from rackrun.worker.communicator import OWN_FAULTS
@@ -113,6 +114,7 @@ class World:
         self.order = CollectiveOrder()
         self.own_time = OwnTime(queue=self.queue)
         self.progress = Progress(page, self.queue)
+        self.blocked = Blocked(page)
         self.stages = RecoveryStages()
         self.meetings = Meetings()
         self.deals = Deals()
@@ -307,6 +309,12 @@ class World:
             self.own_time.stream_waited(entered.reached, after)
         else:
             entered.enqueued(communicator, work)
+
+    def waits_in(self, entered: Entered, generation: int) -> None:
+        """This thread, on the host, for a while now, in a collective of ``generation``."""
+        in_step = self.scope is Scope.UNIT and not self.in_phase and generation == self.generation and not self._broken
+        if in_step and self.queue.is_host and threading.get_ident() == threading.main_thread().ident:
+            self.blocked.waits(entered.call, generation, self.groups)
 
     @property
     def script_reads(self) -> bool:
@@ -673,6 +681,7 @@ class World:
             self.own_time.disturbed()
             self.flights.new_generation()
             self.progress.new_generation(plan.generation)
+            self.blocked.new_generation()
         threading.Thread(
             target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True
         ).start()  # 3 to 30 ms each

@@ -9,7 +9,7 @@ import pytest
 
 from rackrun.core import commands, events
 from rackrun.core.commands import Member, Plan, Restore, Worker
-from rackrun.core.events import Failure, SlowRank
+from rackrun.core.events import CollectiveWait, Failure, SlowRank
 from rackrun.core.health import Evidence, Health, Response, Verdict
 from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
 from rackrun.core.situation import Decision, Option, Rung
@@ -53,6 +53,7 @@ SAMPLES: dict[object, object] = {
         options=(Option(rung=Rung.STOP, why_not="words"),),
     ),
     SlowRank: SlowRank(rank=Rank(3), slot=SlotId("b/1"), times=1.5, own_ms=40.5, past=1.25, rows=16, window=20),
+    CollectiveWait: CollectiveWait(generation=Generation(2), group=7, number=3, called=((7, 3), (2**52, 1))),
     Worker: Worker(SlotId("a/0"), Incarnation(3)),
 }
 
