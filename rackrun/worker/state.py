@@ -488,7 +488,7 @@ class TrackedState:
             plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
             if self._groups[name].has_changed():
                 paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
-                plain[name]["params"] = self._groups[name].changed(paths)
+                plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
         dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
         for name in self.others:
             plain[name] = without_tensors(f"{name}/state", dicts[name])

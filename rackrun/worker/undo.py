@@ -239,6 +239,12 @@ class Undo:
                 "builds, and a step that is done again would begin with the change.",
                 remedy="build it in main, in its full size, and have forward() choose: by the step's number, or by a tracked tensor.",
             )
+        if before is not None and structure is not before:
+            for module, key in fsdp.exchanged(structure.fsdp):
+                raise StepError(
+                    f"{structure.name_of(module, key)} was exchanged for another parameter. {fsdp.PUTS_BACK}",
+                    remedy=fsdp.WRITE_INTO,
+                )
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
