@@ -1,8 +1,6 @@
 """``python -m rackrun`` is ``rackrun``."""
 
-import sys
-
-from rackrun.launcher import main
+from rackrun.launcher import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

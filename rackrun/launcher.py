@@ -15,9 +15,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rackrun.errors import RackrunError, UsageError
+from rackrun.link.ending import code_of, end_process
 from rackrun.link.streams import open_closed_streams, say_what_can_be_said
 
 if TYPE_CHECKING:
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
     from rackrun.launch.arguments import Options
     from rackrun.launch.place import RunPlace
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
+
+
+def run() -> NoReturn:
+    """The ``rackrun`` command: `main`, and the end of the process."""
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = code_of(stop)
+    end_process(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,4 +221,4 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

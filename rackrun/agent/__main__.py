@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import msgspec
 
 from rackrun.agent.config import AgentConfig
+from rackrun.link.ending import code_of, end_process
 
 __all__: list[str] = []
 
@@ -32,4 +32,8 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    try:
+        code = _main()
+    except SystemExit as stop:  # of argparse
+        code = code_of(stop)
+    end_process(code)

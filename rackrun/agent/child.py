@@ -7,7 +7,6 @@ exception: its traceback goes to stderr, to torch's error file, and to the agent
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import hashlib
@@ -36,6 +35,7 @@ from rackrun.core.encodable import bounded
 from rackrun.core.events import Failure, WorkerExited
 from rackrun.link.boot import Boot, install
 from rackrun.link.channel import WorkerChannel
+from rackrun.link.ending import code_of, end_process
 from rackrun.link.lifeline import hold
 from rackrun.link.page import Activity, HeartbeatPage
 
@@ -74,7 +74,7 @@ def run_worker(boot: Boot, script: ScriptConfig) -> NoReturn:
     install(boot)
     threading.Thread(target=_tick, args=[_page], name="rackrun-tick", daemon=True).start()
     code = _run_script(boot, script, report_fd)
-    _exit(code)
+    end_process(code)
 
 
 def _tick(page: HeartbeatPage) -> None:
@@ -153,7 +153,7 @@ def _run_script(boot: Boot, script: ScriptConfig, report_fd: int) -> int:
         _run_python(boot, script)
         return 0
     except SystemExit as stop:
-        code = _code_of(stop)
+        code = code_of(stop)
         if code and _has_met_nobody() and _page is not None:
             _page.failed_early()
         return code
@@ -214,15 +214,6 @@ def _set_first_path(directory: str | None) -> None:
         del sys.path[0]
     if directory is not None and not sys.flags.safe_path:
         sys.path.insert(0, directory)
-
-
-def _code_of(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    sys.stderr.write(f"{stop.code}\n")
-    return 1
 
 
 def _has_met_nobody() -> bool:
@@ -316,24 +307,6 @@ def _text_of(error: BaseException) -> str:
 
 def _where_of_syntax_error(error: BaseException) -> str:
     return f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-
-
-def _exit(code: int) -> NoReturn:
-    """Leave as an interpreter does: wait for threads, run exit handlers, flush; but tear nothing of torch down."""
-    steps = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
-    for step in steps:
-        try:
-            step()
-        except SystemExit as stop:
-            code = _code_of(stop)
-        except BaseException as error:  # noqa: BLE001 - as the interpreter: say so, go on
-            sys.excepthook(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = code or 120  # what Python itself exits with when it cannot flush
-    os._exit(code)
 
 
 def _main() -> NoReturn:

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 
 from rackrun.errors import StepError
+from rackrun.worker.compat import fsdp
 from rackrun.worker.tensor_lists import same_objects
 
 __all__ = ["OptimizerGroups"]
@@ -21,8 +22,9 @@ class OptimizerGroups:
         self._optimizer = optimizer
         self._at_first = [list(group["params"]) for group in optimizer.param_groups]
 
-    def changed(self, paths: Mapping[int, str]) -> dict[str, list[str]]:
-        """Number of each group with other parameters than at first -> their paths. ``paths``: of all tracked parameters, by ``id``.
+    def changed(self, paths: Mapping[int, str], *, sharded: bool = False) -> dict[str, list[str]]:
+        """Number of each group with other parameters than at first -> their paths. ``paths``: of all tracked parameters, by ``id``. ``sharded``: some
+        are FSDP2's.
 
         Raises `StepError` when the script has added a parameter of no tracked module.
         """
@@ -31,10 +33,7 @@ class OptimizerGroups:
             trained = self._optimizer.param_groups[index]["params"]
             known = [paths.get(id(parameter), "") for parameter in trained]
             if "" in known:
-                raise StepError(
-                    f"a parameter of no tracked module (shape {tuple(trained[known.index('')].shape)}) was added to a tracked optimizer.",
-                    remedy="pass the module that owns it to run.track as well.",
-                )
+                raise self._refused(index, known.index(""), paths, sharded=sharded)
             found[str(index)] = known
         return found
 
@@ -59,6 +58,26 @@ class OptimizerGroups:
                 del optimizer.state[parameter]
 
     # -- helpers
+    def _refused(self, index: int, at: int, paths: Mapping[int, str], *, sharded: bool) -> StepError:
+        """What a script is told whose group ``index`` has a parameter of no tracked module as its ``at``-th."""
+        trained = self._optimizer.param_groups[index]["params"]
+        first = self._at_first[index] if index < len(self._at_first) else []
+        former = paths.get(id(first[at]), "") if len(first) == len(trained) else ""
+        shape, puts_back = tuple(trained[at].shape), f" {fsdp.PUTS_BACK}" if sharded else ""
+        if former:
+            return StepError(
+                f"{former.replace('/param/', '.')} was exchanged in a tracked optimizer for a parameter (shape {shape}) that no tracked module "
+                f"has.{puts_back}",
+                remedy=fsdp.WRITE_INTO
+                if sharded
+                else "put it into its tracked module as well, or write its values into the parameter that there is.",
+            )
+        return StepError(
+            f"a parameter (shape {shape}) that no tracked module has was added to a tracked optimizer.",
+            remedy="pass the module that owns it to run.track as well."
+            + (f" Where it is to replace a parameter of fully_shard: {fsdp.WRITE_INTO}" if sharded else ""),
+        )
+
     def _changed(self) -> list[int]:
         first, groups = self._at_first, self._optimizer.param_groups
         now = [group["params"] for group in groups]

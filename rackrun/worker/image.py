@@ -22,6 +22,7 @@ from rackrun.checkpoint.image import (
     read_plain,
     read_tensors,
 )
+from rackrun.worker.freed import refuse_freed
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import digest, local_part
@@ -56,7 +57,7 @@ class StateImages:
         all buffers, in which replicas may differ. With ``rank``, a tensor that is no box of a whole one carries its rank in
         its name, and every rank describes its own. ``digests``: of what this rank has as a whole, in the manifest.
 
-        Raises `LayoutMismatch` for a dtype that no image holds.
+        Raises `LayoutMismatch` for a dtype that no image holds, `StepError` for a tensor whose memory was freed.
         """
         tensors, entries, shared = {}, {}, {}
         for path, tensor in self._state.parts().items():
@@ -64,6 +65,7 @@ class StateImages:
             entries[entry.name], tensors[entry.name] = entry, local_part(tensor)
             if entry.name == path and not self._state.is_buffer(path):
                 shared[path] = tensors[path].nbytes
+        refuse_freed(tensors)
         manifest = self._state.manifest(replica_class)
         if digests:
             whole = {

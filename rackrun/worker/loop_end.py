@@ -12,9 +12,12 @@ from typing import Protocol
 import msgspec
 import torch
 
+from rackrun.errors import StepError
+from rackrun.worker.compat import fsdp
+from rackrun.worker.freed import refuse_freed
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.tensor_bytes import digests_by_path
 from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 from rackrun.worker.world import lost_after_loop
 
@@ -38,34 +41,49 @@ class LoopEnd:
         self._manifest: Manifest | None = None
         self._copies = UndoCopies()
         self._digests: dict[str, int] = {}
+        self._freed: StepError | None = None
+        """There was something that could not be copied."""
         self._lost = ""
         """Something that had been changed before there was a copy of it."""
         self._left: dict[str, int] = {}
         """What the code after the loop has made of it, where phases follow that code."""
 
     def reached(self, changed: str = "") -> None:
-        """The script's own code begins. ``changed``: it ran before, unseen, and has changed this."""
+        """The script's own code begins. ``changed``: it ran before, unseen, and has changed this. Nothing is raised for what cannot be copied: an
+        exception of the script's may be on its way through the loop, which is to be told. `refuse_freed` follows where there is none."""
         self._lost = changed
+        # An exception in a forward leaves whole parameters where the shards belong, and FSDP2 does not reshard them in what it takes for a forward.
+        fsdp.begin(self._state.structure().fsdp)
         tensors = self._state.tensors()
+        try:
+            refuse_freed(tensors)
+        except StepError as error:
+            self._freed = error
+            return
         try:
             place = place_for(sum(tensor.nbytes for tensor in tensors.values()), self._state.device)
         except NoRoom:
-            self._digests = _digests(tensors)
+            self._digests = digests_by_path(tensors)
         else:
             self._copies.take(tensors, place)
         self._manifest = self._state.manifest("")
 
+    def refuse_freed(self) -> None:
+        """The script has left its loop, and no exception came of it. Raises `StepError` when it has freed tracked memory."""
+        if self._freed is not None:
+            raise self._freed
+
     def left(self) -> None:
         """Phases follow the script's own code. What they change is part of the training, and there is nobody who has it without that code."""
         if self._manifest is not None:
-            self._left = _digests(self._state.tensors())
+            self._left = digests_by_path(self._state.tensors())
 
     def check(self) -> None:
         """Before newcomers are given what the loop left. Raises `CollectiveBroken` where nobody has that any more, or it is not all that they need."""
         changed = self.changed()
         if changed and (self._lost or self._digests):
             raise lost_after_loop(f" This rank had changed {changed} there.")
-        if self._left and self._left != _digests(self._state.tensors()):
+        if self._left and self._left != digests_by_path(self._state.tensors()):
             raise lost_after_loop(" A phase that followed it has changed tracked state.")
 
     def put_back(self) -> bool:
@@ -104,7 +122,7 @@ class LoopEnd:
         if odd := tensors.keys() ^ known:
             return min(odd)
         if self._digests:
-            changed = [path for path, digest in _digests(tensors).items() if digest != self._digests[path]]
+            changed = [path for path, digest in digests_by_path(tensors).items() if digest != self._digests[path]]
         else:
             changed = [path for path, tensor in tensors.items() if not self._copies.equals(path, tensor)]
         if changed:
@@ -121,7 +139,3 @@ class _Kept:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
-
-
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return dict(zip(tensors, digests(list(tensors.values())), strict=True))

@@ -21,7 +21,7 @@ from rackrun.core.ids import Position
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.reports import say
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.tensor_bytes import digests_by_path
 from rackrun.worker.unique import ROW_BYTES_MAX, UniqueBuffers
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ReplicaCheck:
     def compare(self) -> bool:
         """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
         buffers = self._state.buffers()
-        mine = digests(list(buffers.values()))
+        mine = list(digests_by_path(buffers).values())
         layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
         whole = sum(buffer.nbytes for buffer in buffers.values())
         rows = self._gather([layout, content, len(mine), whole])

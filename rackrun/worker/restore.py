@@ -31,6 +31,7 @@ from rackrun.checkpoint.device import use_device
 from rackrun.core.commands import Plan, Restore
 from rackrun.errors import StateLost
 from rackrun.worker.communicator import Communicator
+from rackrun.worker.freed import refuse_freed
 from rackrun.worker.loop_end import Source
 from rackrun.worker.manifest import Manifest
 from rackrun.worker.neighbour import Neighbour, readable
@@ -109,6 +110,7 @@ def _send(
     callbacks: Callbacks,
 ) -> None:
     manifest, tensors = source.manifest(replica_class), source.tensors()
+    refuse_freed(tensors)
     layout = Layout(manifest, restore.sources)
     works = []
     if rank == layout.lead:

@@ -302,6 +302,7 @@ class Run:
             self._run_at_end(total, after=0)
         self._open = 0
         self._end_loop(total)
+        self._units.refuse_freed()
 
     def _end_loop(self, total: int, *, late: bool = False) -> None:
         """``late``: code that follows the loop has run already, and nobody knew that the loop was over."""

@@ -31,7 +31,7 @@ from rackrun.worker.plain import SCALARS, flatten, leaves, like, with_tensors, w
 from rackrun.worker.scaler_state import ScalerState, scaler_as_tracked
 from rackrun.worker.shardings import Sharding, part_like, take_part
 from rackrun.worker.structure import Structure
-from rackrun.worker.tensor_bytes import dense_bytes, digest, digests, local_part
+from rackrun.worker.tensor_bytes import dense_bytes, digests_by_path, local_part
 from rackrun.worker.tensor_lists import local_parts
 
 __all__ = ["TrackedState"]
@@ -289,9 +289,9 @@ class TrackedState:
     def content(self, *, buffers: bool = False) -> int:
         """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
         mixed = hashlib.blake2b(self.encode_plain(), digest_size=8)
-        for path, tensor in sorted(self.tensors().items()):
-            if buffers or "/buffer/" not in path:
-                mixed.update(f"{path}:{digest(tensor)}\n".encode())
+        tensors = {path: one for path, one in sorted(self.tensors().items()) if buffers or "/buffer/" not in path}
+        for path, one in digests_by_path(tensors).items():
+            mixed.update(f"{path}:{one}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
     def content_by_name(self) -> dict[str, int]:
@@ -299,7 +299,7 @@ class TrackedState:
         plain = msgspec.msgpack.decode(self.encode_plain(), type=dict[str, msgspec.Raw])
         mixed = {name: hashlib.blake2b(plain.get(name, b""), digest_size=8) for name in self._names()}
         tensors = {path: one for path, one in sorted(self.tensors().items()) if "/buffer/" not in path}
-        for path, one in zip(tensors, digests(list(tensors.values())), strict=True):
+        for path, one in digests_by_path(tensors).items():
             mixed[path.partition("/")[0]].update(f"{path}:{one}\n".encode())
         return {name: int.from_bytes(one.digest(), "little") >> 1 for name, one in mixed.items()}
 
@@ -307,7 +307,7 @@ class TrackedState:
         """A digest of what nothing but an optimizer changes, this rank's part: equal, bit for bit, on true replicas. 63 bits."""
         settled = {path: tensor for path, tensor in sorted(self.tensors().items()) if self.is_settled(path)}
         mixed = hashlib.blake2b(digest_size=8)
-        for path, one in zip(settled, digests(list(settled.values())), strict=True):
+        for path, one in digests_by_path(settled).items():
             mixed.update(f"{path}:{one}\n".encode())
         return int.from_bytes(mixed.digest(), "little") >> 1
 
@@ -488,7 +488,7 @@ class TrackedState:
             plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
             if self._groups[name].has_changed():
                 paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
-                plain[name]["params"] = self._groups[name].changed(paths)
+                plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
         dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
         for name in self.others:
             plain[name] = without_tensors(f"{name}/state", dicts[name])

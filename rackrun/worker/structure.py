@@ -122,6 +122,11 @@ class Structure:
                 return f"the buffer {path} is new, or gone, or has another shape or type"
         return ""
 
+    def name_of(self, module: nn.Module, key: str) -> str:
+        """Of what ``module`` holds as ``key``, for people."""
+        paths = (path for path, one in zip(self.module_paths, self.modules, strict=True) if one is module)
+        return f"{next(paths, type(module).__name__)}.{key}"
+
     def _held(self) -> list[Any]:
         """Every known module's dictionaries, empty ones too."""
         return list(chain.from_iterable(map(_DICTIONARIES, self.modules)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import crc32c
@@ -11,8 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rackrun.worker.device_digest import device_digest
+from rackrun.worker.freed import refuse_freed
 
-__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "local_part", "pack"]
+__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "local_part", "pack"]
 
 
 _SHARED_BYTES = 32 * 2**20
@@ -61,6 +62,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = [one for one in found if isinstance(one, torch.Tensor)]
     read = iter(torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
     return [next(read) if isinstance(one, torch.Tensor) else one for one in found]
+
+
+def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The same, of tracked tensors. Raises `StepError` for one whose memory was freed."""
+    refuse_freed(tensors)
+    return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
 
 def _digest(tensor: torch.Tensor) -> int | torch.Tensor:

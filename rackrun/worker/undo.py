@@ -30,12 +30,13 @@ from torch import nn
 
 from rackrun.errors import StepError
 from rackrun.worker.compat import ddp, fsdp, grads
+from rackrun.worker.freed import refuse_freed
 from rackrun.worker.manifest import Changes
 from rackrun.worker.plain import flatten
 from rackrun.worker.scaler_state import ScalerState
 from rackrun.worker.state import TrackedState
 from rackrun.worker.structure import Structure
-from rackrun.worker.tensor_bytes import digests
+from rackrun.worker.tensor_bytes import digests_by_path
 from rackrun.worker.tensor_lists import Mark, local_parts, marks, nbytes, same_objects, versions
 from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for
 
@@ -201,6 +202,7 @@ class Undo:
         if look.structure.fsdp:
             shards = self._state.structure()
             look = look._replace(structure=shards, of_parameters=versions(shards.parameters))  # from here on
+        looks = self._audits or self._whole or look.structure is not self._structure
         if self._audits or look.structure is not self._structure:
             self._look_around(look.structure)
         self._places, self._everywhere, self._owes_comparison = 0, everywhere, False
@@ -209,7 +211,7 @@ class Undo:
         self._saved_plain, parameters = look.plain, look.structure.parameters
         self._modes = list(map(_TRAINING, self._submodules))
         self._found_early.clear()
-        self._take(look)
+        self._take(look, exactly=looks)
         own = self._free_parameters
         self._versions = versions(self._parameters.values()) if own else look.of_parameters
         self._begun_with, self._requires_grad = parameters, list(map(_REQUIRES_GRAD, parameters))
@@ -237,6 +239,12 @@ class Undo:
                 "builds, and a step that is done again would begin with the change.",
                 remedy="build it in main, in its full size, and have forward() choose: by the step's number, or by a tracked tensor.",
             )
+        if before is not None and structure is not before:
+            for module, key in fsdp.exchanged(structure.fsdp):
+                raise StepError(
+                    f"{structure.name_of(module, key)} was exchanged for another parameter. {fsdp.PUTS_BACK}",
+                    remedy=fsdp.WRITE_INTO,
+                )
 
     def _forget(self, look: _Look) -> None:
         """The state was filled from outside, or optimizers train other parameters than they did."""
@@ -254,8 +262,8 @@ class Undo:
         self._parameters, self._free_parameters = self._state.trained_and_free()
         self._trained_bytes = sum(nbytes(self._parameters.values()))
 
-    def _take(self, look: _Look) -> None:
-        """Copies and digests of the state as it is now."""
+    def _take(self, look: _Look, *, exactly: bool) -> None:
+        """Copies and digests of the state as it is now. ``exactly``: every storage is asked for its size first, not for its address alone."""
         began = time.perf_counter()
         changes = self._state.lineage.changes
         wanted = {*changes.early, *changes.moving, *changes.phases.get(self._phase, ())}
@@ -275,7 +283,7 @@ class Undo:
         now = {path: tensor for path, tensor in free.items() if path in known or path in again}
         digested = [] if room else [path for path in unknown if self._audits or path not in self._static]
         self._static = {path: self._static[path] for path in unknown if not room and path in self._static}
-        self._static |= _digests({path: free[path] for path in digested})
+        self._static |= digests_by_path({path: free[path] for path in digested})
         owned: dict[str, torch.Tensor] = {}
         if self._whole or self._audits or self._suspect_at or self._phase or wanted - free.keys():
             owned = self._owned()
@@ -288,12 +296,14 @@ class Undo:
                 f"no memory for a copy of what may have to be undone ({none}): a failure in this unit costs this rank"
             )
             copied, place, self._whole = {}, None, False
+        if exactly:
+            refuse_freed({**now, **copied})
         self._copies.keep_only([*held, *now, *copied])
         taken = self._copies.take(now) + self._copies.take(copied, place)
         self._state_keys = self._state.optimizer_keys() if self._whole else {}
         looks = self._audits or bool(self._suspect_at) or bool(self._phase)
         self._begun = self._digests_at_begin({p: t for p, t in owned.items() if p not in copied}) if looks else {}
-        self._first = _digests({**owned, **tensors}) if self._everywhere else {}
+        self._first = digests_by_path({**owned, **tensors}) if self._everywhere else {}
         self._tell(taken, time.perf_counter() - began, {**now, **copied})
 
     def digests_ahead(self) -> Mapping[str, int]:
@@ -302,13 +312,13 @@ class Undo:
         if not self._suspect_at:
             return {}
         if self._ahead[0] != self._state.filled:
-            self._ahead = self._state.filled, _digests(self._owned())
+            self._ahead = self._state.filled, digests_by_path(self._owned())
         return self._ahead[1]
 
     def _digests_at_begin(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         (filled, ahead), self._ahead = self._ahead, (-1, {})
         known = ahead if filled == self._state.filled and tensors.keys() <= ahead.keys() else {}
-        return {path: known[path] for path in tensors} if known else _digests(tensors)
+        return {path: known[path] for path in tensors} if known else digests_by_path(tensors)
 
     def _place_for(self, size: int) -> torch.device | None:
         """Raises `NoRoom`."""
@@ -322,7 +332,7 @@ class Undo:
         self.changed_between = ""
         if self._ended:
             ended, self._ended = self._ended, {}
-            now = _digests({path: t for path, t in {**self._owned(), **free}.items() if path in ended})
+            now = digests_by_path({path: t for path, t in {**self._owned(), **free}.items() if path in ended})
             for path, digest in now.items():
                 if digest != ended[path]:
                     self.changed_between = path
@@ -330,7 +340,7 @@ class Undo:
     def _changed_unseen(self, path: str, tensor: torch.Tensor) -> bool:
         """Since it was copied or digested, though its version stands."""
         if path in self._static:
-            return _digests({path: tensor})[path] != self._static[path]
+            return digests_by_path({path: tensor})[path] != self._static[path]
         return self._copies.stands(path, tensor) and not self._copies.equals(path, tensor)
 
     # -- where it may be left
@@ -413,7 +423,7 @@ class Undo:
             self._static.pop(path, None)
         if self._audits:
             self._look_around(self._state.structure())  # the unit may have exchanged a tensor for another
-            self._ended = _digests({**self._owned(), **self._free_tensors(self._dicts_at_end)})
+            self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     # -- it does not
@@ -537,7 +547,7 @@ class Undo:
     def _differing(self, known: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """From what was digested."""
         here = {path: tensors[path] for path in known if path in tensors}
-        return {path for path, digest in _digests(here).items() if digest != known[path]}
+        return {path for path, digest in digests_by_path(here).items() if digest != known[path]}
 
     def _learn(
         self, early: Collection[str] = (), moving: Collection[str] = (), phase: Collection[str] | None = None
@@ -591,10 +601,6 @@ class Undo:
         for name, held in (self._state.state_dicts() if dicts is None else dicts).items():
             found.update(flatten(f"{name}/state", held))
         return found
-
-
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
 
 def changed_between(what: str) -> StepError:

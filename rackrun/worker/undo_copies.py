@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 import torch
 
 from rackrun.checkpoint.memory import ceilings
+from rackrun.worker.freed import is_freed, refuse_freed, refuse_without_address
 from rackrun.worker.tensor_bytes import dense_bytes, local_part
 from rackrun.worker.tensor_lists import Fact, Mark, facts, marks, written
 
@@ -29,6 +31,7 @@ _COPIED_AT_ONCE = frozenset(
 )
 """What torch's copy of many tensors knows on every device."""
 
+_ADDRESS = itemgetter(0)
 _Row: TypeAlias = tuple[Fact, Mark, torch.Tensor, torch.Tensor]
 """What the tensor was when it was copied; an alias of it, so that its memory is nobody else's meanwhile; the copy."""
 
@@ -64,9 +67,10 @@ class UndoCopies:
         return self._held[path][3]
 
     def take(self, tensors: Mapping[str, torch.Tensor], place: torch.device | None = None) -> int:
-        """Copy all of them now, to ``place`` if given. Returns how many bytes."""
+        """Copy all of them now, to ``place`` if given. Returns how many bytes. Raises `StepError` where there is nothing to copy any more."""
         sources, taken = list(tensors.values()), 0
-        found = facts(sources)
+        found, marked = facts(sources), marks(sources)
+        refuse_without_address(tensors, sources, list(map(_ADDRESS, marked)))
         values: list[torch.Tensor] = []
         with torch.no_grad():
             for path, source, fact in zip(tensors, sources, found, strict=True):
@@ -79,7 +83,7 @@ class UndoCopies:
                 taken += source.nbytes
             _copy(values, sources)
         kept = [source.detach() for source in written(sources)]
-        self._held.update(zip(tensors, zip(found, marks(sources), kept, values, strict=True), strict=True))
+        self._held.update(zip(tensors, zip(found, marked, kept, values, strict=True), strict=True))
         self._fresh.update(tensors)
         return taken
 
@@ -105,8 +109,9 @@ class UndoCopies:
         return same_bits(self._held[path][3], tensor)
 
     def put_back(self, path: str, tensor: torch.Tensor) -> bool:
-        """Into ``tensor``; False when it has another shape or type by now."""
+        """Into ``tensor``; False when it has another shape or type by now. Raises `StepError` when its memory was freed."""
         value = self._held[path][3]
+        refuse_freed({path: tensor})
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             return False
         with torch.no_grad():
@@ -131,9 +136,9 @@ def _copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of this rank's parts. NaN equals itself here, and 0 does not equal -0."""
+    """Of this rank's parts. NaN equals itself here, and 0 does not equal -0. What was freed equals nothing."""
     one, other = local_part(one), local_part(other)
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or is_freed(one) or is_freed(other):
         return False
     if one.device != other.device:
         other = other.to(one.device)

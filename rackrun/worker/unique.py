@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rackrun.errors import StepError
+from rackrun.worker.freed import refuse_without_address
 from rackrun.worker.state import TrackedState
 from rackrun.worker.tensor_bytes import copy_bytes, pack
 
@@ -114,4 +115,6 @@ class UniqueBuffers:
 
     def _buffers(self, paths: Sequence[str]) -> list[torch.Tensor]:
         buffers = self._state.buffers()
-        return [buffers[path] for path in paths]
+        found = [buffers[path] for path in paths]
+        refuse_without_address(paths, found, list(map(torch.Tensor.data_ptr, found)))
+        return found

@@ -365,6 +365,7 @@ class UnitRunner:
         """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
         any more for what was agreed on in the last step."""
         self._owed = self._pause_due = None
+        self.refuse_freed()
         self.leaves_loop()
         self._undo.accept()
         self._rejoin.loop_end.left()
@@ -376,6 +377,10 @@ class UnitRunner:
         self._settle()  # the script may change the state from here on, and a copy of it may be in the making
         if self._runtime.boot is not None:
             self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
+
+    def refuse_freed(self) -> None:
+        """As `LoopEnd.refuse_freed`."""
+        self._rejoin.loop_end.refuse_freed()
 
     def report_log(self, values: dict[str, float | int | str]) -> None:
         if self.step_in_hand is not None and not self._world.unit_passed:

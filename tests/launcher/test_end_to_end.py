@@ -69,6 +69,29 @@ def test_a_plain_script_runs_and_the_run_is_tidy(run_rackrun: Callable[..., Any]
     assert not (ran.out_dir / "journal.sqlite-wal").exists()
 
 
+ENDS = """
+import atexit, os
+atexit.register(lambda: os.write(2, f"ends {os.getpid()}\\n".encode()))
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("", 0), ("raise", 1)])
+def test_the_last_word_is_not_a_librarys_of_what_it_has_leaked(
+    what: str, code: int, start_rackrun: Callable[..., Any], script: str, tmp_path: Path
+) -> None:
+    """And who is preloaded has its exit handlers called, in the launcher as well."""
+    (tmp_path / "ending.py").write_text(ENDS)
+    here = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--preload", "ending", script, what]
+    job = start_rackrun(arguments, env={"PYTHONPATH": here})
+    ran = job.finish(60.0)
+    assert ran.exit_code == code, ran
+    assert "nanobind" not in ran.stderr, ran
+    assert "leaked" not in ran.stderr, ran
+    assert f"ends {job.process.pid}" in ran.stderr, ran
+    assert ("ValueError: a bug of mine" in ran.stderr) is bool(code), ran
+
+
 LETS_GO = """
 import weakref
 import torch.distributed as dist

@@ -220,6 +220,42 @@ def growing_buffer(run: Run) -> None:
     fit(run, wrapped, adam(wrapped))
 
 
+def exchanges_shard(*, in_optimizer: bool, added: bool = False, after: bool = True) -> Callable[[Run], None]:
+    """A module under ``fully_shard`` is given another weight: after the optimizer's step, or between forward and backward."""
+
+    def main(run: Run) -> None:
+        model = fully_shard(net())
+        optimizer = adam(model)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(Samples())
+
+        def exchange() -> None:
+            new = torch.nn.Parameter(model[0].weight.detach().clone())
+            params = optimizer.param_groups[0]["params"]
+            if in_optimizer and added:
+                optimizer.add_param_group({"params": [new]})
+            elif in_optimizer:
+                params[0] = new
+            model[0].weight = new
+
+        @run.step
+        def step(step: Step) -> None:
+            for batch in data:
+                loss = loss_of(model, batch)
+                if not after and int(step) == 1:
+                    exchange()
+                step.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if after and int(step) == 1:
+                exchange()
+
+        for number in run.steps(4):
+            step(number)
+
+    return main
+
+
 def static_graph(run: Run) -> None:
     model = ddp(run, static_graph=True)
     fit(run, model, adam(model))
@@ -263,6 +299,22 @@ def wrong_shapes(run: Run) -> None:
         (accumulated_over_steps(lambda _: fully_shard(net())), "of an older step were not cleared"),
         (looped(tracks_late), r"run\.track\(late\) was called after run\.steps\(\)"),
         (growing_buffer, "have grown in a step|has another shape"),
+        (
+            exchanges_shard(in_optimizer=False),
+            r"model\.0\.weight was exchanged for another parameter\. fully_shard keeps.*Remedy: .*module\.weight\.copy_",
+        ),
+        (
+            exchanges_shard(in_optimizer=True),
+            r"model\.0\.weight was exchanged for another parameter\. fully_shard keeps",
+        ),
+        (
+            exchanges_shard(in_optimizer=True, after=False),
+            r"model\.0\.weight was exchanged in a tracked optimizer.*shape \(14, 10\).*fully_shard keeps.*Remedy: .*module\.weight\.copy_",
+        ),
+        (
+            exchanges_shard(in_optimizer=True, added=True, after=False),
+            r"a parameter \(shape .*\) that no tracked module has was added.*Remedy: .*to replace a parameter of fully_shard: write",
+        ),
         (static_graph, "static_graph=True.*torch's reducer.*one micro-batch"),
         (never_in_run_steps, "would never run"),
         (wrong_shapes_by_a_future, "shape|size"),

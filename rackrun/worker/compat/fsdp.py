@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch.distributed.tensor import debug
 from rackrun.worker import walk
 
 __all__ = [
+    "PUTS_BACK",
+    "WRITE_INTO",
     "begin",
     "clear_unreduced",
+    "exchanged",
     "forget_meshes",
     "gradient_before_reduction",
     "has_meshes",
@@ -39,6 +42,13 @@ __all__ = [
 _meshes: list[weakref.ref[DeviceMesh]] = []
 _beginnings = 0
 """How often the groups were forgotten."""
+
+
+PUTS_BACK = "fully_shard keeps the parameters that it was given, and the next forward puts them back into their modules: the other would be dropped."
+WRITE_INTO = (
+    "write the new values into the parameter that there is: after optimizer.step(), with torch.no_grad(): module.weight.copy_(values); "
+    "or exchange it in main, before fully_shard."
+)
 
 
 def missing() -> list[str]:
@@ -161,6 +171,21 @@ def reshard(subs: Sequence[FSDPModule]) -> None:
 def is_gathered(subs: Sequence[FSDPModule]) -> bool:
     states = [param.sharded_state for param in params(subs)]
     return states.count(ShardedState.SHARDED) < len(states)
+
+
+def exchanged(subs: Sequence[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:
+    """Module, and name in it, of each parameter that somebody has put in the place of FSDP's own. The next forward drops it."""
+    for param in params(subs):
+        held_by = param._module_info
+        own = (
+            param.sharded_param,
+            *(vars(param).get(name) for name in ("_unsharded_param", "_sharded_post_forward_param")),
+        )
+        modules, names = (held_by.module, *held_by.shared_modules), (held_by.param_name, *held_by.shared_param_names)
+        for module, name in zip(modules, names, strict=True):
+            held = module._parameters.get(name)
+            if held is not None and not any(held is one for one in own):
+                yield module, name
 
 
 def synchronise_gradients(subs: Sequence[FSDPModule], last: bool) -> None:
