@@ -236,14 +236,9 @@ def recoveries(lines: list[Line]) -> list[float]:
     return took
 
 
-_NOISE = ("leaked ", "skipped remainder", "nanobind:", "nanobind.readthedocs.io")
-"""What Triton's bindings say at the end of a process that was not asked to free them."""
-
-
 def readable(path: Path, chars: int) -> str:
     """The end of a log."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join(line for line in lines if not any(noise in line for noise in _NOISE)).strip()[-chars:]
+    return path.read_text(errors="replace").strip()[-chars:] if path.exists() else ""
 
 
 def _by_step(lines: list[Line]) -> dict[int, dict[int, tuple[str, tuple[int, ...]]]]:

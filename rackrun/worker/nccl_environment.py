@@ -38,4 +38,4 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     for name, value in _UNLESS_SET.items():
         environment.setdefault(name, value)
     if not any(name in environment for name in _RECORDER):
-        environment.update(dict.fromkeys(_RECORDER, "0"))
+        environment[_RECORDER[0]] = "0"  # torch warns of the other
