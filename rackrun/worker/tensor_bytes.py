@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import crc32c
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from rackrun.worker.device_digest import device_digest
 from rackrun.worker.freed import refuse_freed
 
-__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "local_part", "pack"]
+__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "host_memory", "local_part", "pack"]
 
 
 _SHARED_BYTES = 32 * 2**20
@@ -40,6 +41,25 @@ def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         expected *= size
     return torch.as_strided(tensor.detach(), (expected,), (1,)).view(torch.uint8)  # a permutation (channels_last)
+
+
+def host_memory(flat: torch.Tensor) -> memoryview:
+    """The bytes of a dense uint8 tensor on the host. `torch.Tensor.numpy` gives them too, and forbids the storage to be resized from then on, which
+    FSDP2 does with what it gathers, and a script may do."""
+    return np.asarray(_Memory(flat)).data if flat.numel() else memoryview(b"")
+
+
+class _Memory:
+    """As numpy asks for it. What numpy makes of it holds on to this, and this to the tensor."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._kept = flat
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (flat.numel(),),
+            "data": (flat.data_ptr(), False),
+        }
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -76,7 +96,7 @@ def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
     if flat is None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return crc32c.crc32c(flat.numpy().data) | (flat.numel() % 2**31) << 32
+        return crc32c.crc32c(host_memory(flat)) | (flat.numel() % 2**31) << 32
     return device_digest(flat)
 
 

@@ -416,15 +416,21 @@ class Undo:
                 changed |= {p for p in owned if self._copies.is_fresh(p) and not self._copies.equals(p, owned[p])}
             self._learn(phase=changed)
             if changed:
-                self._look_around(self._state.structure())
+                self._look_around_at_end()
         else:
             self._learn(moving=moving)
         for path in moving:
             self._static.pop(path, None)
         if self._audits:
-            self._look_around(self._state.structure())  # the unit may have exchanged a tensor for another
+            self._look_around_at_end()  # the unit may have exchanged a tensor for another
             self._ended = digests_by_path({**self._owned(), **self._free_tensors(self._dicts_at_end)})
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
+
+    def _look_around_at_end(self) -> None:
+        fsdp.reshard(
+            self._state.structure().fsdp
+        )  # a forward without a backward leaves whole parameters where the shards belong
+        self._look_around(self._state.structure())
 
     # -- it does not
     def discard(self, *, backward_open: bool) -> list[str]:

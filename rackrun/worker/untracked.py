@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 
 from rackrun.worker.compat import ddp
 from rackrun.worker.data_generators import GENERATORS, state_of
+from rackrun.worker.freed import is_freed
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import local_part
+from rackrun.worker.tensor_bytes import host_memory, local_part
 from rackrun.worker.user_line import line_of_name
 
 __all__ = ["Change", "Untracked", "is_kept"]
@@ -287,13 +288,13 @@ def _grown(before: object, after: object) -> bool:
 def _sample(tensor: torch.Tensor) -> object:
     """All that is small; of what is large, elements all over it."""
     local = local_part(tensor)
-    if local.layout is not torch.strided or local.is_meta or local.is_quantized or not local.numel():
+    if local.layout is not torch.strided or local.is_meta or local.is_quantized or not local.numel() or is_freed(local):
         return tuple(local.shape)
     flat = local.reshape(-1) if local.is_contiguous() else local.flatten()
     part = flat[:: max(flat.numel() // _SAMPLED, 1)].cpu().contiguous()
     plain = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-    return tuple(local.shape), _hash(plain.view(torch.uint8).numpy().tobytes())
+    return tuple(local.shape), _hash(host_memory(plain.reshape(-1).view(torch.uint8)))
 
 
-def _hash(data: bytes) -> bytes:
+def _hash(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()

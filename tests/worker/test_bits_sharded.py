@@ -63,6 +63,35 @@ def fsdp_clipped(run: Run) -> None:
         step(number)
 
 
+def fsdp_validated(run: Run) -> None:
+    """A forward without a backward leaves the root's whole parameters where its shards belong, in a phase, after the loop, and in two phases."""
+    model = sharded()
+    optimizer = adam(model)
+    run.track(model=model, optimizer=optimizer)
+    data, apart = run.loader(Samples()), torch.ones(3, WIDTH)
+
+    @run.step
+    def step(step: Step) -> None:
+        for batch in data:
+            step.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def validate() -> None:
+        with torch.no_grad():
+            run.log(sum=float(model(apart.to(run.device)).sum()))
+
+    def with_gradients() -> None:
+        model(apart.to(run.device))
+
+    run.every(2, validate)
+    run.every(3, with_gradients)
+    run.at_end(validate)
+    for number in run.steps(STEPS):
+        step(number)
+    validate()
+
+
 def row_sizes(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor of another shape than its tensor, where that has rows."""
     return tensor.detach().abs() if tensor.dim() == 1 else tensor.detach().abs().mean(-1, keepdim=True)
@@ -150,6 +179,7 @@ def fsdp_lion(run: Run) -> None:
         fsdp_averaged,
         fsdp_averaged_late,
         fsdp_lion,
+        fsdp_validated,
         *(pytest.param(main, marks=pytest.mark.stories) for main in (fsdp_kept_gathered, fsdp_mixed_precision)),
         fsdp_clipped,
     ],
