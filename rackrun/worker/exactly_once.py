@@ -127,5 +127,6 @@ class ExactlyOnce:
         if lost is not None:
             raise StepError(
                 f"the gradient of {lost.name} was computed, but not reduced in the backward pass of this rank's last micro-batch.",
-                remedy="use every model that is trained in every micro-batch, and leave no_sync() and set_requires_gradient_sync() alone.",
+                remedy="use every model that is trained in every micro-batch, and leave no_sync() and set_requires_gradient_sync() alone. DDP does not "
+                "reduce either while a parameter that it was made with is frozen: DistributedDataParallel(..., find_unused_parameters=True).",
             )

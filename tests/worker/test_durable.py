@@ -116,6 +116,18 @@ def test_the_same_command_goes_on_where_it_ended_bit_for_bit(
     assert second.losses == {step: loss for step, loss in reference.losses.items() if step > 4}
 
 
+@pytest.mark.parametrize("steps", [5, 4, 2])
+def test_a_job_that_has_done_more_steps_than_it_is_asked_for_does_what_follows_the_last(
+    steps: int, folder: Path, train: Train, capfd: Any
+) -> None:
+    first = train(trained(ddp, 5))
+    again = train(trained(ddp, steps))
+    assert said(again, "done") == []
+    assert said(again, "whole") == said(first, "whole")
+    told = f"step 4 is committed, and run.steps({steps}) ends before it: no step is left, and run.at_end follows"
+    assert (told in capfd.readouterr().err) == (steps < 4)
+
+
 @pytest.mark.parametrize(
     ("make", "before", "after"),
     [
