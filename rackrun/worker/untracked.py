@@ -126,6 +126,8 @@ class _Walk:
         self._tracked = {id(tensor) for tensor in state.parameters()}
         for module in state.modules.values():
             self._tracked |= {id(buffer) for buffer in module.buffers()}
+        for other in state.others.values():
+            self._tracked |= set(map(id, _saved_by_name(other)))
 
     def of(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -232,6 +234,17 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
     for name in code.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def _saved_by_name(tracked: object) -> Iterator[object]:
+    """What its ``state_dict`` and its ``load_state_dict`` both have by a variable's name, as a class within ``main`` may: ``dict(counters)``."""
+    saves, loads = (
+        dict(_variables(getattr(method, "__func__", method)))
+        for method in (getattr(tracked, name, None) for name in ("state_dict", "load_state_dict"))
+    )
+    for name, value in saves.items():
+        if loads.get(name) is value and isinstance(value, dict | list | deque):
+            yield value
 
 
 def _attributes(of: object) -> Iterator[tuple[str, Any]]:

@@ -57,6 +57,35 @@ def test_generators_and_tensors_of_tracked_objects_are_tracked() -> None:
     assert not said(track=True)
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_a_tracked_object_saves_and_loads_by_a_variables_name_is_tracked(loads: bool) -> None:
+    """A small class around a dictionary of `main`."""
+    state, counters, elsewhere = TrackedState(), {"tokens": 0, "curve": []}, {"n": 0}  # type: ignore[var-annotated]
+
+    class Box:
+        def state_dict(self) -> dict[str, Any]:
+            return dict(counters, n=elsewhere["n"])
+
+        def load_state_dict(self, told: dict[str, Any]) -> None:
+            if loads:
+                counters.update(told)
+
+    if not loads:
+        Box.load_state_dict = lambda *_: None  # type: ignore[method-assign, assignment]
+    state.track("box", Box())
+
+    def step(number: int) -> None:
+        counters["tokens"] += 24
+        counters["curve"].append(number)
+        elsewhere["n"] += 1
+
+    untracked, found = Untracked(state), set()
+    for number in range(4):
+        step(number)
+        found |= {change.name for change in untracked.after_step(step, (), {})}
+    assert found == ({"elsewhere['n']"} if loads else {"elsewhere['n']", "counters['tokens']"})
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
