@@ -72,7 +72,7 @@ class Admission:
             raise Refused("taken", f"rank {event.rank} is being replaced already", "wait until that is done.")
         if event.to:
             self._check_waits(SlotId(event.to))
-        return Swap(event.request, event.rank, record.worker, SlotId(event.to))
+        return Swap(event.request, event.rank, record.worker, self.world.size, SlotId(event.to))
 
     def _check_waits(self, slot: SlotId) -> None:
         """Raises `Refused` if no spare that may be used waits there."""

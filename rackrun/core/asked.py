@@ -55,6 +55,8 @@ class Swap:
     rank: Rank
     worker: Worker
     """Who held the rank when it was asked for."""
+    of: int
+    """So many ranks there were then."""
     to: SlotId
     """"" : whichever spare is the best."""
     waits: bool = False

@@ -237,13 +237,18 @@ class Control:
 
     # -- parts
     def _look_at_swap(self, one: Swap) -> None:
-        record = self.world.members.get(one.rank)
-        if self.world.phase is Phase.TRAINING and record is not None and record.worker != one.worker:
+        world, record = self.world, self.world.members.get(one.rank)
+        if world.phase is not Phase.TRAINING:
+            return
+        if record is None or world.size != one.of:
+            what = f"the world has {world.size} ranks since, not {one.of}, and numbers them anew"
+            self._call_off(one, Refused("size", what, "ask again for a rank that there is."))
+        elif record.worker != one.worker:
             self._end(one)
             here, there = one.worker.slot, record.worker.slot
             went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
             self.replies.say(one.request, "done", f"rank {one.rank} {went}")
-        elif one.to and self.world.phase is Phase.TRAINING and not self.rack.is_fit_spare(one.to):
+        elif one.to and not self.rack.is_fit_spare(one.to):
             self._call_off(one, Refused("taken", f"{one.to} is not ready any more", "name another spare, or none."))
 
     def _look_at_drain(self, one: Drain, at_ms: int) -> None:

@@ -21,10 +21,10 @@ from rackrun.core.commands import (
     StartWorker,
 )
 from rackrun.core.config import JobConfig
-from rackrun.core.events import GrowRequested, ShrinkRequested, StopRequested, TimerFired
+from rackrun.core.events import GrowRequested, ShrinkRequested, StopRequested, SwapRequested, TimerFired
 from rackrun.core.growth import PAUSE_MS
 from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Position, Rank, Step, snapshot_id
+from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, snapshot_id
 from rackrun.core.policy import parse_rules
 
 IN_PLACE, AGAIN = "in place", "entering main again"
@@ -128,6 +128,16 @@ def test_who_is_on_a_slot_to_avoid_goes_first() -> None:
     told = job(IN_PLACE)
     told.judges("a/1", Health.DEGRADED)
     assert said(told.shrink(to=3)) == ["shrink to 3 ranks: rank 1 will leave at the next step boundary"]
+
+
+def test_a_swap_that_a_shrink_overtakes_is_called_off() -> None:
+    told = job(IN_PLACE, slots=5, spares=1)
+    asked = told.tell(SwapRequested(request="s", rank=Rank(1), to=SlotId(""), steps=9))
+    assert said(asked) == ["rank 1 will go from a/1 to a spare at the next step boundary"]
+    told.shrink(1)
+    off = "swap of rank 1 is called off: the world has 3 ranks since, not 4, and numbers them anew"
+    assert said(told.changes(passed=7))[0] == off
+    assert not any("rank 1" in one for one in said(told.grow()))
 
 
 def test_shards_without_a_replica_are_in_what_all_have_sealed_for_the_pause() -> None:
