@@ -274,9 +274,10 @@ def _goodput(
 
     wall_s = ended_ms / 1e3
     productive_s = sum(worth(at) for at in slowest)
-    redone_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
     startup_s = (first_resume_ms if first_resume_ms is not None else ended_ms) / 1e3
     since_s = wall_s - startup_s
+    estimated_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
+    redone_s = min(estimated_s, max(0.0, since_s - productive_s - recovery_s))  # steps may have become slower since
     return Goodput(
         wall_s=wall_s,
         productive_s=productive_s,

@@ -96,6 +96,15 @@ def test_goodput_counts_each_step_once_at_its_usual_time(journal: Journal) -> No
     assert parts == pytest.approx(goodput.wall_s)
 
 
+def test_what_was_done_again_took_no_longer_than_there_was_time(journal: Journal) -> None:
+    """It is counted at the usual time of a step, and steps may be slower after a loss than before."""
+    journal.fact("ended_ms", 1350)
+    goodput = report_of(journal).goodput
+    assert goodput.redone_s == pytest.approx(0.05)
+    parts = goodput.productive_s + goodput.startup_s + goodput.recovery_s + goodput.redone_s + goodput.other_s
+    assert parts == pytest.approx(goodput.wall_s)
+
+
 def test_what_was_computed_while_the_coordinator_stood_still_is_no_recovery(tmp_path: Path) -> None:
     """It hears at 2 s that all have resumed, and of ten steps of 100 ms that they have done since."""
     journal = Journal(tmp_path / "journal.sqlite", run_id="job-1")
