@@ -360,7 +360,7 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
 
 @pytest.mark.parametrize(
     ("kill", "crashes"),
-    [(False, 800), pytest.param(False, 2000, marks=pytest.mark.stories), (True, 150)],
+    [(False, 800), pytest.param(False, 2000, marks=pytest.mark.stories), (True, 100)],
     ids=["stops", "more stops", "kills"],
 )
 def test_hundreds_of_crashes_never_lose_the_newest_committed_generation(tmp_path: Path, kill: bool, crashes: int):

@@ -453,6 +453,7 @@ def runs(bodies: Bodies) -> Callable[[Run], None]:
 SLOTS = [f"t/{slot}" for slot in range(4)]
 
 
+@pytest.mark.stories
 def test_when_all_pause_the_code_after_the_call_has_run_on_all_of_them(reshape: Reshape, bodies: Bodies) -> None:
     """Once on each: on who goes, too."""
     ended, _ = reshape(
@@ -488,7 +489,8 @@ def lost_after_the_gate_of(at: Position, slot: str, ranks: int = 4) -> Callable[
     return patch
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(STEPS - 1, marks=pytest.mark.stories)])
+@pytest.mark.stories
+@pytest.mark.parametrize("step", [5, STEPS - 1])
 def test_after_a_loss_it_has_run_on_all_that_are_left_before_they_leave_main(
     step: int, reshape: Reshape, bodies: Bodies
 ) -> None:
