@@ -427,9 +427,8 @@ class Undo:
             self._static |= {path: digest for path, digest in self._ended.items() if path in self._static}
 
     def _look_around_at_end(self) -> None:
-        fsdp.reshard(
-            self._state.structure().fsdp
-        )  # a forward without a backward leaves whole parameters where the shards belong
+        """A forward without a backward has left whole parameters of FSDP2 where the shards belong."""
+        fsdp.reshard(self._state.structure().fsdp)
         self._look_around(self._state.structure())
 
     # -- it does not

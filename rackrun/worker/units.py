@@ -302,6 +302,7 @@ class UnitRunner:
             self._between = None
         self._undo.check_stands()
         self._recorded.append(Unit(at, body, name))
+        self._result = None  # a recovery at the end of the loop's body may have left that of an older unit
         self._owed = None if at.phase else at
         self._catch_up()
         result: T = self._result  # of the last attempt, which was at this unit
