@@ -494,3 +494,29 @@ def test_prefetching_goes_on_after_a_jump_and_after_a_step_that_left_batches_unr
     workers._stream = None
     del stream
     gc.collect()  # DataLoader's iterator is in a cycle, and has processes
+
+
+# -- between the ledger and the gate -------------------------------------------------------------------------------------
+def test_a_rank_is_lost_while_it_waits_for_its_device(train: Train) -> None:
+    """It has written down its samples of the step, and not entered the gate: they count once, by who takes over."""
+
+    def main(run: Run) -> None:
+        come = run._world.let_device_come
+
+        def dies() -> None:
+            unit = run._units.step_in_hand
+            if killing and run.rank == 1 and run._world.generation == 1 and unit is not None and unit.at.step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            come()
+
+        run._world.let_device_come = dies  # type: ignore[method-assign]
+        model = ddp(run)
+        fit(run, model, adam(model))
+
+    killing = False
+    reference = train(main)
+    killing = True
+    ended = train(main)
+    assert not ended.differences(reference), ended
+    assert len(ended.plans) == 1, ended
+    assert all(count == reference.counts[at] for at, count in ended.counts.items()), ended
