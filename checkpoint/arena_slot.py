@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,18 +74,26 @@ class SlotWriter:
 
         self._crcs: list[int] = []
         self._digested = 0
-        """So many bytes are in `_crcs`; the last one may be of a part of its chunk."""
+        """So many bytes are in `_crcs`, or will be; the last one may be of a part of its chunk."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
+        """First chunk, and the digests of it and the following ones, which the pool's threads are at."""
 
     @property
     def index(self) -> int:
         return self._header.slot
 
-    def filled(self, upto: int) -> None:
+    def filled(self, upto: int, threads: int = 0) -> None:
         """The bytes before ``upto`` are final: digest them now, while they are in the cache and the copy goes on, so that
-        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage."""
+        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage. ``threads``: have so many others do it,
+        and return at once."""
         self._check_open()
         self._arena._file.check()
-        self._digest(min(upto, len(self.payload)))
+        upto = min(upto, len(self.payload))
+        if threads:
+            self._begin_digests(upto, threads)
+        else:
+            self._digest(upto)
 
     def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
         """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
@@ -100,6 +108,7 @@ class SlotWriter:
                 remedy="create the arena with larger slots.",
             )
         arena._file.check()
+        self._await_digests()
         if self._digested > payload_bytes:
             del self._crcs[payload_bytes // at.chunk_bytes :]
             self._digested = len(self._crcs) * at.chunk_bytes
@@ -147,6 +156,28 @@ class SlotWriter:
             self._crcs[index] = crc(self.payload[self._digested : stop], self._crcs[index])
             self._digested = stop
 
+    def _begin_digests(self, upto: int, threads: int) -> None:
+        """Of whole chunks."""
+        size = self._arena.chunk_bytes
+        self._digest(min(-(-self._digested // size) * size, upto))  # the rest of one that was begun here
+        first, last = self._digested // size, upto // size
+        if self._digested % size or first >= last:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(threads, "rackrun-digest")
+        each = -(-(last - first) // threads)
+        for at in range(first, last, each):
+            part = self.payload[at * size : min(at + each, last) * size]
+            self._begun.append((at, self._pool.submit(chunk_crcs, part, size)))
+        self._crcs += [0] * (last - first)
+        self._digested = last * size
+
+    def _await_digests(self) -> None:
+        for first, digests in self._begun:
+            found = digests.result().tolist()
+            self._crcs[first : first + len(found)] = found
+        self._begun.clear()
+
     def _check_ours(self) -> None:
         now = self._arena._header(self.index)
         if now._replace(seq=0) != self._header._replace(seq=0):
@@ -157,6 +188,9 @@ class SlotWriter:
 
     def _end(self) -> None:
         self._arena._writers.remove(self)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._begun.clear()
         with contextlib.suppress(BufferError):  # the caller has views of it
             self.payload.release()
 

@@ -1,4 +1,4 @@
-"""Tensors of a device into an image in the host's memory, all of them in one call of torch.
+"""Tensors of a device into an image in the host's memory, many of them in one call of torch.
 
 A Python loop over a thousand tensors holds the interpreter for milliseconds, in which the thread that trains launches nothing. What takes Python
 here is done once for each image that lies in the same place with the same layout: where every tensor goes.
@@ -6,7 +6,7 @@ here is done once for each image that lies in the same place with the same layou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -53,24 +53,44 @@ class DeviceCopies:
         self, layout: ImageLayout, tensors: Mapping[str, torch.Tensor], names: Collection[str], into: memoryview
     ) -> None:
         """On the current stream: ``names`` of ``tensors`` are there when it has come so far. Nothing is checked."""
+        for _ in self.in_groups(layout, tensors, names, into, group_bytes=layout.total_bytes):
+            pass
+
+    def in_groups(
+        self,
+        layout: ImageLayout,
+        tensors: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        into: memoryview,
+        group_bytes: int,
+    ) -> Iterator[int]:
+        """As `enqueue`, in the order of the image, about ``group_bytes`` at a time. Yields, behind each group, where it ends in the image: of
+        ``names``, all that lies before is there when the stream has come so far."""
         places = self._places_in(layout, into)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for entry in layout.entries:  # in the order of the image
+        begun = end = 0
+        for entry in layout.entries:
             if entry.name not in names or not entry.box.numel:
                 continue
+            begun, end = (begun, layout.extents[entry.name][1]) if targets else layout.extents[entry.name]
             bits = bits_of(tensors[entry.name])
             place, cuts = places.of(entry.name, bits)
-            if not cuts:
+            if cuts:
+                flat, there = (one.contiguous().view(-1).view(torch.uint8) for one in (bits, place))
+                for start, stop in zip((0, *cuts), (*cuts, flat.numel()), strict=True):
+                    targets.append(there[start:stop])
+                    sources.append(flat[start:stop])
+            else:
                 targets.append(place)
                 sources.append(bits)
-                continue
-            flat, there = (one.contiguous().view(-1).view(torch.uint8) for one in (bits, place))
-            for start, stop in zip((0, *cuts), (*cuts, flat.numel()), strict=True):
-                targets.append(there[start:stop])
-                sources.append(flat[start:stop])
+            if end - begun >= group_bytes:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                targets, sources = [], []
+                yield end
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
+            yield end
 
     def _places_in(self, layout: ImageLayout, into: memoryview) -> _Places:
         key = torch.frombuffer(memory_of(into), dtype=torch.uint8).data_ptr(), bytes(layout.header)

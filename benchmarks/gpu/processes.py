@@ -279,7 +279,7 @@ def filler_gone(context: Context) -> Found:
         gone_s = time.monotonic() - began
         while before - used() < 15 * GIB:
             if time.monotonic() - began > 30:
-                return failed("the filler is gone, and its memory is not free 30 s after")
+                return failed(f"the filler is gone after {gone_s:.2f} s, and its memory is not free 30 s after")
             time.sleep(0.002)
         freed_s = time.monotonic() - began
     context.note(f"its process {gone_s:.2f} s")

@@ -23,6 +23,7 @@ from rackrun.agent.cgroup import Cgroup
 from rackrun.agent.config import FillerConfig
 from rackrun.agent.idle import finish_off
 from rackrun.agent.logs import Logs
+from rackrun.agent.start_checks import SHARE
 from rackrun.core.ids import Incarnation, SlotId
 from rackrun.core.wire import FillerTold
 from rackrun.topology.environment import Binding
@@ -91,7 +92,8 @@ class _Place:
 
 
 class Fillers:
-    """On the running loop. ``place_of``: where the worker of a slot belongs. Without a command nothing ever runs."""
+    """On the running loop. ``place_of``: where the worker of a slot belongs. ``gpus``: so many the tray's workers see. Without a command nothing
+    ever runs."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Fillers:
         logs: Logs,
         place_of: Callable[[int], Binding],
         *,
-        has_gpu: bool,
+        gpus: int,
     ) -> None:
         self._config = config
         self._logs = logs
@@ -113,9 +115,10 @@ class Fillers:
         self.others: Callable[[], Iterable[int]] = tuple
         """The agent's other children."""
         self.tell: Callable[[FillerTold], None] = lambda _told: None
-        self.in_the_way = has_gpu
+        self._gpus = gpus
+        self.in_the_way = gpus > 0
         """Its memory on the device may be what the spare needs: who is promoted waits until it is gone."""
-        self._grace_s = config.grace_s if config.grace_s is not None else (0.0 if has_gpu else 0.2)
+        self._grace_s = config.grace_s if config.grace_s is not None else (0.0 if gpus else 0.2)
         if config.command:
             Cgroup.sweep(_CGROUP)
             self._sampling = self._loop.call_later(config.sample_s, self._sample)
@@ -206,7 +209,7 @@ class Fillers:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **_device(index, os.environ), MARK: run.mark},
+                    env={**os.environ, **_device(index, self._gpus, os.environ), MARK: run.mark},
                     start_new_session=True,
                 )
             finally:
@@ -324,8 +327,10 @@ class Fillers:
         return self._places[_index_of(slot)]
 
 
-def _device(index: int, environment: Mapping[str, str]) -> dict[str, str]:
+def _device(index: int, gpus: int, environment: Mapping[str, str]) -> dict[str, str]:
     """The GPU of the slot, as its workers count, and no other; where they see none for it, none."""
+    if environment.get(SHARE) == "1" and gpus:
+        index %= gpus
     order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -102,7 +102,7 @@ class _Agent:
         reserve = RESERVE + _DESCRIPTORS_A_START * config.slots
         exchange = ExchangeServer(config.advertise, config.token, reserve=reserve)
         logs = Logs(config.logs, config.run_id, config.slots, config.env.get("ROLE_NAME", "default"))
-        fillers = Fillers(config.filler, config.slots, logs, devices.binding, has_gpu=torch.cuda.is_available())
+        fillers = Fillers(config.filler, config.slots, logs, devices.binding, gpus=torch.cuda.device_count())
         self._tray = tray = Tray(config, server, stores, logs, devices, fillers)
         snapshots = SnapshotService(config.tray, config.advertise, config.token, tray, reserve=reserve)
         joined = TrayJoined(

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from rackrun.agent.slots import Visible
 from rackrun.topology.readings import GpuReading, TrayReading
 
-__all__ = ["Start", "check_start"]
+__all__ = ["SHARE", "Start", "check_start"]
 
-_SHARE = "RACKRUN_SHARE_GPUS"
+SHARE = "RACKRUN_SHARE_GPUS"
+"""Environment variable: 1 has slots share GPUs, in turn, as workers do."""
 
 
 class Start(NamedTuple):
@@ -37,7 +38,7 @@ def check_start(
     ``filler``: a second process runs on a spare's GPU."""
     if cuda is None:
         return Start()
-    shares = environment.get(_SHARE) == "1"
+    shares = environment.get(SHARE) == "1"
     here = [gpu for gpu in reading.gpus if gpu.index in visible.gpus]
     found = (
         _driver(reading, cuda)
@@ -92,7 +93,7 @@ def _mode(gpu: GpuReading, *, shares: bool, filler: bool) -> str:
     if gpu.users:
         return f"{exclusive}, and {_processes(gpu)} it already. {reset}, or end that process."
     if shares:
-        return f"{exclusive}, and several workers are to share it ({_SHARE}=1). {reset}."
+        return f"{exclusive}, and several workers are to share it ({SHARE}=1). {reset}."
     if filler:
         return f"{exclusive}, and a filler is to run beside its spare. {reset}, or leave --filler out."
     return ""

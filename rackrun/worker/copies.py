@@ -16,6 +16,9 @@ from rackrun.worker.reports import say
 
 __all__ = ["HostCopies", "copies_from"]
 
+_GROUP_BYTES = 128 * 2**20
+"""Of a device's copies, behind which the host can go on with what has come: a few milliseconds of the bus."""
+
 
 class HostCopies:
     """From memory to memory."""
@@ -35,7 +38,8 @@ class HostCopies:
         return no_cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
-        """The thread that trains, as the state is now: returns when ``paths`` are there."""
+        """The thread that trains, as the state is now, whatever changes it next: ``paths`` are there when a `copy` has returned whose ``ready`` was
+        taken later."""
         for path in paths:
             write_tensor(shard.layout, path, shard.tensors[path], into)
 
@@ -47,7 +51,7 @@ class HostCopies:
         ready: torch.cuda.Event | None,
         filled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Any thread; returns when ``paths`` are there. ``filled``: as of `write_tensors`; it need not be told."""
+        """Any thread; returns when ``paths`` are there. ``filled``: as of `write_tensors`."""
         del ready
         write_tensors(shard.layout, {path: shard.tensors[path] for path in paths}, into, filled)
 
@@ -79,9 +83,8 @@ class _GpuCopies(HostCopies):
         return self._pinning.cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
-        with self._copying:
+        with self._copying:  # in front of what changes them next, in the same stream
             self._copies.enqueue(shard.layout, shard.tensors, paths, into)
-        torch.cuda.current_stream(self._device).synchronize()
 
     def copy(
         self,
@@ -91,14 +94,20 @@ class _GpuCopies(HostCopies):
         ready: torch.cuda.Event | None,
         filled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        del filled  # the bytes come to memory, not to a cache
         assert ready is not None
         self._use_device()
+        groups: list[tuple[int, torch.cuda.Event]] = []
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             with self._copying:
-                self._copies.enqueue(shard.layout, shard.tensors, paths, into)
-        self._stream.synchronize()
+                for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
+                    event = torch.cuda.Event(blocking=True)  # its thread sleeps: others digest meanwhile
+                    event.record()
+                    groups.append((upto, event))
+        for upto, event in groups:
+            event.synchronize()
+            filled(upto)
+        ready.synchronize()  # what `copy_now` has enqueued
 
     def _use_device(self) -> None:
         """First in each thread: else it would make a context on the first GPU."""

@@ -12,12 +12,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
 
-__all__ = ["CollectiveOrder", "GateSums", "agreed", "elements", "offered"]
+__all__ = ["CollectiveOrder", "GateSums", "Offer", "agreed", "complete", "elements", "offered"]
 
 _FINGERPRINT_BITS = 20
 """Sums of its square over 8,192 ranks are exact in a float64."""
@@ -65,6 +66,12 @@ class GateSums(NamedTuple):
     """Ranks whose state had changed between the unit before and this one."""
 
 
+Offer = np.ndarray[Any, Any]
+_BEFORE = 5
+"""Values in an offer, and in the sum of all, that stand in front of the `GateSums`."""
+_PLACES = {name: _BEFORE + place for place, name in enumerate(GateSums._fields)}
+
+
 class CollectiveOrder:
     """A fingerprint of the collectives called in a unit, in those groups that hold the whole world."""
 
@@ -99,14 +106,20 @@ def elements(result: Any) -> int:
     return sum(map(elements, result)) if isinstance(result, (list, tuple)) else 0
 
 
-def offered(at: Position, order: CollectiveOrder, mine: GateSums) -> torch.Tensor:
-    """This rank's part of the sum."""
+def offered(at: Position, order: CollectiveOrder, mine: GateSums) -> Offer:
+    """This rank's part of the sum, float64, as far as it is known before the device has come; then `complete` it."""
     mark = order.fingerprint
-    return torch.tensor([1.0, at.step, at.phase, mark, mark**2, *mine], dtype=torch.float64)
+    return np.array([1.0, at.step, at.phase, mark, mark**2, *mine], dtype=np.float64)
 
 
-def agreed(total: Sequence[float], size: int, at: Position) -> tuple[float, ...] | None:
-    """The `GateSums` in ``total``; None when not all ``size`` ranks are in it (a loopback).
+def complete(offer: Offer, **known: float) -> None:
+    """Fields of `GateSums` that are known now. The device has nothing to do meanwhile."""
+    for name, value in known.items():
+        offer[_PLACES[name]] = value
+
+
+def agreed(total: Sequence[float], size: int, at: Position) -> GateSums | None:
+    """What is in ``total``; None when not all ``size`` ranks are in it (a loopback).
 
     Raises `StepError`, on every rank alike, when they were not all at ``at`` by the same collectives.
     """
@@ -123,7 +136,7 @@ def agreed(total: Sequence[float], size: int, at: Position) -> tuple[float, ...]
             f"the ranks did not call the same collectives, in the same order, in {_named(at)}: what they have computed is not to be trusted.",
             remedy="let nothing that differs between ranks decide which collectives run, or what a learning-rate rule says; if nothing does, please report this.",
         )
-    return tuple(sums)
+    return GateSums(*sums)
 
 
 def _named(at: Position) -> str:

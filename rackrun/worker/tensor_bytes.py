@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from rackrun.worker.device_digest import device_digest
+from rackrun.worker.device_digest import device_digests
 from rackrun.worker.freed import refuse_freed
 
 __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "host_memory", "local_part", "pack"]
@@ -63,25 +63,32 @@ class _Memory:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host, `device_digest` elsewhere. Replicas are on
+    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host, `device_digests` elsewhere. Replicas are on
     devices of one kind."""
     return digests([tensor])[0]
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
-    found: list[int | torch.Tensor]
-    on_host = [one for one in tensors if one.device.type == "cpu"]
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(on_host))
-    if threads > 1 and sum([one.nbytes for one in on_host]) >= _SHARED_BYTES:
+    flats = [_flat(tensor) for tensor in tensors]
+    found = [0] * len(flats)
+    places: dict[torch.device, list[int]] = {}
+    for place, flat in enumerate(flats):
+        places.setdefault(flat.device, []).append(place)
+    for device, here in places.items():
+        on_device = [flats[place] for place in here]
+        each = _of_host(on_device) if device.type == "cpu" else device_digests(on_device).tolist()
+        for place, one in zip(here, each, strict=True):
+            found[place] = one
+    return found
+
+
+def _of_host(flats: Sequence[torch.Tensor]) -> list[int]:
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(flats))
+    if threads > 1 and sum([one.nbytes for one in flats]) >= _SHARED_BYTES:
         with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
-            shared = pool.map(_digest, on_host)
-            found = [next(shared) if one.device.type == "cpu" else _digest(one) for one in tensors]
-    else:
-        found = [_digest(tensor) for tensor in tensors]
-    sums = [one for one in found if isinstance(one, torch.Tensor)]
-    read = iter(torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
-    return [next(read) if isinstance(one, torch.Tensor) else one for one in found]
+            return list(pool.map(_checksum, flats))
+    return [_checksum(flat) for flat in flats]
 
 
 def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -90,14 +97,14 @@ def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
 
-def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = local_part(tensor)
     flat = dense_bytes(tensor)
-    if flat is None:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        return crc32c.crc32c(host_memory(flat)) | (flat.numel() % 2**31) << 32
-    return device_digest(flat)
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    return crc32c.crc32c(host_memory(flat)) | (flat.numel() % 2**31) << 32
 
 
 def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -31,7 +31,7 @@ from rackrun.worker.data import Shard
 from rackrun.worker.durable import DurableCheckpoints
 from rackrun.worker.ends import leave
 from rackrun.worker.exact import ExactReduction
-from rackrun.worker.gate import GateSums
+from rackrun.worker.gate import GateSums, complete, offered
 from rackrun.worker.late import LateBreaks
 from rackrun.worker.learning_rates import LearningRates
 from rackrun.worker.loops import ONE_LOOP
@@ -608,7 +608,8 @@ class UnitRunner:
             return
         if self._late_gate:
             self._complete(step)
-            mine = GateSums(*[0.0] * len(GateSums._fields))._replace(loss=self._let_device_come())
+            mine = offered(step.at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
+            complete(mine, loss=self._let_device_come())
             step.early_loss = self._world.sum_before_gate(step.at, mine).loss
             self._world.updated = True
         else:
@@ -646,7 +647,7 @@ class UnitRunner:
         part = Readback(step.local_loss if self._nan.on else None)
         ids = self._delivered_ids()
         self._page.seal_ledger(step.at, ids)
-        mine = GateSums(
+        sums = GateSums(
             loss=0.0,
             samples=float(len(ids)),
             ids_digest=_ids_digest(ids),
@@ -668,10 +669,15 @@ class UnitRunner:
             torn=float(bool(self._not_put_back)),
             stirred=float(bool(self._undo.changed_between)),
         )
-        loss = self._let_device_come()  # from here until the optimizer's first kernel the device has nothing to do
-        not_finite, tried = self._nan.offers(step, part.value())
+        mine = offered(step.at, self._world.order, sums)
+        complete(
+            mine, loss=self._let_device_come()
+        )  # from here until the optimizer's first kernel it has nothing to do
+        if self._nan.on:
+            not_finite, tried = self._nan.offers(step, part.value())
+            complete(mine, not_finite=not_finite, tried=tried)
         self._world.stages.reached("entered")
-        self._world.pass_gate(step.at, mine._replace(loss=loss, not_finite=not_finite, tried=tried), self._refuses)
+        self._world.pass_gate(step.at, mine, self._refuses)
 
     def _refuses(self, at: Position, sums: GateSums) -> bool:
         """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""

@@ -34,7 +34,7 @@ from rackrun.worker.device_queue import Moment, Waits, queue_of, wait_until
 from rackrun.worker.device_return import DeviceReturn
 from rackrun.worker.families import Families
 from rackrun.worker.flights import Flights
-from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, elements, offered
+from rackrun.worker.gate import CollectiveOrder, GateSums, Offer, agreed, elements
 from rackrun.worker.group import ElasticGroup
 from rackrun.worker.handshakes import Handshakes
 from rackrun.worker.meetings import Meetings
@@ -424,7 +424,7 @@ class World:
         """What the gate of ``passed`` reduced to. None before the first, and after a rollback."""
         return GateSums(*self._gate) if self._gate else None
 
-    def pass_gate(self, at: Position, mine: GateSums, refuses: Callable[[Position, GateSums], bool]) -> None:
+    def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
         """Once the device has come (`let_device_come`), enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not
         count, or is to be done again because ``refuses`` says so of its sums, as it does on all ranks.
 
@@ -436,16 +436,16 @@ class World:
             if self._broken or not self.generation:
                 raise Abandoned
             self._entered = at
-        values = self._sum(at, mine)
+        values = self._sum(mine)
         with self._changed:
-            sums = None if self._broken else agreed(values.tolist(), self.size, at)
-            if sums is not None and refuses(at, GateSums(*sums)):
+            sums = None if self._broken else agreed(values, self.size, at)
+            if sums is not None and refuses(at, sums):
                 self._entered = self._passed
                 raise Abandoned
             if sums is not None:
                 self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
                 self.stages.reached("passed")
-                if GateSums(*sums).dealt == self.size:
+                if sums.dealt == self.size:
                     self.deals.agree()
                 return
         self.own_time.disturbed()
@@ -457,26 +457,27 @@ class World:
             raise Abandoned
         self.unit_passed = self.updated = True
 
-    def sum_before_gate(self, at: Position, mine: GateSums) -> GateSums:
+    def sum_before_gate(self, at: Position, mine: Offer) -> GateSums:
         """What the gate of ``at`` would sum up now that the device has come. Nothing is committed by it. Raises `Abandoned` when the unit will
         not count."""
         if self._broken or not self.generation:
             raise Abandoned
-        values = self._sum(at, mine)
-        sums = None if self._broken else agreed(values.tolist(), self.size, at)
+        values = self._sum(mine)
+        sums = None if self._broken else agreed(values, self.size, at)
         if sums is None:
             raise Abandoned
-        return GateSums(*sums)
+        return sums
 
-    def _sum(self, at: Position, mine: GateSums) -> torch.Tensor:
-        values = offered(at, self.order, mine)
+    def _sum(self, mine: Offer) -> list[float]:
+        """Over all ranks; it is in ``mine`` then."""
         if self.size > 1:
             self._in_gate = True
             try:
-                self.groups[0].sum_on_host(values)
+                self.groups[0].sum_on_host(torch.from_numpy(mine))
             finally:
                 self._in_gate = False
             self.progress.all_completed()
+        values: list[float] = mine.tolist()
         return values
 
     def let_device_come(self) -> None:

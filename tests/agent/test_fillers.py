@@ -26,6 +26,7 @@ from rackrun.agent.config import FillerConfig, FillerPauses, LogConfig
 from rackrun.agent.fillers import CAGE, HOLD_S, LATE_S, MARK, Fillers
 from rackrun.agent.idle import finish_off, idle_can_be_left
 from rackrun.agent.logs import Logs
+from rackrun.agent.start_checks import SHARE
 from rackrun.core.commands import Member, Plan, ReleaseWorkers, ResumeGeneration
 from rackrun.core.commands import Worker as Who
 from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
@@ -395,7 +396,7 @@ async def test_when_the_job_has_ended_nothing_is_started_any_more(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", no_room)
     logs = Logs(LogConfig(directory=os.devnull), "a-run", 1)
     pauses = FillerPauses(first_s=0.0, most_s=0.0, at_once_s=0.0)
-    fillers = Fillers(FillerConfig(command=SLEEP, pauses=pauses), 1, logs, lambda _index: NOWHERE, has_gpu=False)
+    fillers = Fillers(FillerConfig(command=SLEEP, pauses=pauses), 1, logs, lambda _index: NOWHERE, gpus=0)
     heard: list[FillerTold] = []
     three = asyncio.Event()
 
@@ -441,6 +442,21 @@ async def test_it_has_its_slots_gpu_and_none_of_a_ranks_environment(rig):
     assert await rig.end() == 0
 
 
+@pytest.mark.parametrize(
+    ("index", "gpus", "environment", "wanted"),
+    [
+        (2, 4, {}, "2"),
+        (2, 4, {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}, "5"),
+        (2, 2, {"CUDA_VISIBLE_DEVICES": "7,6"}, ""),
+        (2, 1, {SHARE: "1"}, "0"),
+        (3, 2, {SHARE: "1", "CUDA_VISIBLE_DEVICES": "7,6"}, "6"),
+        (3, 0, {SHARE: "1"}, "3"),
+    ],
+)
+def test_a_filler_sees_the_gpu_that_its_slots_worker_has(index, gpus, environment, wanted):
+    assert rackrun.agent.fillers._device(index, gpus, environment)["CUDA_VISIBLE_DEVICES"] == wanted
+
+
 def sleeper(rig, word: str) -> int:
     """0: there is none."""
     below = proc.descendants(rig.agent)
@@ -477,7 +493,7 @@ async def test_it_is_last_in_line_with_all_sessions_that_it_makes(rig):
 
 async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(rig):
     def as_on_a_gpu_host() -> int:
-        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 1
         rackrun.agent.worker.HELD_S = 1000.0
         filler = FillerConfig(command=(*LEAVES_WHEN_LET, str(rig.folder)), grace_s=1000.0, last_in_line=False)
         return rig.run(SPARE, slots=1, filler=filler)

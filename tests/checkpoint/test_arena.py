@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,18 +123,30 @@ def test_threads_seal_the_same(path: Path):
         assert len(digests) == 1
 
 
-@given(fills=st.lists(st.integers(0, ROOM + 10), max_size=6), size=st.integers(0, ROOM))
-def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[int], size: int):
+_FILLED = st.tuples(st.integers(0, ROOM + 10), st.sampled_from([0, 0, 1, 3]))
+
+
+@given(fills=st.lists(_FILLED, max_size=6), size=st.integers(0, ROOM))
+def test_what_is_digested_while_it_is_filled_is_sealed_the_same(fills: list[tuple[int, int]], size: int):
     fd = os.memfd_create("arena", os.MFD_CLOEXEC)
     with create(fd) as arena:
         with arena.begin(1, 10) as writer:
             writer.payload[:] = content(1)
-            for upto in fills:
-                writer.filled(upto)
+            for upto, threads in fills:
+                writer.filled(upto, threads)
             writer.seal(size, "")
         assert read(arena, 1) == content(1)[:size]
         assert arena.reader(1).crcs.tolist() == chunk_crcs(memoryview(content(1)[:size]), CHUNK).tolist()
     os.close(fd)
+
+
+def test_what_is_abandoned_while_threads_digest_it_leaves_none(path: Path):
+    with create(path) as arena:
+        before = threading.active_count()
+        with arena.begin(1, 10) as writer:
+            writer.filled(ROOM, 3)
+        assert threading.active_count() == before
+        assert states(arena)[0][0] == "FREE"
 
 
 def test_a_byte_changed_after_it_was_called_final_shows_as_damage(path: Path):

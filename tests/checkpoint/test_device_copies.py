@@ -58,6 +58,21 @@ def test_the_bytes_are_those_of_one_tensor_after_another(piece: int, tensors: Te
         assert found == expected
 
 
+@pytest.mark.parametrize("group", [1, 300, 10**9])
+def test_a_group_is_there_before_the_next_one_is_begun(group: int, tensors: Tensors) -> None:
+    layout, expected = planned(tensors)
+    write_tensors(layout, tensors, memoryview(expected))
+    found, ends = bytearray(len(expected)), [0]
+    for end in DeviceCopies().in_groups(layout, tensors, tensors.keys(), memoryview(found), group):
+        assert found[:end] == expected[:end]
+        assert end > ends[-1]
+        ends.append(end)
+    assert found == expected
+    whole = sum(1 for one in tensors.values() if one.numel())
+    assert len(ends) - 1 == {1: whole, 10**9: 1}.get(group, len(ends) - 1)
+    assert len(ends) > 2 or group == 10**9
+
+
 def test_only_what_is_named_is_written(tensors: Tensors) -> None:
     layout, expected = planned(tensors)
     names = {"a", "j"}

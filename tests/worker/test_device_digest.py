@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from rackrun.worker.device_digest import BLOCK_WORDS, device_digest, factors
+from rackrun.worker.device_digest import BLOCK_WORDS, device_digest, device_digests, factors
 
 BLOCK_BYTES = 4 * BLOCK_WORDS
 SIZE = 3 * BLOCK_BYTES + 4 * 1001 + 3
@@ -126,6 +126,21 @@ def test_it_is_what_the_definition_says() -> None:
     assert digest(flat) % 2**64 == mixed(total)
 
 
+def test_many_at_once_have_the_digests_that_they_have_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = random.Random(5)
+    sizes = [0, 1, 3, 4, BLOCK_BYTES, SIZE, 0, *(draws.randrange(3 * BLOCK_BYTES) for _ in range(20)), 0]
+    memory = random_bytes(sum(sizes) + len(sizes))
+    flats, begin = [], 0
+    for size in sizes:
+        begin += draws.randrange(2)
+        flats.append(memory[begin : begin + size])
+        begin += size
+    alone = [digest(flat) for flat in flats]
+    for at_once in (2**18, 5, 0):
+        monkeypatch.setattr("rackrun.worker.device_digest._BLOCKS_AT_ONCE", at_once)
+        assert device_digests(flats).tolist() == alone
+
+
 INTERPRETED = """
 import torch
 from rackrun.worker import device_digest as d
@@ -133,12 +148,16 @@ from rackrun.worker.device_digest_triton import load
 device = torch.device("cpu")
 kernel = load(device, d.factors(d.BLOCK_WORDS, device), d._sums_by_torch)
 assert kernel is not None, "other sums than torch's operations give"
-for blocks in (1, 2, 15, 16, 17, 40):
-    words = torch.randint(-2**31, 2**31, (blocks * d.BLOCK_WORDS,), dtype=torch.int32)
+size, draws = 4 * d.BLOCK_WORDS, torch.Generator().manual_seed(1)
+memory = torch.randint(0, 256, (50 * size,), dtype=torch.uint8, generator=draws)
+sizes = [0, 1, 2, 3, 4, 7, size - 1, size, size + 1, size + 4, 15 * size, 16 * size, 16 * size + 2, 17 * size, 40 * size + 6]
+for offset in (0, 4, 8, 16):
+    flats = [memory[offset : offset + size] for size in sizes]
+    blocks = sum(-(-flat.numel() // size) for flat in flats)
     found, wanted = torch.zeros(blocks, dtype=torch.int64), torch.zeros(blocks, dtype=torch.int64)
-    kernel(words, found)
-    d._sums_by_torch(words, wanted)
-    assert torch.equal(found, wanted), blocks
+    kernel(flats, found)
+    d._sums_by_torch(flats, wanted)
+    assert torch.equal(found, wanted), offset
 """
 
 

@@ -22,6 +22,23 @@ def test_the_end_of_a_wait_as_long_as_the_last_is_awaited_without_a_nap() -> Non
     assert waits.nap_s(0.090) > 0.0  # this one is longer than the last
 
 
+def test_where_waits_differ_the_end_is_awaited_from_the_shortest_to_the_longest() -> None:
+    waits = Waits()
+    for waited_s in (0.050, 0.040, 0.060):
+        waits.took(waited_s)
+    assert waits.nap_s(0.037) > 0.0
+    assert [waits.nap_s(at) for at in (0.039, 0.045, 0.055, 0.061)] == [0.0] * 4
+    assert waits.nap_s(0.063) > 0.0
+
+
+def test_a_long_wait_is_forgotten() -> None:
+    waits = Waits()
+    waits.took(9.0)
+    for _ in range(8):
+        waits.took(0.010)
+    assert waits.nap_s(0.100) > 0.0
+
+
 def test_a_wait_that_was_left_says_nothing_of_the_next() -> None:
     waits = Waits()
     waits.took(0.5)

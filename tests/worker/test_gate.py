@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rackrun.core.ids import Position
 from rackrun.errors import StepError
-from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, offered
+from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, complete, offered
 
 AT = Position(3, 1)
 NOTHING = GateSums(*[0.0] * len(GateSums._fields))
@@ -25,7 +25,7 @@ def order(*calls: str) -> CollectiveOrder:
 def total(orders: list[CollectiveOrder], at: list[Position] | None = None) -> list[float]:
     positions = at or [AT] * len(orders)
     parts = [offered(position, made, NOTHING) for position, made in zip(positions, orders, strict=True)]
-    return torch.stack(parts).sum(dim=0).tolist()
+    return sum(parts).tolist()
 
 
 def test_all_at_the_same_place_agree_on_the_sums() -> None:
@@ -33,6 +33,13 @@ def test_all_at_the_same_place_agree_on_the_sums() -> None:
     summed = offered(AT, order("a"), mine) + offered(AT, order("a"), mine)
     values = agreed(summed.tolist(), 2, AT)
     assert values == tuple(2 * value for value in mine)
+
+
+def test_what_is_known_last_is_as_if_it_had_been_known_at_first() -> None:
+    mine = NOTHING._replace(samples=4, loss=1.5, tried=1)
+    later = offered(AT, order("a"), mine._replace(loss=0.0, tried=0))
+    complete(later, loss=1.5, tried=1)
+    assert later.tolist() == offered(AT, order("a"), mine).tolist()
 
 
 def test_a_rank_that_is_missing_is_no_agreement() -> None:
