@@ -243,7 +243,7 @@ class DurableCheckpoints:
             return
         payload = memoryview(memory)[: shard.layout.total_bytes]
         rank, ranks = self._world.rank, self._world.size
-        later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
+        later = self._state.standing_until_gate(shard.tensors)
         write_head(shard.layout, shard.plain, payload)
         self._device.copy_now(shard, payload, shard.tensors.keys() - later)
         versions = [(shard.tensors[path], shard.tensors[path]._version) for path in later]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,9 +24,10 @@ from rackrun.checkpoint.image import (
     read_tensors,
 )
 from rackrun.worker.freed import refuse_freed
-from rackrun.worker.manifest import Manifest
+from rackrun.worker.manifest import Manifest, TensorInfo
 from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digest, local_part
+from rackrun.worker.tensor_bytes import digests_by_path, local_part
+from rackrun.worker.tensor_lists import local_parts
 
 __all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
 
@@ -43,10 +45,15 @@ class Shard(NamedTuple):
 
 
 class StateImages:
-    """Describes a state, again and again. The layout is planned anew when the structure has changed."""
+    """Describes a state, again and again. What says where its tensors go is made anew when they lie otherwise."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
+        self._of: tuple[list[TensorInfo], int | None] | None = None
+        self._entries: list[TensorEntry] = []
+        """Of all tensors, in the order of `TrackedState.parts`."""
+        self._shared: dict[str, int] = {}
+        """Path -> bytes, of those that replicas have as well."""
         self._planned: tuple[list[TensorEntry], int] | None = None
         self._layout: ImageLayout | None = None
 
@@ -59,27 +66,39 @@ class StateImages:
 
         Raises `LayoutMismatch` for a dtype that no image holds, `StepError` for a tensor whose memory was freed.
         """
-        tensors, entries, shared = {}, {}, {}
-        for path, tensor in self._state.parts().items():
-            entry = entry_of(path, tensor, rank)
-            entries[entry.name], tensors[entry.name] = entry, local_part(tensor)
-            if entry.name == path and not self._state.is_buffer(path):
-                shared[path] = tensors[path].nbytes
-        refuse_freed(tensors)
-        manifest = self._state.manifest(replica_class)
+        parts = self._state.parts()
+        infos = self._state.infos(parts)
+        local = local_parts(parts.values())
+        if self._of is None or self._of[0] is not infos or self._of[1] != rank:
+            self._look(parts, local, rank)
+            self._of = infos, rank
+        manifest = self._state.manifest(replica_class, infos)
+        tensors = {entry.name: tensor for entry, tensor in zip(self._entries, local, strict=True)}
         if digests:
-            whole = {
-                path: digest(tensors[path]) for path in shared if entries[path].box.sizes == entries[path].global_shape
-            }
-            manifest = msgspec.structs.replace(manifest, whole=whole)
+            boxes = {entry.name: entry for entry in self._entries}
+            whole = {p: tensors[p] for p in self._shared if boxes[p].box.sizes == boxes[p].global_shape}
+            manifest = msgspec.structs.replace(manifest, whole=digests_by_path(whole))
         plain = msgspec.msgpack.encode(manifest)
         padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
-        for path in _others_share(shared, turn, turns):
-            del tensors[path], entries[path]
-        planned = list(entries.values()), padded
+        entries = self._entries
+        if turns > 1:
+            for path in _others_share(self._shared, turn, turns):
+                del tensors[path]
+            entries = [entry for entry in entries if entry.name in tensors]
+        planned = entries, padded
         if self._layout is None or planned != self._planned:
             self._planned, self._layout = planned, plan_image(*planned)
         return Shard(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"))
+
+    def _look(self, parts: Mapping[str, torch.Tensor], local: Sequence[torch.Tensor], rank: int | None) -> None:
+        self._of = None
+        refuse_freed(dict(zip(parts, local, strict=True)))
+        self._entries = [entry_of(path, tensor, rank) for path, tensor in parts.items()]
+        self._shared = {
+            path: tensor.nbytes
+            for (path, tensor), entry in zip(zip(parts, local, strict=True), self._entries, strict=True)
+            if entry.name == path and not self._state.is_buffer(path)
+        }
 
 
 def _others_share(sizes: dict[str, int], turn: int, turns: int) -> list[str]:

@@ -167,7 +167,7 @@ class Snapshots:
         writer = self._begin(slot, named, shard.layout.total_bytes)
         self.warm(shard.layout.total_bytes)  # the next one goes to the other arena
         began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
-        later = {path for path in shard.tensors if self._state.stands_until_gate(path)}
+        later = self._state.standing_until_gate(shard.tensors)
         write_head(shard.layout, shard.plain, writer.payload)
         self._device.copy_now(shard, writer.payload, shard.tensors.keys() - later)
         copying = _Copying(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -29,9 +29,10 @@ from rackrun.worker.groups import OptimizerGroups
 from rackrun.worker.manifest import Lineage, Manifest, Modes, TensorInfo
 from rackrun.worker.plain import SCALARS, flatten, leaves, like, with_tensors, without_tensors
 from rackrun.worker.scaler_state import ScalerState, scaler_as_tracked
-from rackrun.worker.shardings import Sharding, part_like, take_part
+from rackrun.worker.shardings import part_like, take_part
 from rackrun.worker.structure import Structure
-from rackrun.worker.tensor_bytes import dense_bytes, digests_by_path, local_part
+from rackrun.worker.tensor_bytes import digests_by_path, local_part
+from rackrun.worker.tensor_infos import TensorInfos
 from rackrun.worker.tensor_lists import local_parts
 
 __all__ = ["TrackedState"]
@@ -53,6 +54,7 @@ class TrackedState:
         """What this process computes with, now (`rackrun.worker.numerics`)."""
         self.filled = 0
         """How often it was filled from outside: what was written then has counted no tensor's version up."""
+        self._infos = TensorInfos()
         self._modes_of_main, self._modes_filled = Modes(), Modes()
         """At ``run.steps``, and as they were switched there where this state was filled from last."""
 
@@ -133,11 +135,12 @@ class TrackedState:
         name, kind, _ = path.split("/", 2)
         return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
 
-    def stands_until_gate(self, path: str) -> bool:
-        """As `is_settled`, and it was not seen to change before a gate, nor to change at all when no optimizer trains it."""
+    def standing_until_gate(self, paths: Iterable[str]) -> set[str]:
+        """Those that are settled (`is_settled`), and were not seen to change before a gate, nor to change at all when no optimizer trains them."""
         changes = self.lineage.changes
         changing = {*changes.early, *changes.moving}
-        return self.is_settled(path) and path not in changing and path.rpartition("@")[0] not in changing
+        found = {path for path in paths if self.is_settled(path)}
+        return {p for p in found if p not in changing and p.rpartition("@")[0] not in changing} if changing else found
 
     def is_listed(self, path: str) -> bool:
         """In a list, or a dictionary, that an optimizer holds for a parameter: `put_plain` puts it into a new one."""
@@ -154,9 +157,12 @@ class TrackedState:
         structure = self.structure()
         return dict(zip(structure.buffer_paths, local_parts(structure.buffers), strict=True))
 
-    def manifest(self, replica_class: str) -> Manifest:
-        parts, parameters = self.parts(), self._parameters_by_path()
-        like = {
+    def infos(self, parts: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
+        """How ``parts`` lie, which are those of `parts`, now. The same object as long as nothing of it has changed."""
+        return self._infos.of(parts, self._parameters_by_path(), self._like_parameters)
+
+    def _like_parameters(self) -> set[str]:
+        return {
             f"{name}/{path}/{key}"
             for name, optimizer in self.optimizers.items()
             for path, parameter, key, value in _optimizer_state(optimizer)
@@ -165,23 +171,11 @@ class TrackedState:
             and isinstance(parameter, DTensor)
             and _lie_alike(value, parameter)
         }
-        tensors = []
-        for path, part in parts.items():
-            t = local_part(part)
-            tensors.append(
-                TensorInfo(
-                    path,
-                    str(t.dtype).removeprefix("torch."),
-                    tuple(t.shape),
-                    t.device.type == "cpu",
-                    path in like,
-                    () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
-                    None if path in like or path in parameters else Sharding.of(part, parameters),
-                    path in parameters and parameters[path].grad is not None,
-                )
-            )
+
+    def manifest(self, replica_class: str, infos: list[TensorInfo] | None = None) -> Manifest:
+        """``infos``: where they are known."""
         return Manifest(
-            tensors,
+            self.infos(self.parts()) if infos is None else infos,
             self.encode_plain(),
             replica_class,
             self.lineage,

@@ -13,7 +13,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Fact", "Mark", "facts", "local_parts", "marks", "nbytes", "same_objects", "storages", "versions", "written"]
+__all__ = [
+    "Fact",
+    "Mark",
+    "are_plain",
+    "facts",
+    "local_parts",
+    "marks",
+    "nbytes",
+    "same_objects",
+    "storages",
+    "versions",
+    "written",
+]
 
 Mark = tuple[int, int]
 """Address and version of a tensor. One that has moved proves a change; one that stands proves nothing."""
@@ -33,10 +45,15 @@ def written(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """None is of a class of its own, and may hold its values elsewhere."""
+    return set(map(type, tensors)) <= _PLAIN
+
+
 def local_parts(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of each, detached: the same memory, and the same version."""
     found = written(tensors)
-    if set(map(type, found)) <= _PLAIN:
+    if are_plain(found):
         return list(map(torch.Tensor.detach, found))
     detached = [tensor.detach() for tensor in tensors]  # a part that is still being gathered, or of a kind of its own
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in detached]

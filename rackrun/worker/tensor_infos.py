@@ -1,0 +1,75 @@
+"""How the tracked tensors lie on this rank, as a manifest tells it. A snapshot asks while the device has nothing to do, and the answer is the same
+as a rule, so it is made anew only when a tensor lies otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rackrun.worker.manifest import TensorInfo
+from rackrun.worker.shardings import Sharding
+from rackrun.worker.tensor_bytes import dense_bytes, local_part
+from rackrun.worker.tensor_lists import are_plain, facts, same_objects, written
+
+__all__ = ["TensorInfos"]
+
+_GRAD = attrgetter("grad")
+
+
+class TensorInfos:
+    def __init__(self) -> None:
+        self._lie: list[Any] | None = None
+        self._infos: list[TensorInfo] = []
+
+    def of(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        like_parameters: Callable[[], set[str]],
+    ) -> list[TensorInfo]:
+        """Of all ``parts``, path -> tensor, in their order. The same object as long as nothing of it has changed. ``like_parameters``: which of them
+        belong to a parameter and are sharded as it is."""
+        lie = _lie(parts, parameters)
+        if lie is None or lie != self._lie:
+            self._lie, self._infos = lie, _infos(parts, parameters, like_parameters())
+        return self._infos
+
+
+def _lie(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    """Equal where `_infos` are; the addresses are of interest to who looks whether there is memory behind them. None: nobody knows, of a tensor of
+    some kind of its own."""
+    tensors = list(parts.values())
+    local = written(tensors)
+    if not are_plain(local):
+        return None
+    gradients = [gradient is not None for gradient in map(_GRAD, parameters.values())]
+    placed = [
+        (one.shape, one.stride(), one.placements, one.device_mesh) if isinstance(one, DTensor) else None
+        for one in (tensors if not same_objects(local, tensors) else ())
+    ]
+    return [list(parts), facts(local), list(map(torch.Tensor.data_ptr, local)), list(parameters), gradients, placed]
+
+
+def _infos(
+    parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], like: set[str]
+) -> list[TensorInfo]:
+    infos = []
+    for path, part in parts.items():
+        t = local_part(part)
+        infos.append(
+            TensorInfo(
+                path,
+                str(t.dtype).removeprefix("torch."),
+                tuple(t.shape),
+                t.device.type == "cpu",
+                path in like,
+                () if t.is_contiguous() or dense_bytes(t) is None else tuple(t.stride()),
+                None if path in like or path in parameters else Sharding.of(part, parameters),
+                path in parameters and parameters[path].grad is not None,
+            )
+        )
+    return infos
