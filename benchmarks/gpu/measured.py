@@ -1,7 +1,7 @@
 """The table of what was measured on GPUs against what was expected, from the documents in ``benchmarks/results/gpu``:
 ``python3 -m benchmarks.gpu.measured`` prints it as it stands in ``docs/gpu_measured.md``.
 
-Of each check the newest outcome counts, on each kind of GPU; what was cut short is only told where nothing else is known.
+Of each check the newest outcome counts, on each kind of GPU; what was cut short, or left out, is only told where nothing else is known.
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ def table(told: Iterable[dict[str, Any]]) -> str:
         gpu = f"{document['facts']['gpus'][0]['name']}, torch {document['facts']['torch']}"
         for check in document["checks"]:
             known = newest.get((check["id"], gpu))
-            if known is None or check["outcome"] in ("ok", "fail") or known["outcome"] not in ("ok", "fail"):
+            if known is None or _is_told(check) or not _is_told(known):
                 newest[check["id"], gpu] = check
+    told_of = {name for (name, _), check in newest.items() if _is_told(check)}
     order = [check.id for check in load()]
     rows = ["| | check | expected | found | | on |", "|---|---|---|---|---|---|"]
     for (name, gpu), check in sorted(newest.items(), key=lambda one: (order.index(one[0][0]), one[0][1])):
-        rows.append(_row(name, gpu, check))
+        if _is_told(check) or name not in told_of:
+            rows.append(_row(name, gpu, check))
     return "\n".join(rows)
+
+
+def _is_told(check: dict[str, Any]) -> bool:
+    return check["outcome"] in ("ok", "fail")
 
 
 def _row(name: str, gpu: str, check: dict[str, Any]) -> str:

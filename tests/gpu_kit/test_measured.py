@@ -44,6 +44,13 @@ def test_what_was_cut_short_takes_no_outcome_away() -> None:
     assert "at 2 | not reached" in row
 
 
+def test_what_was_cut_short_is_not_told_where_another_gpu_has_an_outcome() -> None:
+    other = document("2", C1="not reached", A1="skip", B1="not reached")
+    other["facts"] = {"gpus": [{"name": "I"}], "torch": "2"}
+    rows = table([document("1", C1="fail", A1="ok"), other]).splitlines()[2:]
+    assert [(row[2:4], row[-12]) for row in rows] == [("A1", "H"), ("B1", "I"), ("C1", "H")]
+
+
 def test_the_docs_have_the_table_of_the_documents_that_are_kept() -> None:
     """``python3 -m benchmarks.gpu.measured`` writes it."""
     _, _, rest = DOCS.read_text().partition("<!-- benchmarks.gpu.measured writes from here -->\n")
