@@ -76,8 +76,8 @@ class SlotWriter:
         self._digested = 0
         """So many bytes are in `_crcs`, or will be; the last one may be of a part of its chunk."""
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
-        """First chunk, and the digests of it and the following ones, which the pool's threads are at."""
+        self._digesting: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
+        """The first chunk of a part, and what the pool's threads will have found: the digests of that and the following chunks."""
 
     @property
     def index(self) -> int:
@@ -168,15 +168,15 @@ class SlotWriter:
         each = -(-(last - first) // threads)
         for at in range(first, last, each):
             part = self.payload[at * size : min(at + each, last) * size]
-            self._begun.append((at, self._pool.submit(chunk_crcs, part, size)))
+            self._digesting.append((at, self._pool.submit(chunk_crcs, part, size)))
         self._crcs += [0] * (last - first)
         self._digested = last * size
 
     def _await_digests(self) -> None:
-        for first, digests in self._begun:
+        for first, digests in self._digesting:
             found = digests.result().tolist()
             self._crcs[first : first + len(found)] = found
-        self._begun.clear()
+        self._digesting.clear()
 
     def _check_ours(self) -> None:
         now = self._arena._header(self.index)
@@ -190,7 +190,7 @@ class SlotWriter:
         self._arena._writers.remove(self)
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._begun.clear()
+        self._digesting.clear()
         with contextlib.suppress(BufferError):  # the caller has views of it
             self.payload.release()
 

@@ -92,7 +92,7 @@ class _Place:
 
 
 class Fillers:
-    """On the running loop. ``place_of``: where the worker of a slot belongs. ``gpus``: so many the tray's workers see. Without a command nothing
+    """On the running loop. ``place_of``: where the worker of a slot belongs. ``gpus``: how many the tray's workers see. Without a command nothing
     ever runs."""
 
     def __init__(

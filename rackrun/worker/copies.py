@@ -38,10 +38,14 @@ class HostCopies:
         return no_cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
-        """The thread that trains, as the state is now, whatever changes it next: ``paths`` are there when a `copy` has returned whose ``ready`` was
-        taken later."""
+        """The thread that trains, as the state is now, whatever changes it next. On a GPU only asked for: take `ready` after it, and call `copy` with
+        that; when that returns, ``paths`` are there as well."""
         for path in paths:
             write_tensor(shard.layout, path, shard.tensors[path], into)
+
+    def held_up_s(self) -> float:
+        """How long the last `copy_now` has kept the device from training, without the host. To be asked when a `copy` after it has returned."""
+        return 0.0
 
     def copy(
         self,
@@ -65,6 +69,8 @@ class _GpuCopies(HostCopies):
         self._pinning = Pinning(self._use_device, say)
         self._copies = DeviceCopies(self._pinning.cuts)
         self._copying = threading.Lock()  # an older checkpoint may still be copied
+        self._now: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Before and behind the last `copy_now`."""
 
     def ready(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()
@@ -83,8 +89,15 @@ class _GpuCopies(HostCopies):
         return self._pinning.cuts(address, size)
 
     def copy_now(self, shard: Shard, into: memoryview, paths: Collection[str]) -> None:
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with self._copying:  # in front of what changes them next, in the same stream
+            begun.record()
             self._copies.enqueue(shard.layout, shard.tensors, paths, into)
+            done.record()
+        self._now = begun, done
+
+    def held_up_s(self) -> float:
+        return 0.0 if self._now is None else self._now[0].elapsed_time(self._now[1]) / 1e3
 
     def copy(
         self,
@@ -97,17 +110,22 @@ class _GpuCopies(HostCopies):
         assert ready is not None
         self._use_device()
         groups: list[tuple[int, torch.cuda.Event]] = []
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            with self._copying:
-                for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
-                    event = torch.cuda.Event(blocking=True)  # its thread sleeps: others digest meanwhile
-                    event.record()
-                    groups.append((upto, event))
-        for upto, event in groups:
-            event.synchronize()
-            filled(upto)
-        ready.synchronize()  # what `copy_now` has enqueued
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                with self._copying:
+                    for upto in self._copies.in_groups(shard.layout, shard.tensors, paths, into, _GROUP_BYTES):
+                        event = torch.cuda.Event(
+                            blocking=True
+                        )  # this thread sleeps, and leaves its core to who digests
+                        event.record()
+                        groups.append((upto, event))
+            for upto, event in groups:
+                event.synchronize()
+                filled(upto)
+        finally:  # nothing is on its way to this memory, whatever happens
+            self._stream.synchronize()
+            ready.synchronize()
 
     def _use_device(self) -> None:
         """First in each thread: else it would make a context on the first GPU."""

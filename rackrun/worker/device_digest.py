@@ -38,8 +38,8 @@ def device_digest(flat: torch.Tensor) -> torch.Tensor:
 
 
 def device_digests(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of each of ``flats``, which are on one device and as of `device_digest`: int64, (flats,). What a host does for it hardly depends on how many
-    they are."""
+    """Of each of ``flats``, which are on one device and as of `device_digest`: int64, (flats,). The host's work for it hardly grows with their
+    number."""
     return torch.cat([_digests(some) for some in _in_groups(flats)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,9 +58,10 @@ def load(
             on_device = torch.from_numpy(table)
             if device.type == "cuda":
                 on_device = on_device.pin_memory().to(device, non_blocking=True)  # nothing here waits for the device
-            _sum_runs[(len(table),)](
-                on_device, factors, into, BLOCK=_BLOCK, ALIGNED=aligned, num_warps=8, enable_fp_fusion=False
-            )
+            with _current(device):  # Triton launches there
+                _sum_runs[(len(table),)](
+                    on_device, factors, into, BLOCK=_BLOCK, ALIGNED=aligned, num_warps=8, enable_fp_fusion=False
+                )
 
     words = torch.arange(3 * _BLOCK + 7, dtype=torch.int64, device=device) * -7046029254386353131 >> 31
     memory = words.to(torch.int32).view(torch.uint8)
@@ -68,6 +70,10 @@ def load(
     sum_blocks(flats, found)
     reference(flats, wanted)
     return sum_blocks if found.tolist() == wanted.tolist() else None
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _tables(flats: Sequence[torch.Tensor]) -> list[tuple[bool, np.ndarray[Any, Any]]]:

@@ -67,9 +67,9 @@ class GateSums(NamedTuple):
 
 
 Offer = np.ndarray[Any, Any]
-_BEFORE = 5
-"""Values in an offer, and in the sum of all, that stand in front of the `GateSums`."""
-_PLACES = {name: _BEFORE + place for place, name in enumerate(GateSums._fields)}
+_HEADER_VALUES = 5
+"""In an offer, and in the sum of all, in front of the `GateSums`: see `offered`."""
+_PLACES = {name: _HEADER_VALUES + place for place, name in enumerate(GateSums._fields)}
 
 
 class CollectiveOrder:
@@ -107,13 +107,13 @@ def elements(result: Any) -> int:
 
 
 def offered(at: Position, order: CollectiveOrder, mine: GateSums) -> Offer:
-    """This rank's part of the sum, float64, as far as it is known before the device has come; then `complete` it."""
+    """This rank's part of the sum, float64, as far as it is known before the device has computed the gradients; `complete` adds the rest."""
     mark = order.fingerprint
     return np.array([1.0, at.step, at.phase, mark, mark**2, *mine], dtype=np.float64)
 
 
 def complete(offer: Offer, **known: float) -> None:
-    """Fields of `GateSums` that are known now. The device has nothing to do meanwhile."""
+    """Fields of `GateSums` that are known now. It has to be quick: the device has nothing to do meanwhile."""
     for name, value in known.items():
         offer[_PLACES[name]] = value
 

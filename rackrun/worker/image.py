@@ -49,7 +49,7 @@ class StateImages:
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state
-        self._of: tuple[list[TensorInfo], int | None] | None = None
+        self._described_for: tuple[list[TensorInfo], int | None] | None = None
         self._entries: list[TensorEntry] = []
         """Of all tensors, in the order of `TrackedState.parts`."""
         self._shared: dict[str, int] = {}
@@ -69,9 +69,9 @@ class StateImages:
         parts = self._state.parts()
         infos = self._state.infos(parts)
         local = local_parts(parts.values())
-        if self._of is None or self._of[0] is not infos or self._of[1] != rank:
-            self._look(parts, local, rank)
-            self._of = infos, rank
+        if self._described_for is None or self._described_for[0] is not infos or self._described_for[1] != rank:
+            self._plan_entries(parts, local, rank)
+            self._described_for = infos, rank
         manifest = self._state.manifest(replica_class, infos)
         tensors = {entry.name: tensor for entry, tensor in zip(self._entries, local, strict=True)}
         if digests:
@@ -90,8 +90,8 @@ class StateImages:
             self._planned, self._layout = planned, plan_image(*planned)
         return Shard(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"))
 
-    def _look(self, parts: Mapping[str, torch.Tensor], local: Sequence[torch.Tensor], rank: int | None) -> None:
-        self._of = None
+    def _plan_entries(self, parts: Mapping[str, torch.Tensor], local: Sequence[torch.Tensor], rank: int | None) -> None:
+        self._described_for = None
         refuse_freed(dict(zip(parts, local, strict=True)))
         self._entries = [entry_of(path, tensor, rank) for path, tensor in parts.items()]
         self._shared = {

@@ -15,6 +15,7 @@ kept until a gate has passed in the new one, and are never loaded as if they wer
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -84,7 +85,8 @@ class Snapshots:
         """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
         trays may be parity, which is of use only beside it."""
         self.cost_s = 0.0
-        """What the last one took from training on this rank: the wait, and on CPUs the work."""
+        """What the last one took from training on this rank: the wait, on CPUs the work, and on GPUs what the device copies in front of the next
+        step."""
         self.bytes = 0
         """Of the last one, on this rank."""
 
@@ -209,6 +211,7 @@ class Snapshots:
             self._held[copying.named] = copying.slot
         waited = time.monotonic() - began
         self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
+        self.cost_s += self._device.held_up_s()
 
     def warm(self, size: int | None = None) -> None:
         """Begin to make the memory that snapshots will need, two of them, of ``size`` bytes: by default, as large as one would be now.
@@ -260,6 +263,8 @@ class Snapshots:
                 self._runtime.page.want_mirror(copying.named, self._mirrored, copying.generation)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             copying.error = error
+            with contextlib.suppress(CheckpointError):
+                writer.abandon()
         finally:
             copying.cpu_s = time.thread_time() - began
 

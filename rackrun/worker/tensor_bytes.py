@@ -19,6 +19,8 @@ __all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", 
 
 _SHARED_BYTES = 32 * 2**20
 """Some milliseconds of one processor: less is not worth the threads."""
+_COPIED_BYTES = 256 * 2**20
+"""Of tensors that lie in no dense block, or where no word begins."""
 _THREADS = 8
 """More would wait for memory."""
 
@@ -70,25 +72,44 @@ def digest(tensor: torch.Tensor) -> int:
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
-    flats = [_flat(tensor) for tensor in tensors]
-    found = [0] * len(flats)
+    found = [0] * len(tensors)
     places: dict[torch.device, list[int]] = {}
-    for place, flat in enumerate(flats):
-        places.setdefault(flat.device, []).append(place)
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
     for device, here in places.items():
-        on_device = [flats[place] for place in here]
-        each = _of_host(on_device) if device.type == "cpu" else device_digests(on_device).tolist()
+        on_device = [tensors[place] for place in here]
+        each = _of_host(on_device) if device.type == "cpu" else _of_device(on_device)
         for place, one in zip(here, each, strict=True):
             found[place] = one
     return found
 
 
-def _of_host(flats: Sequence[torch.Tensor]) -> list[int]:
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(flats))
-    if threads > 1 and sum([one.nbytes for one in flats]) >= _SHARED_BYTES:
+def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
+    if threads > 1 and sum([one.nbytes for one in tensors]) >= _SHARED_BYTES:
         with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
-            return list(pool.map(_checksum, flats))
-    return [_checksum(flat) for flat in flats]
+            return list(pool.map(_checksum, tensors))
+    return [_checksum(tensor) for tensor in tensors]
+
+
+def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Those that have to be copied are in memory a few at a time."""
+    found: list[torch.Tensor] = []
+    flats: list[torch.Tensor] = []
+    copied = 0
+    for part in map(local_part, tensors):
+        flat = _flat(part)
+        if flat.data_ptr() % 4:
+            flat = flat.clone()
+        flats.append(flat)
+        copied += 0 if flat.data_ptr() == part.data_ptr() else flat.numel()
+        if copied >= _COPIED_BYTES:
+            found.append(device_digests(flats))
+            flats, copied = [], 0
+    if flats:
+        found.append(device_digests(flats))
+    digested: list[int] = torch.cat(found).tolist()
+    return digested
 
 
 def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -97,13 +118,13 @@ def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = local_part(tensor)
-    flat = dense_bytes(tensor)
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat
+def _flat(part: torch.Tensor) -> torch.Tensor:
+    flat = dense_bytes(part)
+    return part.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat
 
 
-def _checksum(flat: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = _flat(local_part(tensor))
     return crc32c.crc32c(host_memory(flat)) | (flat.numel() % 2**31) << 32
 
 

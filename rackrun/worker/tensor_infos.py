@@ -1,5 +1,5 @@
 """How the tracked tensors lie on this rank, as a manifest tells it. A snapshot asks while the device has nothing to do, and the answer is the same
-as a rule, so it is made anew only when a tensor lies otherwise."""
+as a rule, so it is made anew only when a tensor has another place, shape or kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GRAD = attrgetter("grad")
 
 class TensorInfos:
     def __init__(self) -> None:
-        self._lie: list[Any] | None = None
+        self._key: list[Any] | None = None
         self._infos: list[TensorInfo] = []
 
     def of(
@@ -33,25 +33,26 @@ class TensorInfos:
     ) -> list[TensorInfo]:
         """Of all ``parts``, path -> tensor, in their order. The same object as long as nothing of it has changed. ``like_parameters``: which of them
         belong to a parameter and are sharded as it is."""
-        lie = _lie(parts, parameters)
-        if lie is None or lie != self._lie:
-            self._lie, self._infos = lie, _infos(parts, parameters, like_parameters())
+        key = _key(parts, parameters)
+        if key is None or key != self._key:
+            self._key, self._infos = key, _infos(parts, parameters, like_parameters())
         return self._infos
 
 
-def _lie(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[Any] | None:
-    """Equal where `_infos` are; the addresses are of interest to who looks whether there is memory behind them. None: nobody knows, of a tensor of
-    some kind of its own."""
+def _key(parts: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    """All that `_infos` depends on, and which part of a whole each tensor is. A new address is a new key as well, so that whoever keeps something by
+    the infos looks again whether there is memory behind them. None: there is no key, because a tensor of another class may lie anywhere."""
     tensors = list(parts.values())
     local = written(tensors)
     if not are_plain(local):
         return None
     gradients = [gradient is not None for gradient in map(_GRAD, parameters.values())]
-    placed = [
-        (one.shape, one.stride(), one.placements, one.device_mesh) if isinstance(one, DTensor) else None
-        for one in (tensors if not same_objects(local, tensors) else ())
-    ]
-    return [list(parts), facts(local), list(map(torch.Tensor.data_ptr, local)), list(parameters), gradients, placed]
+    sharded = [] if same_objects(local, tensors) else [one for one in tensors if isinstance(one, DTensor)]
+    placed = [(one.shape, one.stride(), one.placements, one.device_mesh) for one in sharded]
+    meshes = {id(one.device_mesh): one.device_mesh for one in sharded}
+    coordinates = [mesh.get_coordinate() for mesh in meshes.values()]  # a promoted spare's change, in the same mesh
+    addresses = list(map(torch.Tensor.data_ptr, local))
+    return [list(parts), facts(local), addresses, list(parameters), gradients, placed, coordinates]
 
 
 def _infos(

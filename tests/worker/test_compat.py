@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,24 +24,9 @@ from rackrun.errors import UsageError
 from rackrun.worker.compat import c10d, fsdp, fsdp_reduce, require, trial
 from rackrun.worker.compat.install import _problems
 from rackrun.worker.run import Run
+from tests.worker.forked import forked
 
 Patch = pytest.MonkeyPatch
-
-
-def forked(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns, in a child: gloo's threads, and autograd's, would be in the way of whoever forks later."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return json.loads(said)
 
 
 def test_this_torch_passes_every_trial() -> None:

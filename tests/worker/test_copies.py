@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Gpu:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.threads: set[int] = set()
+        self.stream_of_thread: dict[int, str] = {}
 
     def set_device(self, _: Any) -> None:
         self.threads.add(threading.get_ident())
@@ -29,34 +31,46 @@ class Gpu:
     def stream(self, name: str) -> Stream:
         return Stream(self, name)
 
+    @contextlib.contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        self.stream_of_thread[threading.get_ident()] = stream.name
+        yield
+        del self.stream_of_thread[threading.get_ident()]
+
 
 class Stream:
     def __init__(self, gpu: Gpu, name: str) -> None:
-        self._gpu, self._name = gpu, name
+        self._gpu, self.name = gpu, name
 
     def wait_event(self, event: Event) -> None:
         assert threading.get_ident() in self._gpu.threads
-        self._gpu.said.append(f"{self._name} waits for {event.name}")
+        self._gpu.said.append(f"{self.name} waits for {event.name}")
 
     def synchronize(self) -> None:
-        self._gpu.said.append(f"the host waits for {self._name}")
+        self._gpu.said.append(f"the host waits for {self.name}")
 
 
 class Event:
-    name = "nothing"
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self.name = gpu, "nothing"
 
     def record(self) -> None:
-        self.name = "what trains"
+        self.name = self._gpu.stream_of_thread.get(threading.get_ident(), "what trains")
+
+    def synchronize(self) -> None:
+        self._gpu.said.append(f"the host waits for a place in {self.name}")
+
+    def elapsed_time(self, other: Event) -> float:
+        return 250.0
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: found.stream("its own stream"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(found))
     monkeypatch.setattr(torch.cuda, "set_device", found.set_device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found.stream("the training stream"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", found.within)
     foreach = torch._foreach_copy_
 
     def copy(*args: Any, **how: Any) -> None:
@@ -67,26 +81,79 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return found
 
 
-def test_a_snapshot_is_one_call_behind_what_trains(gpu: Gpu) -> None:
+def planned() -> tuple[Shard, bytearray]:
+    """A shard, and what its image holds of its tensors."""
     tensors = {f"m/param/{i}": torch.randn(i + 1, 3) for i in range(50)}
     layout = plan_image([one for each in tensors.items() for one in entries_of(dict([each]))], 0)
-    expected, found = bytearray(layout.total_bytes), bytearray(layout.total_bytes)
+    expected = bytearray(layout.total_bytes)
     write_tensors(layout, tensors, memoryview(expected))
-    shard = Shard(layout, tensors, b"")
+    return Shard(layout, tensors, b""), expected
+
+
+def in_a_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
+def test_a_snapshot_is_one_call_behind_what_trains(gpu: Gpu) -> None:
+    shard, expected = planned()
+    found = bytearray(len(expected))
     device = copies_from(torch.device("cuda", 0))
     now = {"m/param/7", "m/param/9"}
     device.copy_now(shard, memoryview(found), now)
     ready = device.ready()
-    thread = threading.Thread(
-        target=device.copy, args=[shard, memoryview(found), tensors.keys() - now, ready], daemon=True
-    )
-    thread.start()
-    thread.join(60.0)
+    in_a_thread(lambda: device.copy(shard, memoryview(found), shard.tensors.keys() - now, ready))
     assert found == expected
     assert gpu.said == [
-        *("2 copies", "the host waits for the training stream"),
-        *("its own stream waits for what trains", "48 copies", "the host waits for its own stream"),
+        *(
+            "2 copies",
+            "its own stream waits for what trains",
+            "48 copies",
+            "the host waits for a place in its own stream",
+        ),
+        *("the host waits for its own stream", "the host waits for a place in what trains"),
     ]
+    assert device.held_up_s() == 0.25
+
+
+def test_what_has_come_is_told_group_by_group(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_GROUP_BYTES", 4000)
+    shard, expected = planned()
+    found, told = bytearray(len(expected)), list[int]()
+    device = copies_from(torch.device("cuda", 0))
+
+    def filled(upto: int) -> None:
+        assert gpu.said[-1] == "the host waits for a place in its own stream"
+        assert found[:upto] == expected[:upto]
+        told.append(upto)
+
+    in_a_thread(lambda: device.copy(shard, memoryview(found), shard.tensors.keys(), device.ready(), filled))
+    assert len(told) > 2
+    assert told == sorted(told)
+    assert told[-1] == max(stop for _, stop in shard.layout.extents.values())
+
+
+@pytest.mark.parametrize("of_nothing", [True, False])
+def test_whatever_happens_nothing_is_on_its_way_afterwards(gpu: Gpu, of_nothing: bool) -> None:
+    shard, expected = planned()
+    found, device = bytearray(len(expected)), copies_from(torch.device("cuda", 0))
+    device.copy_now(shard, memoryview(found), shard.tensors.keys())
+    ready, failed = device.ready(), list[str]()
+
+    def breaks(_: int) -> None:
+        raise ValueError("no room for a thread")
+
+    def copy() -> None:
+        try:
+            device.copy(shard, memoryview(found), () if of_nothing else shard.tensors.keys(), ready, breaks)
+        except ValueError as error:
+            failed.append(str(error))
+
+    in_a_thread(copy)
+    assert failed == ([] if of_nothing else ["no room for a thread"])
+    assert gpu.said[-2:] == ["the host waits for its own stream", "the host waits for a place in what trains"]
 
 
 def test_memory_is_registered_by_a_thread_that_has_chosen_its_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
