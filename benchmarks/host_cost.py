@@ -10,7 +10,8 @@ that almost nothing is computed, and what is left is what hosts do. Plain DDP re
 
 **Counts**: calls of functions in rackrun's own files in one undisturbed committed step, from `sys.setprofile`, a generator's resumption counted as
 a call. **Processor time**: every script waits for its turn, and then does a few steps; in each round every script has its turn, in an order that
-changes, and the median of the rounds' ratios is reported. Optimizers use torch's foreach kernels, as they do by default on a GPU: with a loop of
+changes, and the median of the rounds' ratios is reported. "reads" is plain DDP that reads what rackrun reads of a model and its optimizer in a step to
+notice what would be lost when it is done again, and does nothing else: so much of the price is that of the promise. Optimizers use torch's foreach kernels, as they do by default on a GPU: with a loop of
 Python's they would cost more, and rackrun seem to cost less.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import json
 import os
 import random
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +81,64 @@ class Turns:
             self._wanted, self._seconds = int(line), []
 
 
-def plain(case: str, parameters: int) -> None:
+class Reads:
+    """What a step under rackrun reads of a model and its optimizer to notice what would be lost when it is done again, and nothing else."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from rackrun.worker.structure import Structure
+        from rackrun.worker.tensor_lists import versions
+
+        self._all_versions = versions
+        self._roots, self._optimizer = {"model": model}, optimizer
+        self._structure = Structure(self._roots)
+        self._versions = list[int]()
+
+    def before_step(self) -> None:
+        known = self._structure
+        assert known.stands(self._roots)
+        self._hold()
+        self._compare()
+        list(map(attrgetter("training"), known.modules))
+        list(map(attrgetter("requires_grad"), known.parameters))
+        list(map(attrgetter("grad"), known.parameters))
+
+    def before_update(self) -> None:
+        self._compare()
+
+    def after_step(self) -> None:
+        assert self._structure.seems_to_stand()
+        self._hold()
+        self._versions = self._all_versions(self._structure.parameters)
+
+    def _compare(self) -> None:
+        if self._versions != self._all_versions(self._structure.parameters):
+            self._versions = []
+
+    def _hold(self) -> None:
+        set(map(type, gc.get_referents(*self._optimizer.state.values())))
+
+
+def plain(case: str, parameters: int, *, reads: bool) -> None:
     """The same training without rackrun."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = nn.parallel.DistributedDataParallel(Layers(parameters, 0))
     optimizer, turns = optimizer_of(case, model), Turns()
+    looks = Reads(model, optimizer) if reads else None
     data = torch.utils.data.DataLoader([torch.randn(2) for _ in range(32)], batch_size=4, shuffle=True)  # type: ignore[arg-type]
     while True:
         batches = iter(data)
         for _ in range(len(data)):
             turns.begin()
+            if looks is not None:
+                looks.before_step()
             samples = next(batches)
             (model(samples) - samples).pow(2).mean().backward()
+            if looks is not None:
+                looks.before_update()
             optimizer.step()
             optimizer.zero_grad()
+            if looks is not None:
+                looks.after_step()
             turns.end()
 
 
@@ -183,7 +230,8 @@ def counted(tree: Path, sizes: list[int]) -> dict[str, dict[int, int]]:
 
 
 def compared(trees: dict[str, Path], parameters: int, rounds: int) -> dict[str, Any]:
-    kinds = {"plain": ("plain", HERE)} | {name: ("elastic", tree) for name, tree in trees.items()}
+    kinds = {"plain": ("plain", HERE), "reads": ("reads", HERE)}
+    kinds |= {name: ("elastic", tree) for name, tree in trees.items()}
     found: dict[str, Any] = {}
     for case in ("sgd", "adam"):
         turns: list[dict[str, float]] = []
@@ -196,13 +244,14 @@ def compared(trees: dict[str, Path], parameters: int, rounds: int) -> dict[str, 
                 turns.append({name: scripts[name].turn() for name in order})
             for script in scripts.values():
                 script.close()
-        ratios = {name: sorted(turn[name] / turn["plain"] for turn in turns) for name in trees}
+        over = [name for name in kinds if name != "plain"]
+        ratios = {name: sorted(turn[name] / turn["plain"] for turn in turns) for name in over}
         found[case] = {
             "milliseconds": {name: round(statistics.median(turn[name] for turn in turns) * 1e3, 2) for name in kinds},
-            "over plain": {name: round(statistics.median(ratios[name]), 4) for name in trees},
+            "over plain": {name: round(statistics.median(ratios[name]), 4) for name in over},
             "quartiles": {
                 name: [round(ratios[name][len(turns) // 4], 4), round(ratios[name][-(len(turns) // 4) - 1], 4)]
-                for name in trees
+                for name in over
             },
         }
         print(f"{case}: {found[case]}", flush=True)
@@ -221,8 +270,8 @@ def main() -> None:
     if args.worker:
         torch.set_num_threads(1)
         kind, case, size = args.worker
-        if kind == "plain":
-            plain(case, int(size))
+        if kind in ("plain", "reads"):
+            plain(case, int(size), reads=kind == "reads")
         else:
             elastic(case, int(size), counts=kind == "counts")
         return

@@ -68,7 +68,7 @@ ALLOWED = {
     "resumption.py Resumption._gather_rows": RARE,
     "scales.py fit": HOST,
     "tensor_bytes.py _checksum": HOST,
-    "tensor_bytes.py digests": RARE,
+    "tensor_bytes.py _of_device": RARE,
     "undo_copies.py same_bits": RARE,
     "unique.py UniqueBuffers.committed": "where replicas have buffers of their own: what has changed them after the gate is known before the next unit",
     "untracked.py _sample": RARE,
