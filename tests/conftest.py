@@ -35,6 +35,20 @@ settings.register_profile("rackrun", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rackrun")  # how fast the machine is must fail no test
 
 
+# -- collections of garbage ------------------------------------------------------------------------------------------
+def pytest_collection_finish() -> None:
+    """What is here by now stays to the end. Tests fork thousands of processes, and each would look through it, and so copy it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # torch's bindings tell of what is never freed
+
+
+os.register_at_fork(after_in_child=gc.freeze)
+
+
 # -- which stories are told ------------------------------------------------------------------------------------------
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``RACKRUN_STORIES=2/3``: the second third of the stories. Which a story belongs to is drawn from its name."""
