@@ -39,6 +39,7 @@ _PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
 """A process that tells of nothing is given up when it is stopped for so long."""
 _COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
 """After the others were called to another generation."""
+_UNITS = (Activity.STEP, Activity.PHASE)
 _WAITS_NS = 10_000_000_000
 """Who waits for so long in a collective tells how long its own code took before it, and in what it is blocked, whatever its limit."""
 _SEEN_FROM_NS = 2_000_000_000
@@ -229,7 +230,7 @@ def _stall(
         allowed_ms=page.least_ms if early else page.deadline_ms,
         early=early,
         took_ms=page.own_ms if _waits(page) else -1,
-        blocked=page.blocked if _waits(page) and page.activity is Activity.STEP and not (over or silent) else None,
+        blocked=page.blocked if _waits(page) and page.activity in _UNITS and not (over or silent) else None,
     )
 
 

@@ -138,7 +138,7 @@ class Recovery(msgspec.Struct, kw_only=True):
         if restart:
             parts.append(f" -> all {self.world_size} workers start again")
         elif self.kind == "resize":
-            parts.append(f" -> {self.world_size} ranks go on")
+            parts.append(" -> 1 rank goes on" if self.world_size == 1 else f" -> {self.world_size} ranks go on")
         if self.overtaken:
             parts.append(", overtaken by another failure")
         elif self.seconds is not None:

@@ -37,7 +37,8 @@ class Endings:
                 remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
             )
         elif others:
-            remedy = f"allow one of {', '.join(rung.value for rung in others)} (--policy)."
+            allowed = ", ".join(rung.value for rung in others)
+            remedy = f"allow {allowed} (--policy)." if len(others) == 1 else f"allow one of {allowed} (--policy)."
             self.stop(3, f"{failure.what}; {decision.reason}", remedy=remedy)
         elif prospect.state is None:
             self.stop(

@@ -217,7 +217,7 @@ class WorkerUnbuilt(OfWorker, frozen=True, kw_only=True):
 
 
 class CollectiveWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's main thread, in a step, is blocked in a collective until all members of its group have called that, and until then
+    """A rank's main thread, in a step or a phase, is blocked in a collective until all members of its group have called that, and until then
     the rank calls no other one. What `rackrun.core.deadlock` goes by."""
 
     generation: Generation

@@ -1,9 +1,9 @@
 """In which collective of the hosts the main thread is blocked, and how many this rank has called in each group: what proves a deadlock.
 
-Only what is certain is written to the heartbeat page (`rackrun.core.deadlock` says why it has to be): in a step, where the main thread waits in a
+Only what is certain is written to the heartbeat page (`rackrun.core.deadlock` says why it has to be): in a step or a phase, where the main thread waits in a
 collective that cannot end before all members of its group have called it, and nobody but the main thread can call another one. So nothing is
-written of a send, a receive or a broadcast, of a wait in torch's own code (DDP's for its buckets), on a device, in a phase, which may have
-threads of the script's, and as long as a future is out whose callbacks may call collectives.
+written of a send, a receive or a broadcast, of a wait in torch's own code (DDP's for its buckets), on a device, in a phase beside threads of the
+script's, and as long as a future is out whose callbacks may call collectives.
 
 Nothing is written in the first quarter of a second, so a wait that is not long costs nothing.
 """

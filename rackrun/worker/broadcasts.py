@@ -13,6 +13,7 @@ import torch
 
 from rackrun.link.boot import Boot
 from rackrun.link.exchange import Exchange, ExchangeTimeout
+from rackrun.worker.tensor_lists import are_plain
 
 __all__ = ["Broadcasts"]
 
@@ -113,7 +114,7 @@ class Broadcasts:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+    return are_plain([tensor]) and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

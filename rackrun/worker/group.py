@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.tensor import DTensor
 
 from rackrun.errors import StepError
 from rackrun.worker.deferred import DeferredWork
@@ -245,6 +246,11 @@ class ElasticGroup(dist.ProcessGroup):
         while args:
             first = args[0]
             if isinstance(first, torch.Tensor):
+                if isinstance(first, DTensor):
+                    raise StepError(
+                        "a DTensor was given to a collective, which needs plain tensors (DistributedDataParallel over a tensor-parallel model, perhaps).",
+                        remedy="give it tensor.to_local(); for data parallelism beside tensor parallelism use fully_shard (FSDP2).",
+                    )
                 return first.device.type == self.world.device.type
             args = first if isinstance(first, (list, tuple)) and first else args[1:]
         return False

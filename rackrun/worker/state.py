@@ -536,6 +536,12 @@ def _refuse(name: str, thing: Any) -> None:
             f"run.track was given {name!r}, a ZeroRedundancyOptimizer: which parameters it holds state for is fixed when it is made.",
             remedy="use fully_shard (FSDP2), which shards optimizer state too, or a plain optimizer.",
         )
+    if isinstance(thing, nn.Module) and ddp.exchanges_parameters(thing):
+        raise StepError(
+            f"run.track was given {name!r}, tensor parallelism in a DistributedDataParallel that was given device_mesh: torch exchanges its parameters in "
+            "each forward, so a step could not be done again, nor its state be given to another rank.",
+            remedy='use fully_shard(model, mesh=run.mesh["dp"]) (FSDP2), which knows tensor-parallel parameters, in place of DistributedDataParallel.',
+        )
     if isinstance(thing, nn.Module) and any(isinstance(module, FullyShardedDataParallel) for module in thing.modules()):
         raise StepError(
             f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",

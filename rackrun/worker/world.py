@@ -312,8 +312,11 @@ class World:
 
     def waits_in(self, entered: Entered, generation: int) -> None:
         """This thread, on the host, for a while now, in a collective of ``generation``."""
-        in_step = self.scope is Scope.UNIT and not self.in_phase and generation == self.generation and not self._broken
-        if in_step and self.queue.is_host and threading.get_ident() == threading.main_thread().ident:
+        in_unit = self.scope is Scope.UNIT and generation == self.generation and not self._broken
+        nobody_else = threading.get_ident() == threading.main_thread().ident and not (
+            self.in_phase and _script_threads()
+        )
+        if in_unit and self.queue.is_host and nobody_else:
             self.blocked.waits(entered.call, generation, self.groups)
 
     @property
@@ -863,6 +866,12 @@ def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
         remedy="give what needs collectives, or changes tracked state, to run.at_end(...), which is done again where it broke; or --checkpoint-dir, "
         "so that a new start goes on from the last step.",
     )
+
+
+def _script_threads() -> bool:
+    """There are threads of Python's that are not ours: in a phase they may call collectives."""
+    main = threading.main_thread()
+    return any(one is not main and not one.name.startswith("rackrun-") for one in threading.enumerate())
 
 
 def _drop(communicators: list[Communicator | None], device: torch.device) -> None:

@@ -143,7 +143,7 @@ def test_who_is_ended_with_its_replica_is_not_lost(story: Story) -> None:
     story.finish()
     (recovery,) = story.told_of
     assert ([one.rank for one in recovery.lost], recovery.freed) == ([2], ("tray-00/1",))
-    told = "rank 2 lost on tray-00/2 (SIGKILL); tray-00/1 will wait as a spare -> 1 ranks go on"
+    told = "rank 2 lost on tray-00/2 (SIGKILL); tray-00/1 will wait as a spare -> 1 rank goes on"
     assert recovery.line() == told
 
 

@@ -155,14 +155,23 @@ def test_the_gates_tree_has_an_order_of_its_own(world: World) -> None:
     assert first.group != second.group
 
 
-def test_a_phase_may_have_threads_that_call_collectives(world: World, slow: Slow) -> None:
+def test_in_a_phase_threads_of_the_script_may_call_collectives(
+    world: World, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, ours, theirs = (
+        threading.main_thread(),
+        threading.Thread(name="rackrun-control"),
+        threading.Thread(name="saves"),
+    )
     world.in_phase = True
-    world.groups[0].allreduce([ones()]).wait()
-    assert slow.seen == [None]
+    for threads, told in (([main, ours, theirs], False), ([main, ours], True)):
+        monkeypatch.setattr(threading, "enumerate", lambda threads=threads: threads)
+        world.groups[0].allreduce([ones()]).wait()
+        assert (slow.seen[-1] is not None) is told
 
 
 @pytest.mark.parametrize("scope", [Scope.AFTER, Scope.SETUP])
-def test_only_steps_are_told_of(scope: Scope, world: World, slow: Slow) -> None:
+def test_what_is_neither_a_step_nor_a_phase_is_not_told_of(scope: Scope, world: World, slow: Slow) -> None:
     world.scope = scope
     world.groups[0].allreduce([ones()]).wait()
     assert slow.seen == [None]

@@ -10,20 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from scripts import ddp, net
+from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rackrun.errors import UsageError
+from rackrun.errors import StepError, UsageError
 from rackrun.worker.compat import c10d, fsdp, fsdp_reduce, require, trial
 from rackrun.worker.compat.install import _problems
 from rackrun.worker.run import Run
+from rackrun.worker.state import TrackedState
 from tests.worker.forked import forked
 
 Patch = pytest.MonkeyPatch
@@ -149,3 +152,16 @@ def test_a_script_that_makes_or_destroys_groups_leaves_the_elastic_one_in_place(
         return [here, dist.is_initialized()]
 
     assert forked(work) == [True, False]
+
+
+def test_ddp_over_tensor_parallelism_as_torch_joins_them_is_refused() -> None:
+    def work() -> str:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        with pytest.raises(StepError, match="exchanges its parameters") as refused:
+            TrackedState().track("model", DistributedDataParallel(model, device_mesh=mesh["dp"]))
+        return refused.value.remedy
+
+    assert "fully_shard" in forked(work)

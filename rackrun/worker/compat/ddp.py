@@ -23,6 +23,7 @@ __all__ = [
     "begin",
     "clear",
     "divide_alike",
+    "exchanges_parameters",
     "freeze",
     "hook",
     "hook_states",
@@ -44,6 +45,13 @@ def missing() -> list[str]:
     return found + [
         f"Reducer.{name} is gone" for name in reducer if not hasattr(torch._C._distributed_c10d.Reducer, name)
     ]
+
+
+def exchanges_parameters(module: nn.Module) -> bool:
+    """DDP over tensor parallelism, as torch joins them (``DDP(..., device_mesh=)``): hooks make DTensors of parameters before each forward, and
+    leave others in their place. Source: ``torch/distributed/tensor/parallel/ddp.py``."""
+    hooks = [hook for one in module.modules() for hook in one._forward_pre_hooks.values()]
+    return any(getattr(hook, "__module__", "") == "torch.distributed.tensor.parallel.ddp" for hook in hooks)
 
 
 def install() -> None:
