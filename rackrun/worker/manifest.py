@@ -121,3 +121,6 @@ class Manifest(msgspec.Struct, frozen=True):
     modes: Modes = Modes()
     numerics: dict[str, str] = {}
     """What the state was computed with, just before it was described (`rackrun.worker.numerics`)."""
+    key_orders: dict[str, tuple[str, ...]] = {}
+    """Optimizer -> the order in which it has the keys of what it holds for a parameter. Nothing is computed by it; scripts hash and print
+    ``state_dict()``."""

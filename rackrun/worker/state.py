@@ -181,6 +181,7 @@ class TrackedState:
             self.lineage,
             modes=self._modes(),
             numerics=dict(self.numerics()),
+            key_orders={name: _key_order(optimizer) for name, optimizer in self.optimizers.items()},
         )
 
     def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -242,6 +243,8 @@ class TrackedState:
         self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
         self._put_modes(manifest.modes)
         self._put_gradients({info.path for info in manifest.tensors if info.has_gradient})
+        for name, optimizer in self.optimizers.items():
+            _put_in_order(optimizer, manifest.key_orders.get(name, ()))
         self.filled += 1
 
     def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
@@ -600,6 +603,25 @@ def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
                 elif type(of[key]) not in SCALARS:
                     found.update(leaves(path, of[key]))
     return found
+
+
+def _key_order(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Of the parameter for which it holds most."""
+    orders = {tuple(held) for held in optimizer.state.values() if isinstance(held, dict)}
+    told = [order for order in orders if all(isinstance(key, str) for key in order)]
+    return max(sorted(told), key=len, default=())
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> None:
+    place = {key: number for number, key in enumerate(order)}
+    for held in optimizer.state.values() if order else ():
+        if not isinstance(held, dict):
+            continue
+        keys = sorted(held, key=lambda key: place.get(key, len(place)))
+        if keys != list(held):
+            values = {key: held[key] for key in keys}
+            held.clear()
+            held.update(values)
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

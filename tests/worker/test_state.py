@@ -82,6 +82,16 @@ def test_a_newcomer_that_never_made_a_step_gets_everything() -> None:
     assert newcomer.layout() == source.layout()
 
 
+def test_a_newcomer_has_what_its_optimizer_holds_in_the_order_in_which_the_source_has_it() -> None:
+    """Who prints, hashes or pickles ``state_dict()`` sees no difference."""
+    source, newcomer = tracked(steps=3), tracked(seed=1)
+    carried(source, newcomer)
+    (ours, *_), (theirs, *_) = (
+        one.optimizers["optimizer"].state_dict()["state"].values() for one in (newcomer, source)
+    )
+    assert list(ours) == list(theirs) != sorted(theirs)
+
+
 def test_a_newcomer_keeps_its_tensors_so_that_references_to_them_stay_good() -> None:
     source, newcomer = tracked(steps=1), tracked(seed=1, steps=2)
     before = {path: tensor.data_ptr() for path, tensor in newcomer.tensors().items()}
