@@ -692,6 +692,16 @@ def test_the_same_error_at_the_same_step_elsewhere_is_the_scripts(training: Told
     )
 
 
+def test_a_process_that_aborts_itself_twice_is_told_what_gloo_does(training: Told) -> None:
+    training.exits("a/1", signal=6)
+    training.now = 1000
+    training.park_all()
+    training.resume_all()
+    stop = stop_in(training.exits("a/2", signal=6))
+    assert stop.because == "SIGABRT on rank 1 at step 5, as on rank 1 before: not the hardware's"
+    assert "a collective that not every rank calls" in stop.remedy
+
+
 def test_two_members_that_raise_the_same_in_one_window_are_the_scripts(training: Told) -> None:
     training.exits("a/1", code=1, bug="train.py:7", step=5)
     training.now = 4
