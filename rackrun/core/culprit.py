@@ -60,7 +60,7 @@ def remedy_for(event: WorkerExited) -> str:
     """What a person can do about what ended a worker; "": its message says so itself, or nobody knows."""
     if why_exited(event) == "SIGABRT":
         return (
-            "its last lines on standard error say why. gloo ends a process so whose collective has another size than that of its peers: look "
+            "its last lines on standard error say why. gloo aborts a process when its collective has a different size on another rank: look "
             "for a collective that not every rank calls (if run.rank == 0: ...), or for tensors whose sizes differ."
         )
     if event.failure is None or event.failure.type not in OUT_OF_MEMORY:

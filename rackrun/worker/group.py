@@ -165,13 +165,19 @@ class ElasticGroup(dist.ProcessGroup):
         then: Callable[[], None] | None = None,
         on_host: bool = False,
     ) -> dist.Work:
+        first = _first_tensor(args)
+        if isinstance(first, DTensor):
+            raise StepError(
+                f"a DTensor was given to a collective ({name}), which needs plain tensors (DistributedDataParallel over a tensor-parallel model, perhaps).",
+                remedy="give it tensor.to_local(); for data parallelism beside tensor parallelism use fully_shard (FSDP2).",
+            )
         return self._start(
             name,
             result,
             loopback,
             lambda communicator, on_host: communicator.call(name, *args, on_host=on_host),
             then,
-            on_host=on_host or not self._is_of_device(args),
+            on_host=on_host or not self._is_of_device(first),
             synchronous=not getattr(args[-1], "asyncOp", True),
             torn=self._torn(name, result, args),
         )
@@ -241,19 +247,9 @@ class ElasticGroup(dist.ProcessGroup):
         in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
         return result if in_place else ()
 
-    def _is_of_device(self, args: Sequence[Any]) -> bool:
+    def _is_of_device(self, first: torch.Tensor | None) -> bool:
         """By the first tensor. A barrier has none, and is the hosts'."""
-        while args:
-            first = args[0]
-            if isinstance(first, torch.Tensor):
-                if isinstance(first, DTensor):
-                    raise StepError(
-                        "a DTensor was given to a collective, which needs plain tensors (DistributedDataParallel over a tensor-parallel model, perhaps).",
-                        remedy="give it tensor.to_local(); for data parallelism beside tensor parallelism use fully_shard (FSDP2).",
-                    )
-                return first.device.type == self.world.device.type
-            args = first if isinstance(first, (list, tuple)) and first else args[1:]
-        return False
+        return first is not None and first.device.type == self.world.device.type
 
     def sum_on_host(self, values: torch.Tensor) -> None:
         """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
@@ -467,6 +463,16 @@ class ElasticGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
+
+
+def _first_tensor(args: Sequence[Any]) -> torch.Tensor | None:
+    """Of a collective's arguments."""
+    while args:
+        first = args[0]
+        if isinstance(first, torch.Tensor):
+            return first
+        args = first if isinstance(first, (list, tuple)) and first else args[1:]
+    return None
 
 
 def _nothing() -> None:

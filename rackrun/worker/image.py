@@ -45,7 +45,7 @@ class Shard(NamedTuple):
 
 
 class StateImages:
-    """Describes a state, again and again. What says where its tensors go is made anew when they lie otherwise."""
+    """Describes a state, again and again. Its layout is rebuilt when a tensor has another place, shape or kind."""
 
     def __init__(self, state: TrackedState) -> None:
         self._state = state

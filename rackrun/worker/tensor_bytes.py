@@ -93,16 +93,15 @@ def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Those that have to be copied are in memory a few at a time."""
+    """At most about `_COPIED_BYTES` of copies are in memory at a time."""
     found: list[torch.Tensor] = []
     flats: list[torch.Tensor] = []
     copied = 0
     for part in map(local_part, tensors):
         flat = _flat(part)
-        if flat.data_ptr() % 4:
-            flat = flat.clone()
         flats.append(flat)
-        copied += 0 if flat.data_ptr() == part.data_ptr() else flat.numel()
+        is_read_in_place = flat.data_ptr() == part.data_ptr() and not flat.data_ptr() % 4
+        copied += 0 if is_read_in_place else flat.numel()
         if copied >= _COPIED_BYTES:
             found.append(device_digests(flats))
             flats, copied = [], 0

@@ -40,7 +40,6 @@ from torch.utils._pytree import tree_leaves
 
 from rackrun.worker import builder, group, restore, tensor_bytes, world
 from rackrun.worker.communicator import PointToPoint
-from rackrun.worker.device_digest import device_digest
 from rackrun.worker.gloo import GlooCommunicator
 
 __all__ = ["EARLY", "MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
@@ -448,7 +447,7 @@ def install(mode: str) -> TorchDispatchMode:
     world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
     world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
     restore.readable = unreadable  # type: ignore[assignment]
-    tensor_bytes._digest = _digest_of_device
+    tensor_bytes._of_host = tensor_bytes._of_device  # type: ignore[assignment]
     return InStream(stream)
 
 
@@ -457,8 +456,8 @@ def _have_objects_on_host() -> None:
     on_host = threading.local()
     is_of_device = group.ElasticGroup._is_of_device
 
-    def is_not_of_host(self: group.ElasticGroup, args: Sequence[Any]) -> bool:
-        return not getattr(on_host, "now", False) and is_of_device(self, args)
+    def is_not_of_host(self: group.ElasticGroup, first: torch.Tensor | None) -> bool:
+        return not getattr(on_host, "now", False) and is_of_device(self, first)
 
     def of_objects(collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
@@ -476,12 +475,6 @@ def _have_objects_on_host() -> None:
         wrapped = of_objects(getattr(dist, name))
         for module in (dist, distributed_c10d):
             setattr(module, name, wrapped)
-
-
-def _digest_of_device(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor_bytes.local_part(tensor)
-    flat = tensor_bytes.dense_bytes(tensor)
-    return device_digest(tensor.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
