@@ -319,8 +319,11 @@ class Double:
                 if self._aborted.is_set():
                     raise RuntimeError("aborted")
                 time.sleep(_LATE_S)
-                for name, started in [(name, getattr(self._inner, name)(*args)) for name, args in together]:
-                    started.wait() if name in ("send", "recv") else _wait(started, self._aborted)
+                for name, args, started in [(name, args, getattr(self._inner, name)(*args)) for name, args in together]:
+                    if name in ("send", "recv"):
+                        _wait_point_to_point(started, args, self._aborted)
+                    else:
+                        _wait(started, self._aborted)
             except RuntimeError:
                 self._aborted.wait(self._notices_s)
                 time.sleep(_LEAVES_S)
@@ -484,6 +487,26 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
             if address := tensor.untyped_storage().data_ptr():
                 found.add(address)
     return found
+
+
+def _wait_point_to_point(work: dist.Work, used: tuple[Any, ...], aborted: threading.Event) -> None:
+    """gloo loses wake-ups here too, and a limit would close all of its connections: a thread waits, which can be left. It keeps the tensors ``used``."""
+    over, errors = threading.Event(), list[RuntimeError]()
+
+    def wait(*_used: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            over.set()
+
+    threading.Thread(target=wait, args=used, name="nccl-double-wait", daemon=True).start()
+    while not over.wait(_LOOK.total_seconds()):
+        if aborted.is_set():
+            raise RuntimeError("aborted")
+    if errors:
+        raise errors[0]
 
 
 def _wait(work: dist.Work, aborted: threading.Event) -> None:

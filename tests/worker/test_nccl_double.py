@@ -83,6 +83,31 @@ def test_what_a_break_leaves_is_garbage_and_no_error() -> None:
     double.close()
 
 
+def test_a_break_ends_a_send_of_which_gloo_lost_the_wake_up() -> None:
+    """Else the device would seem to hang, and its rank would give its place up."""
+
+    awaited, woken = threading.Event(), threading.Event()
+
+    class Sent:
+        def wait(self) -> bool:
+            awaited.set()
+            return woken.wait()
+
+    class Inner:
+        def send(self, *_: Any) -> Sent:
+            return Sent()
+
+    stream = Stream()
+    double = Double(Inner(), stream, "stuck")
+    work = double.call("send", [torch.ones(3)], 1, 0)
+    assert work is not None
+    assert awaited.wait(30)
+    double.abort()
+    assert work.over.wait(30)
+    woken.set()
+    double.close()
+
+
 def test_there_is_no_receive_from_any_source() -> None:
     double = Double(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), Stream(), "late")
     with pytest.raises(NotImplementedError):
