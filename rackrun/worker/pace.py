@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,6 +28,8 @@ class Pace:
     def __init__(self, *, constant: bool = True) -> None:
         self._constant = constant
         self._seconds: deque[float] = deque(maxlen=100)
+        self._ascending: list[float] | None = None
+        """The same, in order; None: to be sorted when they are next asked for, which is several times in a step."""
         self._expected_s = 0.0
         self._patience = 1.0
         self._copy_s = 0.0
@@ -59,6 +60,7 @@ class Pace:
     def took(self, seconds: float) -> None:
         """An undisturbed step."""
         self._seconds.append(seconds)
+        self._ascending = None
 
     def new_generation(self, *, nobody_lost: bool) -> None:
         self._units_in_generation = 0
@@ -71,6 +73,7 @@ class Pace:
         if not self._constant:
             return
         self._seconds = deque((seconds * before / after for seconds in self._seconds), maxlen=self._seconds.maxlen)
+        self._ascending = None
         for times in self._units.values():
             times.resized(max(before / after, 1.0))
 
@@ -102,14 +105,14 @@ class Pace:
         """Of the step that begins now: so long without progress is a stall. ``copying_bytes``: all ranks copy so much beside it. ``work``:
         so many times the micro-batches that a rank usually has."""
         expected, self._expected_s = self._expected_s, 0.0
-        slowest, warm = max(self._seconds, default=0.0), len(self._seconds) >= _WARM_UNITS
+        slowest, warm = self.slowest_s, len(self._seconds) >= _WARM_UNITS
         if not warm:
             floor = expected or (max(10 * slowest, _COLD_FLOOR_S) if slowest else _FIRST_UNITS_S)
         else:
             floor = _STALL_FLOOR_S if self._units_in_generation >= 2 else _UNSURE_FLOOR_S
         if self._cold:
             floor = max(floor, _FIRST_UNITS_S)
-        slow = work * _quantile(sorted(self._seconds), 0.99) if self._seconds else 0.0
+        slow = work * _quantile(self._sorted(), 0.99) if self._seconds else 0.0
         copies = self._copy_allowance_s(copying_bytes) if copying_bytes else 0.0
         idle_ms = math.ceil(1000 * max(self._patience * max(_STALL_FACTOR * slow, floor) + copies, expected))
         if warm and not self._cold:
@@ -126,12 +129,17 @@ class Pace:
 
     @property
     def median_s(self) -> float:
-        return statistics.median(self._seconds) if self._seconds else 0.0
+        return _quantile(self._sorted(), 0.5) if self._seconds else 0.0
 
     @property
     def slowest_s(self) -> float:
         """Of the steps that are known; 0: none is."""
-        return max(self._seconds, default=0.0)
+        return self._sorted()[-1] if self._seconds else 0.0
+
+    def _sorted(self) -> list[float]:
+        if self._ascending is None:
+            self._ascending = sorted(self._seconds)
+        return self._ascending
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

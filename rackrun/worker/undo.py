@@ -13,6 +13,8 @@ Every tracked tensor is either *copied* when a unit begins, or known by a *diges
 
 A tensor's version that has moved proves a change; one that stands proves nothing (``.data``, a kernel of the script's own). So in the first
 three steps, and then in ever fewer, everything is *audited*: digests at the beginning, at the gate, and at the end.
+
+Versions at the gate only tell which tensors to copy in later steps, so most steps do without: a unit that is abandoned asks for them itself.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class Undo:
         self._phase = ""
         self._whole = self._audits = False
         """In the unit in hand: everything that optimizers train is copied; what it changes is to be learned from its content."""
+        self._closely = True
+        """In the unit in hand: what it changes before its gate is to be learned from versions."""
         self._suspect_at: set[int] = set()
         """Attempts were abandoned at these places, and nothing has shown yet that they had left alone what is not copied."""
         self._suspect_everywhere = False
@@ -151,18 +155,18 @@ class Undo:
         self.committed()
         self._ended.clear()
 
-    def check_stands(self) -> None:
-        """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then."""
-        if changed := self.changed_since():
+    def check_stands(self, *, glance: bool = False) -> None:
+        """Raises `StepError` when it has, as far as versions tell; `begin` looks at the content, now and then. ``glance``: as `TrackedState.structure`."""
+        if changed := self.changed_since(glance=glance):
             raise changed_between(changed)
 
-    def changed_since(self) -> str:
-        """What has changed since the last unit was over, as far as versions tell. "": nothing."""
+    def changed_since(self, *, glance: bool = False) -> str:
+        """What has changed since the last unit was over, as far as versions tell. "": nothing. ``glance``: as `TrackedState.structure`."""
         plain, of_parameters, of_buffers, of_scalers, filled = self._stands
         self._looked_at = None
         if filled != self._state.filled or not of_parameters:
             return ""
-        structure = self._state.structure()
+        structure = self._state.structure(glance=glance)
         found = versions(structure.parameters)
         if of_parameters != found:
             return "a parameter"
@@ -183,12 +187,14 @@ class Undo:
         audit: bool = False,
         phase: str = "",
         everywhere: bool = False,
+        closely: bool = True,
         share: tuple[float, ...] = (),
     ) -> None:
         """Remember what the unit may change. ``whole``: everything, if there is memory for it. ``audit``: learn from content what it
-        changes, and ``everywhere`` at each place where it may be left, not at its gate alone. ``phase``: its name. ``share``: what decides how
-        many micro-batches this rank has."""
+        changes, and ``everywhere`` at each place where it may be left, not at its gate alone. ``closely``: learn from versions what it changes
+        before its gate. ``phase``: its name. ``share``: what decides how many micro-batches this rank has."""
         self._phase, self._dicts_at_end = phase, None
+        self._closely = closely
         runs = self._phase_runs.get(phase, 0)
         self._audits = audit or (bool(phase) and (runs < _PHASE_RUNS_COPIED or not runs & (runs - 1)))
         self._whole = whole or (bool(phase) and runs < _PHASE_RUNS_COPIED)
@@ -370,7 +376,9 @@ class Undo:
         if self._phase:
             return
         owned = self._owned() if self._audits else {}
-        early = self._moved() | (self._differing(self._begun, owned) if self._audits else set())
+        early = self._moved() if self._closely or self._audits else set[str]()
+        if self._audits:
+            early |= self._differing(self._begun, owned)
         if self._whole and self._audits:
             early |= {path for path in owned if path in self._copies and not self._copies.equals(path, owned[path])}
         if self._owes_comparison or (self._suspect_at and self._places <= max(self._suspect_at)):

@@ -83,15 +83,16 @@ class UnitTimes:
         always the same code, so what was regular may be something else the next time."""
         if not self._seconds:
             return UNKNOWN
-        if self.regular:
+        longest_s, regular = self.longest_s, self.regular
+        if regular:
             idle, busy = _IDLE_FLOOR_S, _BUSY_FLOOR_S
         else:
             idle, busy = max(_IDLE_FLOOR_S, _STEPS_IDLE * step_s), max(_VARIED_BUSY_FLOOR_S, _STEPS_BUSY * step_s)
         if mixed:
             busy = max(busy, _VARIED_BUSY_FLOOR_S)
-        idle = patience * max(idle, _FACTOR * self.longest_s)
-        busy = max(patience * max(busy, _BUSY_FACTOR * self.longest_s), idle)
-        least_ms = 0 if self.regular else compared_after_ms(self.longest_s, patience)
+        idle = patience * max(idle, _FACTOR * longest_s)
+        busy = max(patience * max(busy, _BUSY_FACTOR * longest_s), idle)
+        least_ms = 0 if regular else compared_after_ms(longest_s, patience)
         return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy), least_ms if least_ms < 1e3 * idle else 0)
 
 

@@ -24,6 +24,7 @@ from rackrun.core.ids import BEGIN, Position
 from rackrun.errors import CollectiveBroken, StepError
 from rackrun.link.page import Activity
 from rackrun.worker import closures
+from rackrun.worker.audits import is_audited, is_looked_at
 from rackrun.worker.axes import Axes
 from rackrun.worker.batches import Batches, StepBatch, check_rule
 from rackrun.worker.corruption import CorruptionCheck
@@ -59,7 +60,6 @@ __all__ = ["Carried", "UnitRunner"]
 
 T = TypeVar("T")
 
-_AUDITED = 3
 _BETWEEN = "between"
 
 
@@ -300,7 +300,7 @@ class UnitRunner:
         if self._between is not None:
             self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
             self._between = None
-        self._undo.check_stands()
+        self._undo.check_stands(glance=not (at.phase or is_looked_at(self._number(at))))
         self._recorded.append(Unit(at, body, name))
         self._result = None  # a recovery at the end of the loop's body may have left that of an older unit
         self._owed = None if at.phase else at
@@ -520,15 +520,20 @@ class UnitRunner:
             self._late_gate = True
             self._undo.begin(phase=f"{'end' if at.step > self._last_step else 'every'} {at.phase}")
             return
-        number = at.step - self._world.began.step
+        number = self._number(at)
         tries = not self._world.generation  # a spare
         self._late_gate = parts or number == 1
         self._undo.begin(
             whole=self._late_gate and not tries,
-            audit=_is_audited(number) and not tries,
+            audit=is_audited(number) and not tries,
             everywhere=number == 1 and not tries,
+            closely=is_looked_at(number),
             share=(self._world.size, *self._world.deals.shares),
         )
+
+    def _number(self, at: Position) -> int:
+        """Of its step, since the run began or was resumed."""
+        return at.step - self._world.began.step
 
     def _phase(self, at: Position, name: str) -> str:
         """What its times are kept under: a function may be registered twice."""
@@ -878,11 +883,6 @@ class UnitRunner:
                     optimizer.step()
         finally:
             self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-
-
-def _is_audited(number: int) -> bool:
-    """The first three steps of a run, and then ever fewer: the ``number``-th."""
-    return number <= _AUDITED or not number & (number - 1)
 
 
 def _listed(paths: Sequence[str]) -> str:

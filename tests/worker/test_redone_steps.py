@@ -290,6 +290,28 @@ def test_a_version_that_moves_before_the_update_shows_at_once_what_cannot_be_put
     assert undo.discard(backward_open=True) == ["model/param/weight"]
 
 
+@pytest.mark.parametrize("closely", [False, True])
+def test_a_step_that_is_not_looked_at_closely_does_not_show_what_it_changes_early(closely: bool) -> None:
+    """So a later one that is abandoned has not copied it, and says so."""
+    model, optimizer = trained()
+    state = tracked(model=model, optimizer=optimizer)
+    undo = Undo(state)
+
+    def change() -> None:
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+
+    undo.begin(closely=closely)
+    change()
+    undo.before_update()
+    undo.ended()
+    undo.begin(closely=False)
+    before = bits(state)
+    change()
+    assert undo.discard(backward_open=True) == ([] if closely else ["model/param/weight"])
+    assert (bits(state) == before) is closely
+
+
 def test_a_large_frozen_model_is_not_copied_and_a_change_of_it_is_found() -> None:
     model, optimizer = trained()
     base = nn.Linear(5000, 4000, bias=False)

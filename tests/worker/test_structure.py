@@ -128,6 +128,24 @@ def test_what_a_step_has_exchanged_was_not_exchanged_after_it(change: Callable[[
     undo.check_stands()
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_exchanged_between_two_steps_is_seen_by_a_glance_or_by_the_next_look(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    undo = begun(root := net())
+    undo.ended()
+    undo.committed()
+    change(root)
+
+    def next_steps() -> None:
+        for glance in (True, False):
+            undo.check_stands(glance=glance)
+            undo.begin()
+
+    with pytest.raises(StepError):
+        next_steps()
+
+
 @pytest.mark.parametrize("change", OF_THE_SAME_KIND)
 def test_a_step_may_exchange_tensors_and_modules_for_others_of_their_kind(
     change: Callable[[nn.Sequential], None],
