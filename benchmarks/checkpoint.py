@@ -39,15 +39,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from jobs import machine, save
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.dcp import RackrunStorageReader, RackrunStorageWriter
-from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.image import plan_image, read_tensors, write_head, write_image, write_tensors
-from rackrun.checkpoint.parity import Row, mix_into, xor_into
-from rackrun.checkpoint.reshard import fill, plan_reshard
-from rackrun.checkpoint.stripe_set import Part, StripeSet
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.reshard import fill, plan_reshard
+from rackrun.checkpoint.image.safetensors_image import plan_image, read_tensors, write_head, write_image, write_tensors
+from rackrun.checkpoint.image.tensor_entries import entries_of
+from rackrun.checkpoint.redundancy.erasure_code import Row, mix_into, xor_into
+from rackrun.checkpoint.redundancy.stripe_set import Part, StripeSet
 
 PLAIN = b"plain state"
 SIDE = 1024
@@ -131,7 +131,7 @@ class Bench:
         stop()
 
     def restore(self, start: Timed, stop: Timed) -> None:
-        """As `rackrun.worker.snapshot` does it: all is verified before a tensor is touched."""
+        """As `rackrun.worker.snapshots.shard_snapshots` does it: all is verified before a tensor is touched."""
         self._restore(start, stop, threads=2)
 
     def restore_with_one_thread(self, start: Timed, stop: Timed) -> None:

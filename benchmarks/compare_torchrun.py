@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 from jobs import machine, save
 
-from rackrun.chaos.faults import Kill, Subjects
-from rackrun.chaos.plan import AtStep, Inject, Plan
-from rackrun.chaos.run import run_plan
-from rackrun.chaos.seeds import stream
-from rackrun.chaos.targets import One
-from rackrun.chaos.torchrun import Compared, compare, run_outside, told_by
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.faults.fault_types import Kill, Subjects
+from rackrun.chaos.faults.targets import One
+from rackrun.chaos.plan.definition import AtStep, Inject, Plan
+from rackrun.chaos.runs.run_plan import run_plan
+from rackrun.chaos.runs.torchrun import Compared, compare, run_outside, told_by
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "examples" / "chaos" / "either.py")
 STEPS, EVERY = 60, 10

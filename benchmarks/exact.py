@@ -40,7 +40,7 @@ class Reductions(Workload):
 
 def kernels(count: int = 25_165_824, repeats: int = 15) -> dict[str, float]:
     """CPU milliseconds of one thread for ``count`` fp32 elements, the median."""
-    from rackrun.worker.fixed_point import fixed_point
+    from rackrun.worker.exact.fixed_point import fixed_point
 
     torch.set_num_threads(1)
     values, sums = torch.randn(count), torch.empty(count, dtype=torch.int32)

@@ -22,10 +22,10 @@ from jobs import machine, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rackrun.topology.board import Board
-from rackrun.topology.mesh import Mesh
-from rackrun.topology.model import Clique, CliqueId, Gpu, Rack, Topology, Tray
-from rackrun.topology.placement import Fitness, Placement, place
+from rackrun.topology.model.mesh import Mesh
+from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
+from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.rank_assignment import Fitness, Placement, place
 
 TRAYS, GPUS, SPARES = 18, 4, 8
 

@@ -20,11 +20,11 @@ from jobs import machine, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rackrun.chaos.planner.case import Case, simulate
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.failures import Process
-from rackrun.chaos.planner.fleet import Job, board_of, fleet_of
-from rackrun.chaos.planner.presets import preset
+from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
+from rackrun.chaos.planner.inputs.failures import Process
+from rackrun.chaos.planner.inputs.fleet import Job, board_of, fleet_of
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.inputs.published_failure_rates import preset
 
 DAY = 86400.0
 

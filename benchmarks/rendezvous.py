@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rackrun.link import exchange  # noqa: E402
-from rackrun.worker.builder import build_communicator  # noqa: E402
-from rackrun.worker.store import ExchangeStore  # noqa: E402
+from rackrun.worker.communicators.exchange_store import ExchangeStore  # noqa: E402
+from rackrun.worker.membership.communicator_builder import build_communicator  # noqa: E402
 
 TOKEN = "token"
 PATIENCE = timedelta(minutes=5)

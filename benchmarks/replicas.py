@@ -20,7 +20,7 @@ import torch
 from jobs import machine, save
 from torch import nn
 
-from rackrun.worker.state import TrackedState
+from rackrun.worker.state.tracked_state import TrackedState
 
 ROUNDS = 25
 

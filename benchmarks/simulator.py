@@ -15,9 +15,9 @@ import time
 
 from jobs import machine, save
 
-from rackrun.chaos.sim.fuzz import Tally, sweep
-from rackrun.chaos.sim.marks import MARKS
-from rackrun.chaos.sim.measure import measure
+from rackrun.chaos.simulator.base.coverage_marks import MARKS
+from rackrun.chaos.simulator.core_benchmark import measure
+from rackrun.chaos.simulator.fuzzing.fuzz import Tally, sweep
 
 RANKS = (64, 4_000, 20_000)
 

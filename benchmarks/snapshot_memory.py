@@ -28,8 +28,8 @@ from typing import Any
 
 from jobs import ROOT, Job, Mark, machine, median_range, rackrun_command, save
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.populate import Populating
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.host_memory.populate import Populating
 
 FIRST_STEPS = 12
 """In which two snapshots are taken."""

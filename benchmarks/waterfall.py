@@ -6,7 +6,7 @@
 The workload is that of ``recovery.py``: a residual MLP of 25.2 M fp32 parameters with fused AdamW under DDP, 4 gloo ranks and a warm spare.
 A SIGKILL hits a random rank at a random moment of a step. The table has the median time from the signal to the end of each stage, in
 milliseconds: of the slowest survivor, and of the newcomer. What follows is the median time from the signal until all ranks have finished a step, and how
-much that is beyond an undisturbed step. The stages of a worker are those of ``rackrun/worker/stages.py``.
+much that is beyond an undisturbed step. The stages of a worker are those of ``rackrun/worker/membership/recovery_stages.py``.
 """
 
 from __future__ import annotations

@@ -11,29 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rackrun.chaos.build import (
-        buddy_of,
-        burst,
-        every,
-        exactly,
-        flip_flop,
-        heal,
-        inject,
-        last,
-        majority,
-        make_plan,
-        minority,
-        neighbour_of,
-        one,
-        par,
-        quiet,
-        seq,
-        several,
-        swizzle,
-    )
-    from rackrun.chaos.errors import NoTarget, PlanError, Unsupported
-    from rackrun.chaos.evidence import Verdict
-    from rackrun.chaos.faults import (
+    from rackrun.chaos.base.errors import NoTarget, PlanError, Unsupported
+    from rackrun.chaos.evidence.explanations import explain
+    from rackrun.chaos.evidence.run_evidence import Verdict
+    from rackrun.chaos.faults.fault_types import (
         CrashAt,
         DelayCollective,
         DiskFails,
@@ -56,10 +37,30 @@ if TYPE_CHECKING:
         Subjects,
         Xid,
     )
-    from rackrun.chaos.mild import draw_plan
-    from rackrun.chaos.plan import Plan, read_plan, schema, write_plan
-    from rackrun.chaos.run import Summary, run_plan
-    from rackrun.chaos.words import explain
+    from rackrun.chaos.inprocess.step_probe import report_step
+    from rackrun.chaos.plan.builders import (
+        buddy_of,
+        burst,
+        every,
+        exactly,
+        flip_flop,
+        heal,
+        inject,
+        last,
+        majority,
+        make_plan,
+        minority,
+        neighbour_of,
+        one,
+        par,
+        quiet,
+        seq,
+        several,
+        swizzle,
+    )
+    from rackrun.chaos.plan.definition import Plan, read_plan, schema, write_plan
+    from rackrun.chaos.plan.survivable_plans import draw_plan
+    from rackrun.chaos.runs.run_plan import Summary, run_plan
 
 __all__ = [
     "CrashAt",
@@ -107,6 +108,7 @@ __all__ = [
     "par",
     "quiet",
     "read_plan",
+    "report_step",
     "run_plan",
     "schema",
     "seq",
@@ -115,7 +117,17 @@ __all__ = [
     "write_plan",
 ]
 
-_MODULES = ("faults", "errors", "build", "plan", "mild", "evidence", "words", "run")
+_MODULES = (
+    "inprocess.step_probe",  # first: scripts that train import nothing else of this
+    "faults.fault_types",
+    "base.errors",
+    "plan.builders",
+    "plan.definition",
+    "plan.survivable_plans",
+    "evidence.run_evidence",
+    "evidence.explanations",
+    "runs.run_plan",
+)
 
 
 def __getattr__(name: str) -> object:

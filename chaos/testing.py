@@ -17,18 +17,18 @@ from typing import Literal, NamedTuple, NoReturn, TypedDict, Unpack
 import msgspec
 import pytest
 
-from rackrun.chaos.budget import check_targets
-from rackrun.chaos.build import make_plan
-from rackrun.chaos.cmdline import check_command
-from rackrun.chaos.diagnosis import judge_script
-from rackrun.chaos.errors import PlanError
-from rackrun.chaos.evidence import Trace
-from rackrun.chaos.mild import draw_plan
-from rackrun.chaos.plan import AtStep, Inject, Part, Plan, parts_of, read_plan
-from rackrun.chaos.reference import run_reference
-from rackrun.chaos.run import Summary, check_run, run_plan
-from rackrun.chaos.seeds import stream
-from rackrun.chaos.words import explain
+from rackrun.chaos.base.errors import PlanError
+from rackrun.chaos.base.job_command import check_command
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.evidence.explanations import explain
+from rackrun.chaos.evidence.run_evidence import Trace
+from rackrun.chaos.oracles.training.diagnosis import judge_script
+from rackrun.chaos.plan.builders import make_plan
+from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, parts_of, read_plan
+from rackrun.chaos.plan.survivability import check_targets
+from rackrun.chaos.plan.survivable_plans import draw_plan
+from rackrun.chaos.runs.reference_run import run_reference
+from rackrun.chaos.runs.run_plan import Summary, check_run, run_plan
 from rackrun.errors import RackrunError, UsageError
 
 __all__ = ["Chaos", "Job", "References"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rackrun.checkpoint.manager import CheckpointManager, MemoryTier, RestoreReport, SaveHandle
+    from rackrun.checkpoint.manager.manager import CheckpointManager, MemoryTier, RestoreReport, SaveHandle
 
 __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle"]
 
@@ -13,7 +13,7 @@ __all__ = ["CheckpointManager", "MemoryTier", "RestoreReport", "SaveHandle"]
 def __getattr__(name: str) -> object:
     # torch is imported when the manager is first used: agents and rackctl read arenas and manifests without it
     if name in __all__:
-        from rackrun.checkpoint import manager
+        from rackrun.checkpoint.manager import manager
 
         return getattr(manager, name)
     raise AttributeError(f"module 'rackrun.checkpoint' has no attribute {name!r}")

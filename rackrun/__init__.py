@@ -29,19 +29,19 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # torch is imported when the worker's side is first used: rackctl and the coordinator start without it
     if name == "elastic":
-        from rackrun.worker.elastic import elastic
+        from rackrun.worker.loop.elastic import elastic
 
         return elastic
     if name == "Run":
-        from rackrun.worker.run import Run
+        from rackrun.worker.loop.run import Run
 
         return Run
     if name == "ScaleLR":
-        from rackrun.worker.lr_rule import ScaleLR
+        from rackrun.worker.batch.lr_rule import ScaleLR
 
         return ScaleLR
     if name == "Step":
-        from rackrun.worker.step import Step
+        from rackrun.worker.steps.step import Step
 
         return Step
     raise AttributeError(f"module 'rackrun' has no attribute {name!r}")

@@ -18,14 +18,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from rackrun.errors import RackrunError, UsageError
-from rackrun.link.ending import code_of, end_process
-from rackrun.link.streams import open_closed_streams, say_what_can_be_said
+from rackrun.link.process.process_exit import code_of, end_process
+from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
 
 if TYPE_CHECKING:
-    from rackrun.agent.config import AgentConfig
-    from rackrun.core.commands import StopJob
-    from rackrun.launch.arguments import Options
-    from rackrun.launch.place import RunPlace
+    from rackrun.launch.options.arguments import Options
+    from rackrun.launch.run.run_directory import RunPlace
+    from rackrun.protocol.agent_config import AgentConfig
+    from rackrun.protocol.commands import StopJob
 
 __all__ = ["main", "run"]
 
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
-    from rackrun.launch.arguments import parse
-    from rackrun.launch.place import RunPlace, new_run_id, read_token
-    from rackrun.launch.rendezvous import listen, meet
+    from rackrun.launch.options.arguments import parse
+    from rackrun.launch.run.rendezvous import listen, meet
+    from rackrun.launch.run.run_directory import RunPlace, new_run_id, read_token
 
     options = parse(arguments)
     _check_gpus()
@@ -89,19 +89,19 @@ def _launch(arguments: Sequence[str] | None) -> tuple[StopJob, bool]:
 def _check_gpus() -> None:
     import torch  # the agents fork with it
 
-    from rackrun.launch.gpus import check_gpus
+    from rackrun.launch.run.torch_build_check import check_gpus
 
     accelerated = torch.version.cuda is not None or torch.version.hip is not None
     check_gpus(os.environ, torch=torch.__version__, accelerated=accelerated)
 
 
 def _host(options: Options, run_id: str, token: str, listening: socket.socket, place: RunPlace) -> StopJob:
-    from rackrun.agent.fork_server import preload
-    from rackrun.launch.agents import LocalAgents
-    from rackrun.launch.job import host
-    from rackrun.launch.place import Endpoint
-    from rackrun.link import descriptors
+    from rackrun.agent.worker_start.fork_server import preload
+    from rackrun.launch.run.job_loop import host
+    from rackrun.launch.run.local_agents import LocalAgents
+    from rackrun.launch.run.run_directory import Endpoint
     from rackrun.link.address import join
+    from rackrun.link.process import descriptor_limit
 
     own = f"http://{join(*listening.getsockname()[:2])}"
     url = f"http://{join(*options.endpoint)}" if options.endpoint else own
@@ -111,7 +111,7 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
     log_dir = options.log_dir or str(place.directory / "logs")
     agents = LocalAgents(_agent_configs(options, run_id, token, url, log_dir))
     agents.start()
-    descriptors.raise_limit()  # every agent holds a connection, and every other host one more
+    descriptor_limit.raise_limit()  # every agent holds a connection, and every other host one more
     try:
         return asyncio.run(
             host(options, place, listening, agents, Endpoint(url=url, run_id=run_id, pid=os.getpid()), token)
@@ -121,9 +121,9 @@ def _host(options: Options, run_id: str, token: str, listening: socket.socket, p
 
 
 def _follow(options: Options, run_id: str, token: str) -> StopJob:
-    from rackrun.agent.fork_server import preload
-    from rackrun.launch.agents import LocalAgents
-    from rackrun.launch.job import follow
+    from rackrun.agent.worker_start.fork_server import preload
+    from rackrun.launch.run.job_loop import follow
+    from rackrun.launch.run.local_agents import LocalAgents
     from rackrun.link.address import join
 
     assert options.endpoint is not None
@@ -139,8 +139,8 @@ def _follow(options: Options, run_id: str, token: str) -> StopJob:
 
 
 def _agent_configs(options: Options, run_id: str, token: str, url: str, log_dir: str) -> list[AgentConfig]:
-    from rackrun.agent.config import AgentConfig, LogConfig
-    from rackrun.core.ids import TrayId
+    from rackrun.protocol.agent_config import AgentConfig, LogConfig
+    from rackrun.protocol.ids import TrayId
 
     logs = LogConfig(
         directory=log_dir,

@@ -13,9 +13,9 @@ impossible is passed over for that failure, and a notice says so.
 
 from __future__ import annotations
 
-from rackrun.core.policy import choose, parse_rules, parse_weights, refusal
-from rackrun.core.rungs import options
-from rackrun.core.situation import (
+from rackrun.core.policy.choice import choose, parse_rules, parse_weights, refusal
+from rackrun.core.policy.rungs import options
+from rackrun.protocol.policy_types import (
     ClusterView,
     Costs,
     Decision,

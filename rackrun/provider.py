@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from rackrun.coordinator.providing import Provider, RackRequest, Refused
+from rackrun.coordinator.user_code.provider_api import Provider, RackRequest, Refused
 
 __all__ = ["Provider", "RackRequest", "Refused"]

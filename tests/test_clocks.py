@@ -16,14 +16,14 @@ FOLDERS = [ROOT / "rackrun" / name for name in ("agent", "coordinator", "core", 
 FOLDERS += [ROOT / "checkpoint", ROOT / "topology"]
 
 WALL: dict[str, int] = {
-    "rackrun/coordinator/journal.py": 3,  # beside the monotonic time of each row, so that people can read it
-    "rackrun/ctl/ckpt.py": 9,  # the age of files
-    "rackrun/worker/durable.py": 1,  # the same
-    "checkpoint/saving.py": 1,  # the same
-    "rackrun/launch/place.py": 1,  # a run's name
-    "rackrun/worker/resumption.py": 1,  # between runs: a quarantine outlives a process
-    "checkpoint/manager.py": 1,  # the same
-    "checkpoint/dcp.py": 2,  # when it was written, in its manifest; the age of files
+    "rackrun/coordinator/journal/journal_writer.py": 3,  # beside the monotonic time of each row, so that people can read it
+    "rackrun/ctl/ckpt/ckpt_commands.py": 9,  # the age of files
+    "rackrun/worker/snapshots/durable_checkpoints.py": 1,  # the same
+    "checkpoint/manager/save_handle.py": 1,  # the same
+    "rackrun/launch/run/run_directory.py": 1,  # a run's name
+    "rackrun/worker/snapshots/resumption.py": 1,  # between runs: a quarantine outlives a process
+    "checkpoint/manager/manager.py": 1,  # the same
+    "checkpoint/dcp/dcp_storage.py": 2,  # when it was written, in its manifest; the age of files
 }
 """How often each of them asks, at the most."""
 _OF_TIME = ("time", "time_ns")

@@ -218,9 +218,9 @@ def _parsed_timers(module: Module) -> int:
 def _named_things(modules: list[Module]) -> dict[str, list[str]]:
     """What somebody adds one of: an event, a command, a chaos fault -> the classes that there are."""
     where = {
-        "an event": ("rackrun.core.events", "rackrun.protocol.events"),
-        "a command": ("rackrun.core.commands", "rackrun.protocol.commands"),
-        "a chaos fault": ("rackrun.chaos.faults",),
+        "an event": ("rackrun.protocol.events", "rackrun.protocol.events"),
+        "a command": ("rackrun.protocol.commands", "rackrun.protocol.commands"),
+        "a chaos fault": ("rackrun.chaos.faults.fault_types",),
     }
     found = {}
     for what, names in where.items():

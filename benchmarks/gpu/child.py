@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.gpu.registry import Check, Context, Found, Skip, load
-from rackrun.agent import proc
+from rackrun.agent.host import proc
 
 __all__ = ["TRACES_S", "main"]
 

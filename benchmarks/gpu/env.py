@@ -44,8 +44,8 @@ def versions(context: Context) -> Found:
     import torch
     import torch.distributed as dist
 
-    from rackrun.worker.compat import check as check_torch
-    from rackrun.worker.compat.trial import problems
+    from rackrun.worker.torch_compat import check as check_torch
+    from rackrun.worker.torch_compat.feature_probe import problems
 
     check_torch()
     lacking = [f"{need}: {why}" for need, why in problems().items()]
@@ -72,7 +72,7 @@ def _has_revoke() -> bool:
 
 _FORK = """
 import json, os, sys, time
-from rackrun.agent.fork_server import preload, unsound_because
+from rackrun.agent.worker_start.fork_server import preload, unsound_because
 failed = preload(sys.argv[2:])
 why, fds = unsound_because(), [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
 reading, writing = os.pipe()
@@ -116,7 +116,7 @@ _PRELOADS = {
     "kit_initialises": "import torch\ntorch.cuda.init()\ntorch.ones(1, device='cuda')\n",
     "kit_threads": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n",
     # In a dry run a file stands for the device that CUDA opens.
-    "kit_opens": "import os\nfrom rackrun.agent import fork_server\nfork_server._CUDA_DEVICE = os.path.realpath(__file__)\nheld = open(__file__)\n",
+    "kit_opens": "import os\nfrom rackrun.agent.worker_start import fork_server\nfork_server._CUDA_DEVICE = os.path.realpath(__file__)\nheld = open(__file__)\n",
 }
 
 
@@ -150,8 +150,8 @@ def driver_environment(context: Context) -> dict[str, str]:
         return {}
     if shutil.which("gcc") is None:
         raise Skip("there is no gcc to compile a driver that plays NVIDIA's")
-    from rackrun.chaos.fake_nvml.fake import FakeRack, build
-    from rackrun.topology.rack_file import read_rack_file
+    from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
+    from rackrun.topology.model.rack_file import read_rack_file
 
     topology = read_rack_file(ROOT / "examples/racks/hgx-h100.yaml")
     rack = FakeRack.create(context.folder / "rack.state", topology)
@@ -160,9 +160,9 @@ def driver_environment(context: Context) -> dict[str, str]:
 
 @check("A4", "NVML's reading against nvidia-smi; preflight", expected="equal; fit", limit_s=60, beside=True)
 def reading(context: Context) -> Found:
-    from rackrun.topology.facts import preflight
-    from rackrun.topology.nvml_watch import read_once
-    from rackrun.topology.readings import NvmlUnavailable
+    from rackrun.topology.gpu_driver.nvml_watch import read_once
+    from rackrun.topology.gpu_driver.readings import NvmlUnavailable
+    from rackrun.topology.health.findings import preflight
 
     found = read_once(env=driver_environment(context))
     if isinstance(found, NvmlUnavailable):
@@ -203,7 +203,7 @@ def _against_smi(context: Context, found: Any) -> list[str]:
 
 _READ = """
 import json, time
-from rackrun.topology.nvml import Nvml
+from rackrun.topology.gpu_driver.nvml import Nvml
 nvml, times = Nvml.open(), []
 for _ in range(100):
     began = time.monotonic()
@@ -232,9 +232,9 @@ def reading_time(context: Context) -> Found:
     beside=True,
 )
 def xids_heard(context: Context) -> Found:
-    from rackrun.topology.kernel_log import KernelLog, KernelLogUnavailable
-    from rackrun.topology.nvml_watch import read_once
-    from rackrun.topology.readings import NvmlUnavailable
+    from rackrun.topology.gpu_driver.kernel_log import KernelLog, KernelLogUnavailable
+    from rackrun.topology.gpu_driver.nvml_watch import read_once
+    from rackrun.topology.gpu_driver.readings import NvmlUnavailable
 
     found = read_once(env=driver_environment(context))
     if isinstance(found, NvmlUnavailable):

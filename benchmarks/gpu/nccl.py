@@ -264,7 +264,7 @@ def capture(context: Context) -> Found:
     not_dry=_OF_NCCL,
 )
 def modes_of_nccl(context: Context) -> Found:
-    """Of torch's own groups. rackrun uses the blocking mode: in the other NCCL starts a thread for each call (`rackrun.worker.nccl`)."""
+    """Of torch's own groups. rackrun uses the blocking mode: in the other NCCL starts a thread for each call (`rackrun.worker.communicators.nccl`)."""
     with Ranks(context, "nccl:in_both_modes", 2) as ranks:
         told = ranks.answers()[0]
     context.note(f"blocking {told['blocking']:.0f} us, non-blocking {told['non-blocking']:.0f} us")

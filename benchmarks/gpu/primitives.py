@@ -106,7 +106,7 @@ def bus(context: Context) -> Found:
     not_dry=_RATE,
 )
 def registration(context: Context) -> Found:
-    from rackrun.checkpoint.registration import register_memory, unregister_memory
+    from rackrun.checkpoint.host_memory.host_registration import register_memory, unregister_memory
 
     best = 0.0
     for name, piece, huge in (("whole", 4 * GIB, False), ("pieces of 1 GiB", GIB, False), ("huge pages", GIB, True)):
@@ -177,7 +177,7 @@ def failed_registration(context: Context) -> Found:
     import torch
 
     from benchmarks.gpu import seams
-    from rackrun.checkpoint import registration as product
+    from rackrun.checkpoint.host_memory import host_registration as product
 
     if context.dry:
         runtime = _Runtime()
@@ -206,9 +206,9 @@ def _shard(context: Context, size: int) -> tuple[Any, dict[str, Any]]:
     """Layout and tensors of about ``size`` bytes, as many tensors as a model of 1.3 B parameters has."""
     import torch
 
-    from rackrun.checkpoint.boxes import Box
-    from rackrun.checkpoint.image import TensorEntry, plan_image
-    from rackrun.worker.image import Shard
+    from rackrun.checkpoint.image.boxes import Box
+    from rackrun.checkpoint.image.safetensors_image import TensorEntry, plan_image
+    from rackrun.worker.state.state_image import Shard
 
     count = context.pick(290, 12)
     each = size // count // 4
@@ -220,7 +220,7 @@ def _shard(context: Context, size: int) -> tuple[Any, dict[str, Any]]:
 def _snapshot(context: Context, *, pinned: bool) -> Found:
     import torch
 
-    from rackrun.worker.copies import copies_from
+    from rackrun.worker.snapshots.host_copies import copies_from
 
     shard, tensors = _shard(context, context.pick(8 * GIB, 16 * MIB))
     copies = copies_from(context.device)
@@ -280,8 +280,8 @@ def snapshot_unpinned(context: Context) -> Found:
 def restore(context: Context) -> Found:
     import torch
 
-    from rackrun.checkpoint.image import read_tensors, write_image
-    from rackrun.worker.copies import copies_from
+    from rackrun.checkpoint.image.safetensors_image import read_tensors, write_image
+    from rackrun.worker.snapshots.host_copies import copies_from
 
     shard, tensors = _shard(context, context.pick(4 * GIB, 16 * MIB))
     size, rates = shard.layout.total_bytes, {}
@@ -323,7 +323,7 @@ def restore(context: Context) -> Found:
 def digest(context: Context) -> Found:
     import torch
 
-    from rackrun.worker.device_digest import BLOCK_WORDS, device_digest
+    from rackrun.worker.tensors.device_digest import BLOCK_WORDS, device_digest
 
     def of(flat: Any) -> int:
         return int(device_digest(flat))
@@ -367,7 +367,7 @@ def digest(context: Context) -> Found:
 
 
 def _is_kernel(context: Context) -> bool:
-    from rackrun.worker import device_digest as module
+    from rackrun.worker.tensors import device_digest as module
 
     find = getattr(module, "_block_sums", None)
     return find is not None and find(context.device) is not getattr(module, "_sums_by_torch", None)
@@ -383,8 +383,8 @@ def exact(context: Context) -> Found:
     """As a bucket is reduced: values into sums (`add_segments`), and sums into values (`read_segments`), on tables that are there already."""
     import torch
 
-    from rackrun.worker.fixed_point import fixed_point
-    from rackrun.worker.segments import Factors, Segments
+    from rackrun.worker.exact.fixed_point import fixed_point
+    from rackrun.worker.exact.parameter_segments import Factors, Segments
 
     arithmetic, device, scale = fixed_point(context.device), context.device, 2.0**14
     scales, inverses = Factors.all_of(device, [scale], [1 / scale])
@@ -455,7 +455,7 @@ def exact(context: Context) -> Found:
 def progress_stamp(context: Context) -> Found:
     import torch
 
-    from rackrun.checkpoint.registration import register_memory
+    from rackrun.checkpoint.host_memory.host_registration import register_memory
 
     torch.cuda.init()
     driver = ctypes.CDLL("libcuda.so.1")

@@ -322,11 +322,11 @@ def illegal_access(context: Context) -> Found:
 
     import torch
 
-    from rackrun.core.health import Health
-    from rackrun.topology.kernel_log import KernelLog
-    from rackrun.topology.nvml_watch import NvmlWatch
-    from rackrun.topology.readings import XidEvent
-    from rackrun.topology.xid import judge_xid
+    from rackrun.protocol.gpu_health import Health
+    from rackrun.topology.gpu_driver.kernel_log import KernelLog
+    from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
+    from rackrun.topology.gpu_driver.readings import XidEvent
+    from rackrun.topology.health.xid import judge_xid
 
     script = context.folder / "wild.py"  # Triton reads the source of a kernel from its file
     script.write_text(_WILD)

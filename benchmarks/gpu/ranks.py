@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from benchmarks.gpu.jobs import readable
 from benchmarks.gpu.registry import Context
 from benchmarks.gpu.scripts.common import DOUBLE, DOUBLE_AT, doubled, show_stacks_in_time
-from rackrun.agent import proc
+from rackrun.agent.host import proc
 
 __all__ = ["Rank", "Ranks"]
 

@@ -24,7 +24,7 @@ _OF_NCCL = "what NCCL's own communicator does; the double has none"
     not_dry=_OF_NCCL,
 )
 def shutdown_after_abort(context: Context) -> Found:
-    """`rackrun.worker.nccl.Nccl2` breaks by the one and frees by the other."""
+    """`rackrun.worker.communicators.nccl.Nccl2` breaks by the one and frees by the other."""
     import torch.distributed as dist
 
     if not hasattr(dist, "ProcessGroupNCCL2"):
@@ -142,7 +142,7 @@ def synchronises(rank: Rank) -> dict[str, Any]:
     limit_s=60,
 )
 def asked_beside(context: Context) -> Found:
-    """The control thread asks how far the device is (`rackrun.worker.progress`): here without a pause, which also takes Python's lock from the
+    """The control thread asks how far the device is (`rackrun.worker.membership.collective_progress`): here without a pause, which also takes Python's lock from the
     main thread, so that the cost of a call is only noted."""
     with Ranks(context, "relied_on:asks", 2, {"calls": context.pick(300, 60)}) as ranks:
         told = ranks.answers()[0]
@@ -161,7 +161,7 @@ def asks(rank: Rank) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu import seams
-    from rackrun.worker.device_queue import queue_of
+    from rackrun.worker.device.device_queue import queue_of
 
     communicator = rank.communicator("asks")
     tensor = torch.ones(1024, device=rank.device)
@@ -218,7 +218,7 @@ def asks(rank: Rank) -> dict[str, Any]:
 )
 def engine_callbacks(context: Context) -> Found:
     """A callback that a hook queues is called when all is computed; one that it queues then, behind DDP's, which waits for all buckets. The
-    worker's own time rests on both (`rackrun.worker.own_time`)."""
+    worker's own time rests on both (`rackrun.worker.device.own_time`)."""
     with Ranks(context, "relied_on:calls_back", 2, double="") as ranks:
         answers = ranks.answers()
     wrong = [f"rank {rank}: {what}" for rank, answer in enumerate(answers) for what in answer["wrong"]]
@@ -300,10 +300,10 @@ _KEPT: list[Any] = []
     not_dry="graphs are of GPUs",
 )
 def capture_beside(context: Context) -> Found:
-    """`rackrun.checkpoint.device.use_device` gives each thread its own mode of capture; without it such a question ends the other's capture."""
+    """`rackrun.checkpoint.host_memory.device_threads.use_device` gives each thread its own mode of capture; without it such a question ends the other's capture."""
     import torch
 
-    from rackrun.checkpoint.device import use_device
+    from rackrun.checkpoint.host_memory.device_threads import use_device
 
     found = {}
     for name, prepare in (("with", use_device), ("without", torch.cuda.set_device)):

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from benchmarks.gpu.raw_nccl import RawNccl
-from rackrun.checkpoint import libraries, registration
+from rackrun.checkpoint.host_memory import host_registration, loaded_libraries
 from rackrun.link import exchange
-from rackrun.worker import builder, nccl, restore_transfer, units, world
-from rackrun.worker.nccl_environment import prepare_environment
+from rackrun.worker.communicators import nccl
+from rackrun.worker.communicators.nccl_environment import prepare_environment
+from rackrun.worker.loop import unit_runner
+from rackrun.worker.membership import communicator_builder, worker_membership
+from rackrun.worker.restore import restore_transfer
 
 __all__ = [
     "as_they_are",
@@ -49,9 +52,9 @@ def communicator(address: str, name: str, rank: int, size: int, device: torch.de
     given: dict[str, Any] = {"device": device, "store": store, "rank": rank, "size": size, "timeout": HANDSHAKE}
     if hasattr(exchange, "TCPSTORE_KEY"):  # where NCCL needs a store of torch's own
         store.set(exchange.TCPSTORE_KEY, address)
-    if "prefix" in inspect.signature(builder.build_communicator).parameters:
+    if "prefix" in inspect.signature(communicator_builder.build_communicator).parameters:
         given["prefix"] = f"kit/{name}"
-    return builder.build_communicator(**given)
+    return communicator_builder.build_communicator(**given)
 
 
 def asynchronous() -> dist.AllreduceOptions:
@@ -80,15 +83,15 @@ def as_they_are(values: torch.Tensor) -> torch.Tensor:
 def play_runtime(runtime: Any) -> None:
     """``runtime`` in the place of CUDA's, whose last error a failed registration has to take."""
     for name in ("_loaded_runtime", "loaded_runtime"):
-        if hasattr(registration, name):
-            setattr(registration, name, lambda: runtime)
-    if hasattr(registration, "loaded_library"):
-        registration.loaded_library = lambda _: runtime
+        if hasattr(host_registration, name):
+            setattr(host_registration, name, lambda: runtime)
+    if hasattr(host_registration, "loaded_library"):
+        host_registration.loaded_library = lambda _: runtime
 
 
 def leave_spares_cold() -> None:
     """A spare of this process makes its first communicator of NCCL when it is needed."""
-    units.warm_nccl = lambda *_: None
+    unit_runner.warm_nccl = lambda *_: None
 
 
 def when_nccl_builds(call: Callable[[], None]) -> None:
@@ -120,7 +123,7 @@ def when_giving(call: Callable[[], None]) -> None:
 
 def raw_nccl() -> RawNccl:
     """RuntimeError where torch has NCCL within itself."""
-    library = libraries.loaded_library("libnccl")
+    library = loaded_libraries.loaded_library("libnccl")
     if library is None:
         raise RuntimeError("torch has loaded no libnccl")
     return RawNccl(library)
@@ -128,7 +131,7 @@ def raw_nccl() -> RawNccl:
 
 def quiet_after(device: torch.device, limit_s: float, *, stop: Callable[[], bool] = lambda: False) -> float | None:
     """Seconds until the device has done all that this thread has enqueued. None: it has not, after ``limit_s``. Nothing blocks on the device."""
-    passed, began = world.queue_of(device).mark(), time.monotonic()
+    passed, began = worker_membership.queue_of(device).mark(), time.monotonic()
     while not passed():
         if time.monotonic() - began > limit_s or stop():
             return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from rackrun.chaos.conductor import Strike
-from rackrun.chaos.faults import (
+from rackrun.chaos.faults.crash_points import POINTS, points_of
+from rackrun.chaos.faults.fault_types import (
     CrashAt,
     DelayCollective,
     DiskFails,
@@ -31,17 +31,17 @@ from rackrun.chaos.faults import (
     Xid,
     name_of,
 )
-from rackrun.chaos.injectors.extra import Doubled, Returned
-from rackrun.chaos.injectors.gpus import Reported, driver_refusal
-from rackrun.chaos.injectors.network import network_refusal, strike_network
-from rackrun.chaos.injectors.orders import Ordered
-from rackrun.chaos.injectors.seam import All, Injected, Missed, Outcome, whom
-from rackrun.chaos.injectors.signals import Killed, Paused, Preempted
-from rackrun.chaos.injectors.slow import ByQuota, ByTurns, quota_here
-from rackrun.chaos.injectors.state import state_refusal, strike_state
-from rackrun.chaos.job import Job
-from rackrun.chaos.points import POINTS, points_of
-from rackrun.chaos.targets import Scene
+from rackrun.chaos.faults.targets import Scene
+from rackrun.chaos.injectors.common.injection import All, Injected, Missed, Outcome, whom
+from rackrun.chaos.injectors.common.inprocess_orders import Ordered
+from rackrun.chaos.injectors.network.network_faults import network_refusal, strike_network
+from rackrun.chaos.injectors.processes.cpu_slowdown import ByQuota, ByTurns, quota_here
+from rackrun.chaos.injectors.processes.return_and_duplicate import Doubled, Returned
+from rackrun.chaos.injectors.processes.signals import Killed, Paused, Preempted
+from rackrun.chaos.injectors.resources.gpu_errors import Reported, driver_refusal
+from rackrun.chaos.injectors.resources.resource_faults import state_refusal, strike_state
+from rackrun.chaos.plan.conductor import Strike
+from rackrun.chaos.testbed.job_under_test import Job
 
 __all__ = ["Injected", "Missed", "Outcome", "inject", "refusal"]
 

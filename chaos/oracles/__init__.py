@@ -6,23 +6,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from rackrun.chaos.evidence import Evidence, Verdict
-from rackrun.chaos.oracles import (
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.oracles.behaviour import (
     accounts,
-    committed,
     ending,
     leftovers,
-    losses,
     recovery_times,
     replayed,
     restraint,
-    rollback,
-    samples,
     strikes,
     time,
-    untracked,
-    weights,
 )
+from rackrun.chaos.oracles.training import committed, losses, rollback, samples, untracked, weights
 
 __all__ = ["ORACLES", "judge", "overall"]
 

@@ -11,23 +11,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.failures import Strike
-from rackrun.chaos.planner.fleet import Fleet, Job
-from rackrun.chaos.planner.formulas import Formula
-from rackrun.chaos.planner.outcome import Outcome
-from rackrun.chaos.planner.simulation import Simulation
-from rackrun.chaos.planner.spread import Spread, spread_of
-from rackrun.chaos.planner.state import Intervals
-from rackrun.chaos.seeds import stream
-from rackrun.core.policy import parse_rules
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.planner.analysis.applicable_formulas import Formula
+from rackrun.chaos.planner.analysis.seed_statistics import Spread, spread_of
+from rackrun.chaos.planner.inputs.failures import Strike
+from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.fleet_simulation import Simulation
+from rackrun.chaos.planner.model.job_state import Intervals
+from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.core.policy.choice import parse_rules
 
 __all__ = ["Kills", "Prediction", "predict"]
 
 
 class Kills:
-    """One rank at a time, each rank as likely. As a `rackrun.chaos.planner.failures.Source`."""
+    """One rank at a time, each rank as likely. As a `rackrun.chaos.planner.inputs.failures.Source`."""
 
     def __init__(self, ranks: int, every_s: float, horizon_s: float, seed: int, *, even: bool) -> None:
         self._ranks, self._every_s, self._horizon_s, self._seed, self._even = ranks, every_s, horizon_s, seed, even

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos import history, summary
+from rackrun.chaos.evidence import history, summary
 
 __all__ = ["schemas"]
 

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset, default_collate
 
 import rackrun
-from rackrun.chaos.told import FOLDER, tell
+from rackrun.chaos import report_step
+from rackrun.chaos.inprocess.step_probe import FOLDER
 
 STEPS, FILE, EVERY = int(sys.argv[1]), Path(sys.argv[2]) / "checkpoint.pt", int((sys.argv[3:] or ["10"])[0])
 WIDTH, BATCH, SEED, STEP_S = 64, 4, 3, 0.05
@@ -80,7 +81,7 @@ def with_torchrun() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell(rank=rank, step=step, loss=loss.item(), samples=ids.tolist())
+        report_step(rank=rank, step=step, loss=loss.item(), samples=ids.tolist())
         if rank == 0 and step % EVERY == EVERY - 1:
             partial = FILE.with_suffix(".part")
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)

@@ -10,8 +10,8 @@ import os
 
 import msgspec
 
-from rackrun.agent.config import AgentConfig
-from rackrun.link.ending import code_of, end_process
+from rackrun.link.process.process_exit import code_of, end_process
+from rackrun.protocol.agent_config import AgentConfig
 
 __all__: list[str] = []
 

@@ -17,27 +17,27 @@ import traceback
 import msgspec
 import torch
 
-from rackrun.agent import proc
-from rackrun.agent.child import open_standard_streams
-from rackrun.agent.config import JOB_IS_OVER, AgentConfig
-from rackrun.agent.devices import Devices
-from rackrun.agent.fillers import Fillers
-from rackrun.agent.fork_server import ForkServer, preload, unsound_because
-from rackrun.agent.logs import Logs
-from rackrun.agent.mirror import Mirror
-from rackrun.agent.snapshots import SnapshotService
-from rackrun.agent.stores import Stores
-from rackrun.agent.tray import Tray
-from rackrun.agent.uplink import End, Uplink, Urgency
-from rackrun.agent.watch import Watch
-from rackrun.checkpoint import isal
-from rackrun.core.commands import DismissTray, StopJob, WorkerCommand
-from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined
-from rackrun.core.wire import encode
-from rackrun.link import descriptors
+from rackrun.agent.fillers.filler_runner import Fillers
+from rackrun.agent.gpus.gpu_monitor import Devices
+from rackrun.agent.host import proc
+from rackrun.agent.snapshots.mirror import Mirror
+from rackrun.agent.snapshots.snapshot_service import SnapshotService
+from rackrun.agent.tray.tray import Tray
+from rackrun.agent.tray.uplink import End, Uplink, Urgency
+from rackrun.agent.tray.worker_liveness import Watch
+from rackrun.agent.worker_start.fork_server import ForkServer, preload, unsound_because
+from rackrun.agent.worker_start.tcp_stores import Stores
+from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.agent.worker_start.worker_main import open_standard_streams
+from rackrun.checkpoint.redundancy import isal
 from rackrun.link.exchange import ExchangeServer
 from rackrun.link.listener import RESERVE
-from rackrun.link.streams import open_closed_streams, say_what_can_be_said
+from rackrun.link.process import descriptor_limit
+from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
+from rackrun.protocol.agent_config import JOB_IS_OVER, AgentConfig
+from rackrun.protocol.commands import DismissTray, StopJob, WorkerCommand
+from rackrun.protocol.events import DepartureAnnounced, StopRequested, TrayJoined
+from rackrun.protocol.wire import encode
 
 __all__ = ["EXIT_DONE", "EXIT_LOST", "EXIT_REFUSED", "run_agent"]
 
@@ -95,7 +95,7 @@ class _Agent:
     async def run(self, server: ForkServer) -> int:
         config = self._config
         loop = asyncio.get_running_loop()
-        descriptors.raise_limit()
+        descriptor_limit.raise_limit()
         self._stop, self._leave = loop.create_future(), loop.create_future()
         devices = Devices(config)
         stores = Stores(config.advertise, config.tray, config.token)

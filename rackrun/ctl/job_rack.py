@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rackrun.coordinator.whereabouts import Whereabouts
-from rackrun.core.hindsight import Standing
-from rackrun.core.ids import SlotId
-from rackrun.topology.picture import Cell, Look, Meaning, letters_of, svg, terminal
+from rackrun.coordinator.report.rank_placement import Whereabouts
+from rackrun.core.machine.hindsight import Standing
+from rackrun.protocol.ids import SlotId
+from rackrun.topology.drawing.rack_picture import Cell, Look, Meaning, letters_of, svg, terminal
 
 __all__ = ["as_json", "draw_job", "draw_job_svg", "shape_of"]
 

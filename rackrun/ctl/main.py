@@ -11,16 +11,16 @@ import msgspec
 import typer
 from rich.console import Console
 
-from rackrun.checkpoint.location import local_path
-from rackrun.coordinator.report import read_report
-from rackrun.ctl.asking import Run, ask, running
-from rackrun.ctl.chaos import WithChaos
-from rackrun.ctl.ckpt import ckpt
-from rackrun.ctl.control import add_control
-from rackrun.ctl.render import render_report, render_result, render_status
-from rackrun.ctl.topology import topology
+from rackrun.checkpoint.base.location import local_path
+from rackrun.coordinator.report.run_report import read_report
+from rackrun.ctl.ckpt.ckpt_commands import ckpt
+from rackrun.ctl.control_commands import add_control
+from rackrun.ctl.coordinator_client import Run, ask, running
+from rackrun.ctl.plugin_commands import WithChaos
+from rackrun.ctl.run_render import render_report, render_result, render_status
+from rackrun.ctl.topology_commands import topology
 from rackrun.errors import InternalError, RackrunError, UsageError
-from rackrun.launch.place import Result, find_run, read_json
+from rackrun.launch.run.run_directory import Result, find_run, read_json
 
 __all__ = ["CRASHED", "app", "main"]
 

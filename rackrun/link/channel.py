@@ -6,8 +6,8 @@ import socket
 import struct
 import threading
 
-from rackrun.core.commands import WorkerCommand
-from rackrun.core.wire import Upward, decode_command, encode
+from rackrun.protocol.commands import WorkerCommand
+from rackrun.protocol.wire import Upward, decode_command, encode
 
 __all__ = ["FRAME_BYTES_MAX", "WorkerChannel", "frame", "split_frames"]
 

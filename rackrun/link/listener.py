@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeAlias
 
-from rackrun.link.descriptors import ceiling
+from rackrun.link.process.descriptor_limit import ceiling
 
 __all__ = [
     "FIRST_BYTES_MAX",

@@ -18,16 +18,16 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from rackrun.agent import proc
-from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
-from rackrun.agent.fork_server import preload
+from rackrun.agent.host import proc
 from rackrun.agent.main import run_agent
-from rackrun.core.commands import FenceWorker, ReleaseWorkers, StartWorker, StopJob, Worker, WorkerCommand
-from rackrun.core.events import TrayJoined, WorkerExited
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId
-from rackrun.core.wire import Upward, decode_upward
+from rackrun.agent.worker_start.fork_server import preload
 from rackrun.link.channel import frame
-from rackrun.link.numbered import Numbered, Welcome
+from rackrun.link.reliable_messages import Numbered, Welcome
+from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
+from rackrun.protocol.commands import FenceWorker, ReleaseWorkers, StartWorker, StopJob, Worker, WorkerCommand
+from rackrun.protocol.events import TrayJoined, WorkerExited
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId
+from rackrun.protocol.wire import Upward, decode_upward
 from tests.topology.conftest import fake, library
 
 __all__ = ["fake", "library"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.agent.cage import Order
-from rackrun.agent.cgroup import Cgroup
-from rackrun.agent.fillers import CAGE
+from rackrun.agent.fillers.filler_runner import CAGE
+from rackrun.agent.fillers.filler_supervisor import Order
+from rackrun.agent.host.cgroup import Cgroup
 
 
 def cage(*command: str, said: bytes | None = None, cwd: Path | None = None) -> int:

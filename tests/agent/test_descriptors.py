@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rackrun.core.ids import Generation
+from rackrun.protocol.ids import Generation
 from tests.agent.conftest import eventually
 
 pytestmark = pytest.mark.slow

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 import torch
 
-from rackrun.agent import proc
-from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
-from rackrun.agent.devices import Devices, Pace, _library_here
-from rackrun.agent.judge import DeviceEvent
-from rackrun.chaos.fake_nvml.fake import FakeTray, build
-from rackrun.core.events import DeviceChecked, DeviceJudged, TrayJoined
-from rackrun.core.health import Health, Response
-from rackrun.core.ids import TrayId
-from rackrun.topology.sources import PartialTopology, merge, partial_of_tray
+from rackrun.agent.gpus.gpu_monitor import Devices, Pace, _library_here
+from rackrun.agent.gpus.gpu_verdicts import DeviceEvent
+from rackrun.agent.host import proc
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeTray, build
+from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
+from rackrun.protocol.events import DeviceChecked, DeviceJudged, TrayJoined
+from rackrun.protocol.gpu_health import Health, Response
+from rackrun.protocol.ids import TrayId
+from rackrun.topology.sources.partial_topology import PartialTopology, merge, partial_of_tray
 from tests.topology.conftest import Fake
 
 TRAY = TrayId("tray-03")
@@ -281,7 +281,7 @@ async def test_a_simulated_tray_is_watched_only_where_the_driver_lists_its_gpus(
 
 async def test_workers_are_bound_near_their_gpu_unless_it_is_switched_off(watching, fake, monkeypatch):
     of = fake()
-    monkeypatch.setattr("rackrun.agent.devices.cores_here", lambda: frozenset(range(144)))
+    monkeypatch.setattr("rackrun.agent.gpus.gpu_monitor.cores_here", lambda: frozenset(range(144)))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64, 80)))
     async with watching(of.env(TRAY)) as watched:
         await joined(watched)

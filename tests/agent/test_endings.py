@@ -16,11 +16,12 @@ import msgspec
 import pytest
 
 import rackrun
-from rackrun.agent import proc, watch
-from rackrun.agent.config import ScriptConfig
-from rackrun.core.commands import DismissTray
-from rackrun.core.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
-from rackrun.core.wire import PROTOCOL
+from rackrun.agent.host import proc
+from rackrun.agent.tray import worker_liveness
+from rackrun.protocol.agent_config import ScriptConfig
+from rackrun.protocol.commands import DismissTray
+from rackrun.protocol.events import DepartureAnnounced, StopRequested, TrayJoined, WorkerExited, WorkerStalled
+from rackrun.protocol.wire import PROTOCOL
 
 SLEEPER = """
 import os, subprocess, time
@@ -31,9 +32,9 @@ time.sleep(600)
 
 HEARTBEATS = """
 import os, threading, time
-from rackrun.core.ids import Position
+from rackrun.protocol.ids import Position
 from rackrun.link import boot
-from rackrun.link.page import Activity, HeartbeatPage
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 page = HeartbeatPage(boot.current().page_fd)
 def tick():
     while True:
@@ -206,7 +207,7 @@ async def test_a_stopped_worker_is_silent_before_any_step_time_is_known(rig):
 
 
 async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monkeypatch):
-    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)  # a minute
+    monkeypatch.setattr(worker_liveness, "_SILENCE_NS", 700_000_000)  # a minute
     await rig.start(
         """
         import ctypes
@@ -221,7 +222,7 @@ async def test_a_plain_script_whose_interpreter_does_not_run_is_silent(rig, monk
 
 
 async def test_a_plain_script_that_sleeps_is_not(rig, monkeypatch):
-    monkeypatch.setattr(watch, "_SILENCE_NS", 700_000_000)
+    monkeypatch.setattr(worker_liveness, "_SILENCE_NS", 700_000_000)
     await rig.start("import time; time.sleep(4); print('awake')")
     await rig.start_worker()
     await rig.line("awake")
@@ -251,7 +252,7 @@ async def test_a_broken_connection_is_taken_up_again_and_nothing_is_lost(rig):
     await rig.start(
         """
         import sys, time
-        from rackrun.core.events import WorkerReady
+        from rackrun.protocol.events import WorkerReady
         from rackrun.link import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()

@@ -16,29 +16,29 @@ import msgspec
 import pytest
 import torch
 
-import rackrun.agent.fillers
-import rackrun.agent.worker
-from rackrun.agent import proc
-from rackrun.agent.binding import NOWHERE
-from rackrun.agent.cage import HELD, Order
-from rackrun.agent.cgroup import Cgroup
-from rackrun.agent.config import FillerConfig, FillerPauses, LogConfig
-from rackrun.agent.fillers import CAGE, HOLD_S, LATE_S, MARK, Fillers
-from rackrun.agent.idle import finish_off, idle_can_be_left
-from rackrun.agent.logs import Logs
-from rackrun.agent.start_checks import SHARE
-from rackrun.core.commands import Member, Plan, ReleaseWorkers, ResumeGeneration
-from rackrun.core.commands import Worker as Who
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.core.wire import FillerTold
-from rackrun.launch.filler import GRACE_S_MAX
+import rackrun.agent.fillers.filler_runner
+import rackrun.agent.workers.worker_handle
+from rackrun.agent.fillers.filler_runner import CAGE, HOLD_S, LATE_S, MARK, Fillers
+from rackrun.agent.fillers.filler_supervisor import HELD, Order
+from rackrun.agent.gpus.start_checks import SHARE
+from rackrun.agent.host import proc
+from rackrun.agent.host.cgroup import Cgroup
+from rackrun.agent.host.numa_binding import NOWHERE
+from rackrun.agent.host.priority import finish_off, idle_can_be_left
+from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.launch.options.filler_options import GRACE_S_MAX
+from rackrun.protocol.agent_config import FillerConfig, FillerPauses, LogConfig
+from rackrun.protocol.commands import Member, Plan, ReleaseWorkers, ResumeGeneration
+from rackrun.protocol.commands import Worker as Who
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.protocol.wire import FillerTold
 from tests.agent import nasty_fillers
 from tests.agent.conftest import eventually
 from tests.agent.nasty_fillers import DAEMON, KINDS
 
 SPARE = """
 import os, time
-from rackrun.core.events import WorkerReady
+from rackrun.protocol.events import WorkerReady
 from rackrun.link import boot
 from rackrun.link.channel import WorkerChannel
 me = boot.current()
@@ -227,7 +227,7 @@ async def test_a_filler_that_is_held_is_stopped_with_all_below_it_and_ends_with_
 
 @pytest.mark.parametrize("killed", ["cage", "agent"])
 async def test_nobody_stays_stopped_when_who_holds_a_filler_is_killed(rig, killed, monkeypatch):
-    monkeypatch.setattr(rackrun.agent.fillers, "HOLD_S", 1000.0)
+    monkeypatch.setattr(rackrun.agent.fillers.filler_runner, "HOLD_S", 1000.0)
     monkeypatch.setattr(Cgroup, "make", lambda _name: None)
     await begin(rig, "sh", "-c", "setsid sleep 603 & exec sleep 604")
     await spare_waits(rig)
@@ -268,7 +268,7 @@ def test_a_process_that_may_not_be_killed_saves_nobody_else(monkeypatch):
 def test_a_launcher_does_not_wait_for_a_process_that_it_may_not_kill():
     kill = """if True:
         import os, subprocess
-        from rackrun.launch.agents import LocalAgents
+        from rackrun.launch.run.local_agents import LocalAgents
         with subprocess.Popen(["sleep", "600"]) as others:
             def refuse(*_):
                 raise PermissionError
@@ -454,7 +454,7 @@ async def test_it_has_its_slots_gpu_and_none_of_a_ranks_environment(rig):
     ],
 )
 def test_a_filler_sees_the_gpu_that_its_slots_worker_has(index, gpus, environment, wanted):
-    assert rackrun.agent.fillers._device(index, gpus, environment)["CUDA_VISIBLE_DEVICES"] == wanted
+    assert rackrun.agent.fillers.filler_runner._device(index, gpus, environment)["CUDA_VISIBLE_DEVICES"] == wanted
 
 
 def sleeper(rig, word: str) -> int:
@@ -494,7 +494,7 @@ async def test_it_is_last_in_line_with_all_sessions_that_it_makes(rig):
 async def test_where_workers_have_gpus_the_plan_comes_when_the_filler_is_gone(rig):
     def as_on_a_gpu_host() -> int:
         torch.cuda.device_count = lambda: 1
-        rackrun.agent.worker.HELD_S = 1000.0
+        rackrun.agent.workers.worker_handle.HELD_S = 1000.0
         filler = FillerConfig(command=(*LEAVES_WHEN_LET, str(rig.folder)), grace_s=1000.0, last_in_line=False)
         return rig.run(SPARE, slots=1, filler=filler)
 

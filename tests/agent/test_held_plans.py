@@ -8,11 +8,11 @@ import socket
 
 import pytest
 
-import rackrun.agent.worker
-from rackrun.agent.worker import Worker
-from rackrun.core.commands import Plan, ReleaseWorkers, ResumeGeneration, StartWorker
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+import rackrun.agent.workers.worker_handle
+from rackrun.agent.workers.worker_handle import Worker
 from rackrun.link.channel import frame
+from rackrun.protocol.commands import Plan, ReleaseWorkers, ResumeGeneration, StartWorker
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 
 PLAN = frame(
     ResumeGeneration(
@@ -34,7 +34,7 @@ START = StartWorker(
 
 
 async def test_a_plan_does_not_wait_for_ever_for_a_filler_that_does_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rackrun.agent.worker, "HELD_S", 0.01)
+    monkeypatch.setattr(rackrun.agent.workers.worker_handle, "HELD_S", 0.01)
     worker, theirs = worker_and_its_end()
     worker.send(PLAN, after=asyncio.Event())
     assert await received(theirs, len(PLAN)) == PLAN

@@ -56,7 +56,7 @@ def test_a_kernel_that_lets_nothing_of_others_be_read(monkeypatch: pytest.Monkey
     """The same where none of the above can be had: every process but ours refuses."""
     import builtins
 
-    from rackrun.agent import proc
+    from rackrun.agent.host import proc
 
     really = builtins.open
     own = f"/proc/{os.getpid()}/"

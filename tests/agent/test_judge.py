@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rackrun.agent.hardware import by_driver, is_of, named_cliques, reconciled
-from rackrun.agent.judge import Judge, cliques_of
-from rackrun.agent.slots import visible_gpus
-from rackrun.core.events import DeviceChecked, DeviceJudged
-from rackrun.core.health import Health
-from rackrun.core.ids import TrayId
-from rackrun.topology.errors import SourcesDisagree
-from rackrun.topology.kmsg import KernelXid
-from rackrun.topology.model import CliqueId, Topology
-from rackrun.topology.readings import Fabric, NvmlUnavailable, Platform, TrayReading, XidEvent
-from rackrun.topology.sources import merge, partial_of_tray
+from rackrun.agent.gpus.gpu_verdicts import Judge, cliques_of
+from rackrun.agent.gpus.tray_description import by_driver, is_of, named_cliques, reconciled
+from rackrun.agent.gpus.visible_gpus import visible_gpus
+from rackrun.protocol.events import DeviceChecked, DeviceJudged
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import TrayId
+from rackrun.topology.gpu_driver.kernel_messages import KernelXid
+from rackrun.topology.gpu_driver.readings import Fabric, NvmlUnavailable, Platform, TrayReading, XidEvent
+from rackrun.topology.model.errors import SourcesDisagree
+from rackrun.topology.model.racks import CliqueId, Topology
+from rackrun.topology.sources.partial_topology import merge, partial_of_tray
 from tests.topology.conftest import EXAMPLES
 from tests.topology.readings import CLIQUE, FABRIC, down, gpu, tray
 
@@ -194,6 +194,6 @@ def test_a_simulated_tray_has_only_the_gpus_that_its_file_names(nvl72: Topology)
 
 @pytest.fixture(scope="module")
 def nvl72() -> Topology:
-    from rackrun.topology.rack_file import read_rack_file
+    from rackrun.topology.model.rack_file import read_rack_file
 
     return read_rack_file(EXAMPLES / "gb200-nvl72.yaml")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rackrun.agent.worker import Worker
-from rackrun.core.ids import BEGIN, Position
-from rackrun.link.page import Activity, HeartbeatPage
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+from rackrun.protocol.ids import BEGIN, Position
 
 STEP = Position(7)
 

@@ -10,16 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rackrun.agent.mirror import Copies, Mirror
-from rackrun.agent.mirror import Holder as Destination
-from rackrun.agent.room import Refused
-from rackrun.agent.snapshots import SnapshotService
-from rackrun.agent.worker import Worker
-from rackrun.checkpoint.arena import Arena
-from rackrun.core.commands import StartWorker
-from rackrun.core.events import Event, SnapshotMirrored
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.link.boot import MEMORY_HEADER, SNAPSHOT_JOB
+from rackrun.agent.snapshots.memory_limit import Refused
+from rackrun.agent.snapshots.mirror import Copies, Mirror
+from rackrun.agent.snapshots.mirror import Holder as Destination
+from rackrun.agent.snapshots.snapshot_service import SnapshotService
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.protocol.boot import MEMORY_HEADER, SNAPSHOT_JOB
+from rackrun.protocol.commands import StartWorker
+from rackrun.protocol.events import Event, SnapshotMirrored
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}

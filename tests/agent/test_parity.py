@@ -15,20 +15,20 @@ from itertools import permutations
 import aiohttp
 import pytest
 
-from rackrun.agent import parity
-from rackrun.agent.mirror import Mirror
-from rackrun.agent.parity import TRAILER, Set
-from rackrun.agent.room import Refused, check_room
-from rackrun.agent.snapshots import SnapshotService
-from rackrun.agent.worker import Worker
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.stripe_set import Part, StripeSet, decode_header
-from rackrun.core.commands import Keeper, Restore, StartWorker, Stripes
-from rackrun.core.events import Event, SnapshotStriped
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, Step, TrayId
-from rackrun.link.boot import SNAPSHOT_JOB
-from rackrun.worker.fetch import Damaged, fetch_snapshot
+from rackrun.agent.snapshots import snapshot_parity as parity
+from rackrun.agent.snapshots.memory_limit import Refused, check_room
+from rackrun.agent.snapshots.mirror import Mirror
+from rackrun.agent.snapshots.snapshot_parity import TRAILER, Set
+from rackrun.agent.snapshots.snapshot_service import SnapshotService
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.redundancy.stripe_set import Part, StripeSet, decode_header
+from rackrun.protocol.boot import SNAPSHOT_JOB
+from rackrun.protocol.commands import Keeper, Restore, StartWorker, Stripes
+from rackrun.protocol.events import Event, SnapshotStriped
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, Step, TrayId
+from rackrun.worker.restore.snapshot_fetch import Damaged, fetch_snapshot
 
 TOKEN = "a-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}

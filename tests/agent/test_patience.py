@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from rackrun.agent.patience import HeldUp, Patience, Signs, starved_ns, works
-from rackrun.agent.signs import frozen, read_signs, where_in_kernel
+from rackrun.agent.workers.hang_detector import HeldUp, Patience, Signs, starved_ns, works
+from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
 
 S = 1_000_000_000
 IDLE, BUSY = 3 * S, 30 * S

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from rackrun.agent.binding import bind, bindings, cores_here
-from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
-from rackrun.agent.environment import worker_environment
-from rackrun.core.commands import StartWorker
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId, TrayId
-from rackrun.topology.model import Gpu, Rack, Topology, Tray
+from rackrun.agent.host.numa_binding import bind, bindings, cores_here
+from rackrun.agent.worker_start.torchrun_environment import worker_environment
+from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
+from rackrun.protocol.commands import StartWorker
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId, TrayId
+from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
 from tests.agent.conftest import fork
 
 GRACE = range(144)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from rackrun.agent.slots import visible_gpus
-from rackrun.agent.start_checks import Start, check_start
-from rackrun.topology.readings import TrayReading
+from rackrun.agent.gpus.start_checks import Start, check_start
+from rackrun.agent.gpus.visible_gpus import visible_gpus
+from rackrun.topology.gpu_driver.readings import TrayReading
 from tests.topology.readings import gpu, tray
 
 

@@ -15,7 +15,7 @@ import contextlib, os, socket, sys
 from datetime import timedelta
 import psutil
 from torch.distributed import TCPStore
-from rackrun.agent.stores import Stores
+from rackrun.agent.worker_start.tcp_stores import Stores
 
 def sockets():
     found = 0

@@ -7,14 +7,14 @@ import os
 
 from aiohttp import WSMsgType
 
-from rackrun.agent.config import JOB_IS_OVER
-from rackrun.agent.uplink import End, Uplink, Urgency
-from rackrun.core.commands import StopJob
-from rackrun.core.events import WorkerFinished
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.core.wire import Logged, UnitCommitted, encode
+from rackrun.agent.tray.uplink import End, Uplink, Urgency
 from rackrun.link.channel import frame
-from rackrun.link.numbered import Numbered
+from rackrun.link.reliable_messages import Numbered
+from rackrun.protocol.agent_config import JOB_IS_OVER
+from rackrun.protocol.commands import StopJob
+from rackrun.protocol.events import WorkerFinished
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.wire import Logged, UnitCommitted, encode
 
 COMMON = {"slot": SlotId("tray-0/0"), "incarnation": Incarnation(1), "generation": Generation(1), "rank": Rank(0)}
 
@@ -185,7 +185,7 @@ async def test_workers_go_on_while_the_connection_is_broken(rig):
 
 
 async def test_more_than_is_kept_ends_the_agent(rig, monkeypatch):
-    monkeypatch.setattr("rackrun.agent.uplink.Numbered", lambda: Numbered(kept_max=3))
+    monkeypatch.setattr("rackrun.agent.tray.uplink.Numbered", lambda: Numbered(kept_max=3))
     uplink = Uplink(rig.config("pass"), WorkerFinished(slot=COMMON["slot"], incarnation=0), lambda command: None, 60.0)
     connection = asyncio.create_task(uplink.run())
     await rig.coordinator.wait(lambda m: isinstance(m, WorkerFinished), "first message")

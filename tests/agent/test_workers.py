@@ -18,11 +18,11 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import rackrun
-from rackrun.agent.config import LogConfig, ScriptConfig
-from rackrun.core.commands import BreakGeneration, FenceWorker, Worker
-from rackrun.core.ids import Generation, Incarnation, SlotId, Step
-from rackrun.core.wire import Logged, UnitCommitted
 from rackrun.link.exchange import Exchange
+from rackrun.protocol.agent_config import LogConfig, ScriptConfig
+from rackrun.protocol.commands import BreakGeneration, FenceWorker, Worker
+from rackrun.protocol.ids import Generation, Incarnation, SlotId, Step
+from rackrun.protocol.wire import Logged, UnitCommitted
 
 
 async def test_a_worker_prints_and_its_exit_is_told(rig):
@@ -204,9 +204,9 @@ async def test_messages_come_in_order_and_before_the_end(rig):
     await rig.start(
         """
         import os, signal
-        from rackrun.core.events import WorkerReady
-        from rackrun.core.ids import Position
-        from rackrun.core.wire import Logged, UnitCommitted
+        from rackrun.protocol.events import WorkerReady
+        from rackrun.protocol.ids import Position
+        from rackrun.protocol.wire import Logged, UnitCommitted
         from rackrun.link import boot
         from rackrun.link.channel import WorkerChannel
         me = boot.current()
@@ -452,8 +452,8 @@ async def test_snapshots_outlive_their_worker(rig):
         """
         import os, signal
         from rackrun.link import boot
-        from rackrun.link.page import Activity, HeartbeatPage
-        from rackrun.core.ids import Position
+        from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+        from rackrun.protocol.ids import Position
         me = boot.current()
         page = HeartbeatPage(me.page_fd)
         page.enter(Activity.STEP, Position(6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.chaos.targets import Place, Scene
+from rackrun.chaos.faults.targets import Place, Scene
 
 
 @pytest.fixture

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import msgspec
 
-from rackrun.chaos.evidence import Verdict
-from rackrun.chaos.faults import Kill
-from rackrun.chaos.history import History
-from rackrun.chaos.plan import AtStep, Inject, Par, Plan, write_plan
-from rackrun.chaos.summary import StrikeTold, Summary, host_facts, write_summary
-from rackrun.chaos.targets import Exactly
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.recoveries import LostRank, Recovery
-from rackrun.core.commands import Decided, Member, Notice, ResumeGeneration, StartWorker
-from rackrun.core.commands import Plan as WorldPlan
-from rackrun.core.events import TrayJoined, WorkerExited
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
-from rackrun.core.situation import Decision, Failure, Rung
-from rackrun.core.wire import UnitCommitted
+from rackrun.chaos.evidence.history import History
+from rackrun.chaos.evidence.run_evidence import Verdict
+from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.faults.fault_types import Kill
+from rackrun.chaos.faults.targets import Exactly
+from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan, write_plan
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.protocol.commands import Decided, Member, Notice, ResumeGeneration, StartWorker
+from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.events import TrayJoined, WorkerExited
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.protocol.policy_types import Decision, Failure, Rung
+from rackrun.protocol.wire import UnitCommitted
 
 STEP_S, RECOVERY_S = 0.2, 0.15
 SLOTS = 5
@@ -197,7 +197,7 @@ def write_run(
     notice: str = "",
     diagnosis: str = "",
 ) -> Path:
-    """What `rackrun.chaos.run.run_plan` leaves before it makes its reports."""
+    """What `rackrun.chaos.runs.run_plan.run_plan` leaves before it makes its reports."""
     kills = {7: 1} if kills is None else kills
     _Job(out / "reference", min(ranks, 4), steps, {}).write()
     (out / "reference" / "reference.json").write_text(

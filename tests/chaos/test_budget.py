@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rackrun.chaos.budget import Label, check_budget, judge_plan
-from rackrun.chaos.errors import PlanError
-from rackrun.chaos.faults import (
+from rackrun.chaos.base.errors import PlanError
+from rackrun.chaos.base.job_layout import Layout, layout_of
+from rackrun.chaos.faults.fault_types import (
     CrashAt,
     Fault,
     FlipBit,
@@ -21,9 +21,9 @@ from rackrun.chaos.faults import (
     Subjects,
     Xid,
 )
-from rackrun.chaos.layout import Layout, layout_of
-from rackrun.chaos.plan import AtStep, Every, Inject, Par, Part, Plan
-from rackrun.chaos.targets import BuddyOf, Last, Majority, One, Several, Target
+from rackrun.chaos.faults.targets import BuddyOf, Last, Majority, One, Several, Target
+from rackrun.chaos.plan.definition import AtStep, Every, Inject, Par, Part, Plan
+from rackrun.chaos.plan.survivability import Label, check_budget, judge_plan
 
 RANK, TRAY, RACK, COORDINATOR = Subjects.RANK, Subjects.TRAY, Subjects.RACK, Subjects.COORDINATOR
 DDP = Layout(slots=4, spares=1, sharded=False)

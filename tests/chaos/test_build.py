@@ -36,9 +36,9 @@ from rackrun.chaos import (
     several,
     swizzle,
 )
-from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.faults import Fault
-from rackrun.chaos.plan import AtStep, Inject, Seq, plan_from
+from rackrun.chaos.faults.fault_types import Fault
+from rackrun.chaos.injectors.doctor import check_plan
+from rackrun.chaos.plan.definition import AtStep, Inject, Seq, plan_from
 
 KILL = {"do": "inject", "fault": {"fault": "kill"}, "target": {"who": "one", "of": "rank"}}
 A_KILL = inject(Kill(), one("rank"))

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.budget import Label
-from rackrun.chaos.campaign import Head, Line, read_tally, run_campaign
-from rackrun.chaos.draw import Drawn
-from rackrun.chaos.faults import FlipBit, Kill, Subjects
-from rackrun.chaos.layout import Layout
-from rackrun.chaos.plan import AtStep, Inject, Plan
-from rackrun.chaos.targets import One
+from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.faults.fault_types import FlipBit, Kill, Subjects
+from rackrun.chaos.faults.targets import One
+from rackrun.chaos.plan.definition import AtStep, Inject, Plan
+from rackrun.chaos.plan.survivability import Label
+from rackrun.chaos.runs.campaign import Head, Line, read_tally, run_campaign
+from rackrun.chaos.runs.draw_run import Drawn
 from rackrun.errors import UsageError
 
 SMALL = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "small.py"

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rackrun.chaos.conductor import TARGET_PATIENCE_S, Conductor, Order, See, Strike, TakeBack
-from rackrun.chaos.faults import Kill, Pause, Return, Subjects
-from rackrun.chaos.plan import (
+from rackrun.chaos.faults.fault_types import Kill, Pause, Return, Subjects
+from rackrun.chaos.faults.targets import Exactly, Last, One, Scene, Several, Subject
+from rackrun.chaos.plan.conductor import TARGET_PATIENCE_S, Conductor, Order, See, Strike, TakeBack
+from rackrun.chaos.plan.definition import (
     AtPoint,
     AtStep,
     AtTime,
@@ -27,7 +28,6 @@ from rackrun.chaos.plan import (
     Seq,
     Swizzle,
 )
-from rackrun.chaos.targets import Exactly, Last, One, Scene, Several, Subject
 
 RANK, TRAY = Subjects.RANK, Subjects.TRAY
 KILL = Inject(fault=Kill(), target=One(RANK))

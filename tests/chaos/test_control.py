@@ -12,12 +12,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults import CrashAt, Duplicate, Fault, GpuFails, Kill, Pause, Preempt, Return, Subjects, Xid
-from rackrun.chaos.plan import AtPoint, AtStep, Inject, Now, Par, Part, Plan, Seq, Trigger
-from rackrun.chaos.points import points_of
-from rackrun.chaos.reference import run_reference
-from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import BuddyOf, Exactly, Last, NeighbourOf, One, Target
+from rackrun.chaos.faults.crash_points import points_of
+from rackrun.chaos.faults.fault_types import (
+    CrashAt,
+    Duplicate,
+    Fault,
+    GpuFails,
+    Kill,
+    Pause,
+    Preempt,
+    Return,
+    Subjects,
+    Xid,
+)
+from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, NeighbourOf, One, Target
+from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Par, Part, Plan, Seq, Trigger
+from rackrun.chaos.runs.reference_run import run_reference
+from rackrun.chaos.runs.run_plan import Summary, run_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(400)]
 

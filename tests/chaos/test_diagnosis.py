@@ -6,9 +6,9 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from rackrun.chaos.diagnosis import first_difference, judge_script
-from rackrun.chaos.evidence import Trace
-from rackrun.chaos.witness import Held
+from rackrun.chaos.evidence.run_evidence import Trace
+from rackrun.chaos.inprocess.state_recorder import Held
+from rackrun.chaos.oracles.training.diagnosis import first_difference, judge_script
 
 STEPS = 4
 

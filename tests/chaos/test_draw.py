@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rackrun.chaos.budget import Label, check_budget, judge_plan
-from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.draw import FLAGS, VARIANTS, draw_flags, draw_run
-from rackrun.chaos.faults import all_faults, name_of
-from rackrun.chaos.layout import Layout
-from rackrun.chaos.plan import Plan, check
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.faults.fault_types import all_faults, name_of
+from rackrun.chaos.injectors.doctor import check_plan
+from rackrun.chaos.plan.definition import Plan, check
+from rackrun.chaos.plan.survivability import Label, check_budget, judge_plan
+from rackrun.chaos.runs.draw_run import FLAGS, VARIANTS, draw_flags, draw_run
+from rackrun.topology.model.rack_file import read_rack_file
 
 SEEDS = 100
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.errors import PlanError, Unsupported
-from rackrun.chaos.fake_nvml.fake import FakeRack, build
-from rackrun.chaos.faults import CrashAt, Fault, GpuFails, Subjects, Xid
-from rackrun.chaos.injectors import gpus
-from rackrun.chaos.injectors.gpus import Reported, driver_for, said_with
-from rackrun.chaos.plan import Inject, Plan
-from rackrun.chaos.targets import One
-from rackrun.chaos.undo import UndoLog, heal_all
+from rackrun.chaos.base.errors import PlanError, Unsupported
+from rackrun.chaos.faults.fault_types import CrashAt, Fault, GpuFails, Subjects, Xid
+from rackrun.chaos.faults.targets import One
+from rackrun.chaos.injectors.doctor import check_plan
+from rackrun.chaos.injectors.resources import gpu_errors
+from rackrun.chaos.injectors.resources.gpu_errors import Reported, driver_for, said_with
+from rackrun.chaos.plan.definition import Inject, Plan
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
+from rackrun.chaos.testbed.machine.undo_log import UndoLog, heal_all
 from rackrun.errors import UsageError
-from rackrun.topology.nvml_watch import NvmlWatch
-from rackrun.topology.rack_file import read_rack_file
-from rackrun.topology.readings import TrayReading
+from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
+from rackrun.topology.gpu_driver.readings import TrayReading
+from rackrun.topology.model.rack_file import read_rack_file
 
 WAIT_S = 60.0
 RACK = Path(__file__).resolve().parents[2] / "examples" / "racks" / "gb200-nvl72.yaml"
@@ -102,10 +102,10 @@ def test_a_gpu_fault_needs_a_rack_file(tmp_path: Path) -> None:
 def test_a_machine_with_a_driver_of_its_own_or_without_a_compiler_is_told_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpus, "_REAL", (tmp_path,))
+    monkeypatch.setattr(gpu_errors, "_REAL", (tmp_path,))
     with pytest.raises(Unsupported, match="real driver"):
         check_plan(plan(Xid(code=79)))
-    monkeypatch.setattr(gpus, "_REAL", ())
+    monkeypatch.setattr(gpu_errors, "_REAL", ())
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(Unsupported, match="gcc"):
         check_plan(plan(Xid(code=79)))

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.history import Committed, Confirmed, Entry, History, Started, Strike, read_history, write_history
+from rackrun.chaos.evidence.history import (
+    Committed,
+    Confirmed,
+    Entry,
+    History,
+    Started,
+    Strike,
+    read_history,
+    write_history,
+)
 from rackrun.errors import UsageError
 
 

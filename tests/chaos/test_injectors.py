@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.chaos.doctor import check_plan, examine
-from rackrun.chaos.errors import PlanError, Unsupported
-from rackrun.chaos.faults import (
+from rackrun.chaos.base.errors import PlanError, Unsupported
+from rackrun.chaos.faults.crash_points import FUNCTIONS
+from rackrun.chaos.faults.fault_types import (
     CrashAt,
     DelayCollective,
     Fault,
@@ -31,16 +31,16 @@ from rackrun.chaos.faults import (
     all_faults,
     name_of,
 )
-from rackrun.chaos.injectors.orders import Ordered
-from rackrun.chaos.injectors.seam import Injected, Outcome
-from rackrun.chaos.injectors.signals import Killed, Paused, Preempted
-from rackrun.chaos.injectors.slow import ByQuota, ByTurns, quota_here
-from rackrun.chaos.inside import _Hooks
-from rackrun.chaos.plan import AtPoint, Inject, Plan
-from rackrun.chaos.points import FUNCTIONS
-from rackrun.chaos.processes import Process
-from rackrun.chaos.targets import One
-from rackrun.chaos.undo import UndoLog
+from rackrun.chaos.faults.targets import One
+from rackrun.chaos.injectors.common.injection import Injected, Outcome
+from rackrun.chaos.injectors.common.inprocess_orders import Ordered
+from rackrun.chaos.injectors.doctor import check_plan, examine
+from rackrun.chaos.injectors.processes.cpu_slowdown import ByQuota, ByTurns, quota_here
+from rackrun.chaos.injectors.processes.signals import Killed, Paused, Preempted
+from rackrun.chaos.inprocess.inprocess_faults import _Hooks
+from rackrun.chaos.plan.definition import AtPoint, Inject, Plan
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import UndoLog
 
 WAIT_S = 60.0
 

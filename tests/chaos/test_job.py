@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos import job
-from rackrun.chaos.conductor import See
-from rackrun.chaos.faults import Kill, Subjects
-from rackrun.chaos.history import History
+from rackrun.chaos.evidence.history import History
+from rackrun.chaos.faults.fault_types import Kill, Subjects
+from rackrun.chaos.faults.targets import One, Scene
 from rackrun.chaos.injectors import Outcome
-from rackrun.chaos.job import Job
-from rackrun.chaos.plan import Inject, Plan
-from rackrun.chaos.processes import Process, marked
-from rackrun.chaos.remains import can_be_private
-from rackrun.chaos.run import Performance
-from rackrun.chaos.targets import One, Scene
+from rackrun.chaos.plan.conductor import See
+from rackrun.chaos.plan.definition import Inject, Plan
+from rackrun.chaos.runs.run_plan import Performance
+from rackrun.chaos.testbed import job_under_test
+from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.machine.leaked_resources import can_be_private
+from rackrun.chaos.testbed.machine.processes import Process, marked
 
 HELD = """
 import sys
 from pathlib import Path
 from typing import Any
-from rackrun.chaos.job import Job
+from rackrun.chaos.testbed.job_under_test import Job
 
 class Held(Job):
     def _prepare(self, *given: Any, **more: Any) -> None:
@@ -97,7 +97,7 @@ class Escaping(Job):
 def test_a_process_that_clears_its_environment_is_seen_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "SETTLE_S", 0.5)
+    monkeypatch.setattr(job_under_test, "SETTLE_S", 0.5)
     with Escaping(tmp_path / "job", ["nowhere.py"]) as escaping:
         ended = escaping.finish(60.0)
     (left,) = ended.left

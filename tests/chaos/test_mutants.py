@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults import Fault, Kill, Pause, Subjects
-from rackrun.chaos.injectors import signals
-from rackrun.chaos.plan import AtStep, Inject, Plan
-from rackrun.chaos.processes import Process
-from rackrun.chaos.reference import Twin, run_reference
-from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import One, Several, Target
+from rackrun.chaos.faults.fault_types import Fault, Kill, Pause, Subjects
+from rackrun.chaos.faults.targets import One, Several, Target
+from rackrun.chaos.injectors.processes import signals
+from rackrun.chaos.plan.definition import AtStep, Inject, Plan
+from rackrun.chaos.runs.reference_run import Twin, run_reference
+from rackrun.chaos.runs.run_plan import Summary, run_plan
+from rackrun.chaos.testbed.machine.processes import Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(600)]
 

@@ -14,20 +14,20 @@ from typing import get_args
 
 import pytest
 
-from rackrun.chaos.doctor import check_plan
-from rackrun.chaos.enter import visit
-from rackrun.chaos.errors import Unsupported
-from rackrun.chaos.faults import Fault, Link, Partition, Subjects
-from rackrun.chaos.hosts import HEAD, PORT, Hosts, hosts_here, left_of
-from rackrun.chaos.injectors import network
-from rackrun.chaos.injectors.filters import Lossy, Partitioned
-from rackrun.chaos.injectors.links import BadLink
-from rackrun.chaos.injectors.seam import Injected, Missed, Outcome
-from rackrun.chaos.links import Links
-from rackrun.chaos.placing import hosts_needed, trays_of
-from rackrun.chaos.plan import FlipFlop, Inject, Plan
-from rackrun.chaos.targets import One
-from rackrun.chaos.undo import NAMED, UndoLog, heal_all
+from rackrun.chaos.base.errors import Unsupported
+from rackrun.chaos.faults.fault_types import Fault, Link, Partition, Subjects
+from rackrun.chaos.faults.targets import One
+from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
+from rackrun.chaos.injectors.doctor import check_plan
+from rackrun.chaos.injectors.network import network_faults
+from rackrun.chaos.injectors.network.link_faults import BadLink
+from rackrun.chaos.injectors.network.packet_filters import Lossy, Partitioned
+from rackrun.chaos.plan.definition import FlipFlop, Inject, Plan
+from rackrun.chaos.testbed.host_placement import hosts_needed, trays_of
+from rackrun.chaos.testbed.machine.undo_log import NAMED, UndoLog, heal_all
+from rackrun.chaos.testbed.network.enter_host import visit
+from rackrun.chaos.testbed.network.hosts import HEAD, PORT, Hosts, hosts_here, left_of
+from rackrun.chaos.testbed.network.proxy_control import Links
 from rackrun.errors import UsageError
 
 WAIT_S = 60.0
@@ -43,8 +43,8 @@ WAYS = {
 CRASHES = """
 import os, signal, sys
 from pathlib import Path
-from rackrun.chaos.hosts import Hosts
-from rackrun.chaos.undo import UndoLog
+from rackrun.chaos.testbed.network.hosts import Hosts
+from rackrun.chaos.testbed.machine.undo_log import UndoLog
 
 undo = UndoLog(Path(sys.argv[1]) / "undo")
 print(Hosts(Path(sys.argv[1]) / "hosts", ["tray-00", "tray-01"], undo).tag, flush=True)
@@ -273,7 +273,7 @@ def test_hosts_and_rules_of_a_harness_that_was_killed_are_taken_back_by_hand(tmp
     assert crashed.returncode == -signal.SIGKILL
     tag = crashed.stdout.strip()
     assert len(list(NAMED.glob(f"{tag}-*"))) == 4
-    subprocess.run([sys.executable, "-m", "rackrun.chaos.undo", str(tmp_path / "undo")], check=True)
+    subprocess.run([sys.executable, "-m", "rackrun.chaos.testbed.machine.undo_log", str(tmp_path / "undo")], check=True)
     assert not list(NAMED.glob(f"{tag}-*"))
 
 
@@ -346,7 +346,7 @@ def test_a_link_that_means_nothing_is_refused(link: Link) -> None:
 
 
 def test_a_machine_that_cannot_have_hosts_refuses_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "hosts_here", lambda: ("there is no nft", "install nftables"))
+    monkeypatch.setattr(network_faults, "hosts_here", lambda: ("there is no nft", "install nftables"))
     with pytest.raises(Unsupported, match="no nft") as refused:
         check_plan(Plan(plan=Inject(fault=Partition(), target=One(Subjects.TRAY))))
     assert refused.value.remedy == "install nftables."

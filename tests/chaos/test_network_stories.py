@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults import Fault, Kill, Link, Partition, Subjects
-from rackrun.chaos.hosts import hosts_here
-from rackrun.chaos.plan import AtStep, FlipFlop, Inject, Par, Part, Plan, Seq
-from rackrun.chaos.reference import run_reference
-from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import Exactly
+from rackrun.chaos.faults.fault_types import Fault, Kill, Link, Partition, Subjects
+from rackrun.chaos.faults.targets import Exactly
+from rackrun.chaos.plan.definition import AtStep, FlipFlop, Inject, Par, Part, Plan, Seq
+from rackrun.chaos.runs.reference_run import run_reference
+from rackrun.chaos.runs.run_plan import Summary, run_plan
+from rackrun.chaos.testbed.network.hosts import hosts_here
 
 pytestmark = [
     pytest.mark.slow,

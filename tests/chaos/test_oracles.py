@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.conductor import Record, Strike
-from rackrun.chaos.evidence import Evidence, Trace
-from rackrun.chaos.faults import Kill, Pause, Slow, Subjects
-from rackrun.chaos.job import Ended
+from rackrun.chaos.evidence.journal_replay import Replayed
+from rackrun.chaos.evidence.run_evidence import Evidence, Trace
+from rackrun.chaos.faults.fault_types import Kill, Pause, Slow, Subjects
+from rackrun.chaos.faults.targets import One, Subject
+from rackrun.chaos.inprocess.state_recorder import End
 from rackrun.chaos.oracles import judge, overall
-from rackrun.chaos.plan import Every, Inject, Plan
-from rackrun.chaos.replay import Replayed
-from rackrun.chaos.targets import One, Subject
-from rackrun.chaos.witness import End
-from rackrun.coordinator.recoveries import LostRank, Recovery
-from rackrun.coordinator.report import Goodput
-from rackrun.core.commands import Plan as WorldPlan
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step
-from rackrun.launch.place import Result
+from rackrun.chaos.plan.conductor import Record, Strike
+from rackrun.chaos.plan.definition import Every, Inject, Plan
+from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.report.run_report import Goodput
+from rackrun.launch.run.run_directory import Result
+from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step
 
 PLAN = Plan(plan=Inject(fault=Kill(), target=One(Subjects.RANK)))
 STOPS = Plan(plan=PLAN.plan, expect="stops")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.chaos.reach import LOOKED_AT_MAX, frames_of_script, reached, told
+from rackrun.chaos.inprocess.untracked_state import LOOKED_AT_MAX, frames_of_script, reached, told
 
 COUNTER = {"steps": 3}
 

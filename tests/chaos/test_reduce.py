@@ -25,12 +25,12 @@ from rackrun.chaos import (
     one,
     par,
 )
-from rackrun.chaos.counterpart import counterpart, reduced_in_simulator
-from rackrun.chaos.errors import PlanError, Unsupported
-from rackrun.chaos.plan import Inject, Par, parts_of, read_plan
-from rackrun.chaos.reduce import NotFailing, Reduced, reduce_plan
-from rackrun.chaos.run import run_plan
-from rackrun.chaos.smaller import shrink
+from rackrun.chaos.base.errors import PlanError, Unsupported
+from rackrun.chaos.plan.definition import Inject, Par, parts_of, read_plan
+from rackrun.chaos.plan.shrink_plan import shrink
+from rackrun.chaos.runs.run_plan import run_plan
+from rackrun.chaos.runs.shrink_failure import NotFailing, Reduced, reduce_plan
+from rackrun.chaos.runs.simulated_counterpart import counterpart, reduced_in_simulator
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMAND = ["--nproc-per-node", "3", "--spares", "1", "train.py"]

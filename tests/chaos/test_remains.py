@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos import remains
-from rackrun.chaos.remains import Remains, can_be_private
-from rackrun.chaos.undo import UndoLog, heal_all
+from rackrun.chaos.testbed.machine import leaked_resources
+from rackrun.chaos.testbed.machine.leaked_resources import Remains, can_be_private
+from rackrun.chaos.testbed.machine.undo_log import UndoLog, heal_all
 
 NOBODY = 4_194_305
 """Above the largest process id that Linux gives."""
@@ -28,7 +28,7 @@ def undo(tmp_path: Path) -> Iterator[UndoLog]:
 @pytest.fixture
 def outside() -> Iterator[Path]:
     """A file of some rackrun in ``/dev/shm``."""
-    path = remains.SHARED / f"rackrun-of-a-test-{uuid.uuid4().hex}"
+    path = leaked_resources.SHARED / f"rackrun-of-a-test-{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
 
@@ -41,7 +41,7 @@ def test_a_segment_that_a_job_has_left_is_found_where_nobody_else_sees_it(tmp_pa
     assert found.found() == ()
     subprocess.run([*found.before, "sh", "-c", f"echo > /dev/shm/{name}"], check=True)
     assert found.found() == (f"/dev/shm/{name}",)
-    assert not (remains.SHARED / name).exists()
+    assert not (leaked_resources.SHARED / name).exists()
     heal_all(undo.folder)
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
@@ -49,7 +49,7 @@ def test_a_segment_that_a_job_has_left_is_found_where_nobody_else_sees_it(tmp_pa
 def test_where_it_cannot_be_private_only_what_has_our_name_is_looked_at(
     tmp_path: Path, undo: UndoLog, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remains, "can_be_private", lambda: False)
+    monkeypatch.setattr(leaked_resources, "can_be_private", lambda: False)
     found = Remains(tmp_path, ["train.py"], undo)
     outside.touch()
     assert found.found() == (str(outside),)
@@ -73,7 +73,7 @@ def test_a_folder_with_our_name_is_found_among_temporary_files_and_the_scripts_o
 
 
 def test_a_control_group_of_the_dead_is_found(tmp_path: Path, undo: UndoLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remains, "own_group", lambda: tmp_path / "group")
+    monkeypatch.setattr(leaked_resources, "own_group", lambda: tmp_path / "group")
     (tmp_path / "group").mkdir()
     found = Remains(tmp_path, ["train.py", "/dev/shm"], undo)
     for owner in (NOBODY, os.getpid()):

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.replay import replay
-from rackrun.coordinator.journal import Journal
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import Event, TimerFired, TrayJoined
-from rackrun.core.ids import TrayId
+from rackrun.chaos.evidence.journal_replay import replay
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.events import Event, TimerFired, TrayJoined
+from rackrun.protocol.ids import TrayId
+from rackrun.protocol.job_config import JobConfig
 
 CONFIG = JobConfig(trays_min=1, trays_max=1, spares=0)
 EVENTS: tuple[Event, ...] = (

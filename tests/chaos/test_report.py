@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.campaign import Head, Line
-from rackrun.chaos.evidence import Verdict
-from rackrun.chaos.history import Recovered, Strike, read_history
-from rackrun.chaos.report.figures import BARS, POINTS, losses
-from rackrun.chaos.report.overview import tally_line, write_overview
-from rackrun.chaos.report.reading import Planned, RankUnit, Recorded, Unit
-from rackrun.chaos.report.thin import choose_detail, envelope, every_nth, lanes, merged
-from rackrun.chaos.report.trace import STEP_SLICES
-from rackrun.chaos.report.words import duration, markdown, next_steps, one_line, sentence
-from rackrun.chaos.report.write import make_report, report_on
-from rackrun.chaos.summary import quantile, read_summary
-from rackrun.coordinator.report import read_goodput, read_report
-from rackrun.core.commands import Plan as WorldPlan
-from rackrun.core.ids import Generation
+from rackrun.chaos.cli.campaign_page import tally_line, write_overview
+from rackrun.chaos.evidence.history import Recovered, Strike, read_history
+from rackrun.chaos.evidence.run_evidence import Verdict
+from rackrun.chaos.evidence.summary import quantile, read_summary
+from rackrun.chaos.report.analysis.downsample import choose_detail, envelope, every_nth, lanes, merged
+from rackrun.chaos.report.analysis.journal_timeline import Planned, RankUnit, Recorded, Unit
+from rackrun.chaos.report.chrome_trace import STEP_SLICES
+from rackrun.chaos.report.plots import BARS, POINTS, losses
+from rackrun.chaos.report.run_text import duration, markdown, next_steps, one_line, sentence
+from rackrun.chaos.report.write_reports import make_report, report_on
+from rackrun.chaos.runs.campaign import Head, Line
+from rackrun.coordinator.report.run_report import read_goodput, read_report
 from rackrun.errors import UsageError
+from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.ids import Generation
 from tests.chaos.recorded import RECOVERY_S, STEP_S, write_run
 from tests.chaos.test_report_chains import strike
 
@@ -185,7 +185,7 @@ def test_every_nth_keeps_both_ends() -> None:
 
 # -- a large run
 def large(ranks: int = 72, steps: int = 100_000, strikes: int = 500) -> tuple[Recorded, list[object]]:
-    from rackrun.chaos.report.chains import Chain
+    from rackrun.chaos.report.analysis.recovery_chains import Chain
 
     draw = random.Random(1)
     job = Recorded(Path("nowhere"), end_s=1e5)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.evidence import Verdict
-from rackrun.chaos.report.overview import write_overview
-from rackrun.chaos.report.write import make_report
+from rackrun.chaos.cli.campaign_page import write_overview
+from rackrun.chaos.evidence.run_evidence import Verdict
+from rackrun.chaos.report.write_reports import make_report
 from tests.chaos.browser import Browser, find_browser
 from tests.chaos.recorded import write_run
 from tests.chaos.test_report import line_of, write_tally

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rackrun.chaos.history import Committed, Confirmed, Entry, Noticed, Strike, TakenBack
-from rackrun.chaos.report.chains import Chain, chains_of, entries_of, stages_of
-from rackrun.chaos.report.reading import Happened, Recorded
-from rackrun.chaos.stopwatch import Restored
-from rackrun.coordinator.recoveries import LostRank, Recovery
-from rackrun.core.ids import Rank, SlotId
+from rackrun.chaos.evidence.history import Committed, Confirmed, Entry, Noticed, Strike, TakenBack
+from rackrun.chaos.inprocess.restore_times import Restored
+from rackrun.chaos.report.analysis.journal_timeline import Happened, Recorded
+from rackrun.chaos.report.analysis.recovery_chains import Chain, chains_of, entries_of, stages_of
+from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.protocol.ids import Rank, SlotId
 
 RANK_2 = ("t0/2", 3)
 

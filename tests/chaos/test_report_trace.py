@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.report.trace import JOB, RACKS, RANKS, TRAYS
-from rackrun.chaos.report.write import make_report
+from rackrun.chaos.report.chrome_trace import JOB, RACKS, RANKS, TRAYS
+from rackrun.chaos.report.write_reports import make_report
 from tests.chaos.recorded import write_run
 
 Events = list[dict[str, Any]]
@@ -136,7 +136,7 @@ def test_a_slot_shows_who_sat_there(tmp_path: Path) -> None:
 def test_steps_away_from_faults_are_merged_when_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rackrun.chaos.report.trace.STEP_SLICES", 300)
+    monkeypatch.setattr("rackrun.chaos.report.chrome_trace.STEP_SLICES", 300)
     out = write_run(tmp_path / "out", steps=400, kills={200: 1})
     make_report(out)
     events = check_trace(out / "trace.json")

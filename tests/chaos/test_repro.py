@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.repro import write_repro
+from rackrun.chaos.runs.repro_script import write_repro
 
 ECHO = """#!{python}
 import json, os, sys

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.faults import (
+from rackrun.chaos.faults.fault_types import (
     CrashAt,
     DelayCollective,
     Fault,
@@ -27,13 +27,13 @@ from rackrun.chaos.faults import (
     Slow,
     Subjects,
 )
-from rackrun.chaos.hosts import hosts_here
-from rackrun.chaos.placing import hosts_needed
-from rackrun.chaos.plan import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
-from rackrun.chaos.processes import marked
-from rackrun.chaos.reference import Twin, run_reference
-from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import Exactly, Last, NeighbourOf, One, Several, Target
+from rackrun.chaos.faults.targets import Exactly, Last, NeighbourOf, One, Several, Target
+from rackrun.chaos.plan.definition import AtStep, Inject, Par, Part, Plan, Seq, parts_of, read_plan
+from rackrun.chaos.runs.reference_run import Twin, run_reference
+from rackrun.chaos.runs.run_plan import Summary, run_plan
+from rackrun.chaos.testbed.host_placement import hosts_needed
+from rackrun.chaos.testbed.machine.processes import marked
+from rackrun.chaos.testbed.network.hosts import hosts_here
 from rackrun.errors import UsageError
 from tests.chaos.test_report_trace import check_trace
 
@@ -250,7 +250,7 @@ def test_a_reference_of_another_command_is_refused(tmp_path: Path, reference: Pa
 
 
 def test_a_plan_whose_end_is_certain_and_another_is_refused(tmp_path: Path) -> None:
-    """Nothing is started: `rackrun.chaos.budget` says what is certain."""
+    """Nothing is started: `rackrun.chaos.plan.survivability` says what is certain."""
     with pytest.raises(UsageError, match="expects that the job stops"):
         run_plan(Plan(plan=at_hold(Kill()), expect="stops"), tiny(), out=tmp_path / "out")
     with pytest.raises(UsageError, match="expects that the job survives"):

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.plan import Heal, Par
-from rackrun.chaos.sim.__main__ import main
-from rackrun.chaos.sim.fuzz import Tally, play, reduce
-from rackrun.chaos.sim.marks import MARKS
-from rackrun.chaos.sim.swarm import draw_job
+from rackrun.chaos.plan.definition import Heal, Par
+from rackrun.chaos.simulator.__main__ import main
+from rackrun.chaos.simulator.base.coverage_marks import MARKS
+from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
+from rackrun.chaos.simulator.fuzzing.fuzz import Tally, play, reduce
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 200
 
@@ -61,7 +61,7 @@ def test_a_seed_is_a_run_in_whatever_process() -> None:
     """Nothing depends on the order of hashes, which differs from process to process."""
     seeds = [seed for seed in range(40) if seed % 4 == 0]
     script = f"""
-from rackrun.chaos.sim.fuzz import play
+from rackrun.chaos.simulator.fuzzing.fuzz import play
 for seed in {seeds}:
     outcome = play(seed)
     print(seed, outcome.trace, outcome.happened)

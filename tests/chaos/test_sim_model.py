@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rackrun.chaos.errors import Unsupported
-from rackrun.chaos.faults import (
+from rackrun.chaos.base.errors import Unsupported
+from rackrun.chaos.faults.fault_types import (
     CrashAt,
     DiskFails,
     DiskFull,
@@ -20,14 +20,14 @@ from rackrun.chaos.faults import (
     Slow,
     Subjects,
 )
-from rackrun.chaos.plan import AtStep, Inject, Part, Plan, Seq
-from rackrun.chaos.sim.costs import SimCosts
-from rackrun.chaos.sim.disk import _Files
-from rackrun.chaos.sim.engine import FIRST, LAST, Engine
-from rackrun.chaos.sim.simulation import Job, Outcome, Simulation
-from rackrun.chaos.sim.truth import Truth, Violation
-from rackrun.chaos.targets import Exactly, One, Target
-from rackrun.core.config import JobConfig
+from rackrun.chaos.faults.targets import Exactly, One, Target
+from rackrun.chaos.plan.definition import AtStep, Inject, Part, Plan, Seq
+from rackrun.chaos.simulator.base.durations import SimCosts
+from rackrun.chaos.simulator.base.ground_truth import Truth, Violation
+from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, Engine
+from rackrun.chaos.simulator.cluster.checkpoint_storage import _Files
+from rackrun.chaos.simulator.cluster.simulation import Job, Outcome, Simulation
+from rackrun.protocol.job_config import JobConfig
 
 RANK, TRAY = Subjects.RANK, Subjects.TRAY
 

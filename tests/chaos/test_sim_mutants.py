@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.faults import Preempt, Subjects
-from rackrun.chaos.plan import AtStep, Inject, Par, Plan
-from rackrun.chaos.sim.fuzz import play, reduce
-from rackrun.chaos.sim.simulation import Job, Simulation
-from rackrun.chaos.sim.swarm import draw_job
-from rackrun.chaos.targets import Exactly
-from rackrun.core import disagreement, verdict
-from rackrun.core.commands import Command, FenceWorker, StopJob
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.corruption import Corruption
-from rackrun.core.events import Event, ReplicasDiffer, SnapshotMirrored, WorkerExited
-from rackrun.core.ids import Position, Rank, SlotId
-from rackrun.core.quarantine import Quarantine
-from rackrun.core.rack import RackMachine
-from rackrun.core.sources import Sources
-from rackrun.core.workers import WorkerRecord
-from rackrun.core.world import Phase, World
+from rackrun.chaos.faults.fault_types import Preempt, Subjects
+from rackrun.chaos.faults.targets import Exactly
+from rackrun.chaos.plan.definition import AtStep, Inject, Par, Plan
+from rackrun.chaos.simulator.cluster.simulation import Job, Simulation
+from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
+from rackrun.chaos.simulator.fuzzing.fuzz import play, reduce
+from rackrun.core.faults import divergence
+from rackrun.core.faults.corruption import Corruption
+from rackrun.core.generation import restore_plan
+from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.members.quarantine import Quarantine
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerRecord
+from rackrun.protocol.commands import Command, FenceWorker, StopJob
+from rackrun.protocol.events import Event, ReplicasDiffer, SnapshotMirrored, WorkerExited
+from rackrun.protocol.ids import Position, Rank, SlotId
+from rackrun.protocol.job_config import JobConfig
 
 SEEDS = 400
 
@@ -84,11 +85,11 @@ def test_a_core_that_is_wrong_is_found(core: type[ControlPlane]) -> None:
 
 def test_a_core_that_commits_a_step_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def least(
-        reports: Mapping[Rank, verdict.Report], floor: Position, floor_gate: tuple[float, ...] = ()
+        reports: Mapping[Rank, restore_plan.Report], floor: Position, floor_gate: tuple[float, ...] = ()
     ) -> tuple[Position, tuple[float, ...]]:
         return min((report.passed for report in reports.values()), default=floor), floor_gate
 
-    monkeypatch.setattr(verdict, "committed", least)
+    monkeypatch.setattr(restore_plan, "committed", least)
     assert found_by() < SEEDS
 
 
@@ -119,8 +120,8 @@ def test_a_core_that_uses_one_generation_twice_is_found(monkeypatch: pytest.Monk
 # -- how far a rollback goes
 @pytest.mark.stories
 def test_a_core_that_goes_back_further_than_it_must_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    newest_first = verdict._candidates
-    monkeypatch.setattr(verdict, "_candidates", lambda *given: newest_first(*given)[::-1])
+    newest_first = restore_plan._candidates
+    monkeypatch.setattr(restore_plan, "_candidates", lambda *given: newest_first(*given)[::-1])
     seed = found_by()
     assert "everybody could have had step" in violation_of(seed)
 
@@ -163,12 +164,12 @@ COMPARED = [seed for seed in range(SEEDS) if draw_job(seed).check_replicas]
 
 
 def test_a_core_that_trusts_what_was_found_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = verdict.state_plan
+    plan = restore_plan.state_plan
 
-    def trusting(**given: Any) -> verdict.StatePlan | None:
+    def trusting(**given: Any) -> restore_plan.StatePlan | None:
         return plan(**{**given, "trusted": None})
 
-    monkeypatch.setattr(verdict, "state_plan", trusting)
+    monkeypatch.setattr(restore_plan, "state_plan", trusting)
     assert "a state that was found wrong" in violation_of(found_by(among=COMPARED))
 
 
@@ -193,7 +194,7 @@ def test_who_blames_most_of_the_replicas_is_found(monkeypatch: pytest.MonkeyPatc
     def fewest(votes: Sequence[tuple[Rank, int]]) -> int | None:
         return Counter(digest for _, digest in votes).most_common()[-1][0]
 
-    monkeypatch.setattr(disagreement, "_right", fewest)
+    monkeypatch.setattr(divergence, "_right", fewest)
     assert "its GPU has never been wrong" in violation_of(found_by(among=COMPARED))
 
 

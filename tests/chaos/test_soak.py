@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.soak import Waterfall, run_soak, waterfall
-from rackrun.coordinator.recoveries import Recovery
+from rackrun.chaos.runs.soak import Waterfall, run_soak, waterfall
+from rackrun.coordinator.observe.recoveries import Recovery
 from rackrun.errors import UsageError
 
 SMALL = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "small.py"

@@ -20,31 +20,40 @@ import msgspec
 import numpy as np
 import pytest
 
-from rackrun.chaos import own_disk
-from rackrun.chaos.clocks import ClockPages, can_move, move
-from rackrun.chaos.faults import DiskFails, DiskFull, ExhaustMemory, Fault, FlipBit, PoisonBatch, StepClock, Subjects
+from rackrun.chaos.faults.fault_types import (
+    DiskFails,
+    DiskFull,
+    ExhaustMemory,
+    Fault,
+    FlipBit,
+    PoisonBatch,
+    StepClock,
+    Subjects,
+)
+from rackrun.chaos.faults.targets import One
 from rackrun.chaos.injectors import refusal
-from rackrun.chaos.injectors.bits import checkpoint_bit, snapshot_bit
-from rackrun.chaos.injectors.clock import Stepped
-from rackrun.chaos.injectors.disk import CALLS, Failing, Filled
-from rackrun.chaos.injectors.memory import Confined, memory_here
-from rackrun.chaos.injectors.seam import Injected, Missed, Outcome
-from rackrun.chaos.inside import Order, _Hooks
-from rackrun.chaos.inside_data import Poison
-from rackrun.chaos.inside_files import BadFiles
-from rackrun.chaos.job import checkpoints_in
-from rackrun.chaos.plan import Inject, Plan
-from rackrun.chaos.processes import Process
-from rackrun.chaos.remains import can_be_private
-from rackrun.chaos.run import run_plan
-from rackrun.chaos.targets import One
-from rackrun.chaos.undo import UndoLog, Unmount, heal_all
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import IntegrityError
-from rackrun.checkpoint.files import Files
+from rackrun.chaos.injectors.common.injection import Injected, Missed, Outcome
+from rackrun.chaos.injectors.resources.bit_flips import checkpoint_bit, snapshot_bit
+from rackrun.chaos.injectors.resources.clock_jumps import Stepped
+from rackrun.chaos.injectors.resources.memory_exhaustion import Confined, memory_here
+from rackrun.chaos.injectors.resources.storage_faults import CALLS, Failing, Filled
+from rackrun.chaos.inprocess.data_faults import Poison
+from rackrun.chaos.inprocess.file_faults import BadFiles
+from rackrun.chaos.inprocess.inprocess_faults import Order, _Hooks
+from rackrun.chaos.plan.definition import Inject, Plan
+from rackrun.chaos.runs.run_plan import run_plan
+from rackrun.chaos.testbed.job_under_test import checkpoints_in
+from rackrun.chaos.testbed.machine import private_filesystem
+from rackrun.chaos.testbed.machine.fake_clock import ClockPages, can_move, move
+from rackrun.chaos.testbed.machine.leaked_resources import can_be_private
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import UndoLog, Unmount, heal_all
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.errors import IntegrityError
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import Files
 from rackrun.errors import UsageError
-from rackrun.link.boot import SNAPSHOT_JOB
+from rackrun.protocol.boot import SNAPSHOT_JOB
 from tests.checkpoint.storage import JOB, save, store_at
 from tests.launcher.waiting import wait_until
 
@@ -125,7 +134,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("nothing can be mounted here")
     undo = UndoLog(tmp_path / "mounted")
     undo.record(Unmount(str(tmp_path / "disk")))
-    own_disk.mount(tmp_path / "disk")
+    private_filesystem.mount(tmp_path / "disk")
     yield tmp_path / "disk"
     heal_all(undo.folder)
     assert not (tmp_path / "disk").exists()
@@ -135,7 +144,7 @@ def test_a_full_disk_takes_nothing_more_until_it_is_taken_back(disk: Path, undo:
     (disk / "x").write_bytes(bytes(100_000))
     full = Filled(disk, undo)
     assert outcome_of(full).took
-    assert own_disk.sizes(disk)[0] == own_disk.sizes(disk)[1]
+    assert private_filesystem.sizes(disk)[0] == private_filesystem.sizes(disk)[1]
     with pytest.raises(OSError, match="No space left"):
         (disk / "y").write_bytes(bytes(100_000))
     full.take_back()
@@ -144,11 +153,11 @@ def test_a_full_disk_takes_nothing_more_until_it_is_taken_back(disk: Path, undo:
 
 
 def test_a_disk_is_freed_for_an_injector_that_has_died(disk: Path, undo: UndoLog) -> None:
-    before = own_disk.sizes(disk)[0]
+    before = private_filesystem.sizes(disk)[0]
     Filled(disk, undo)
-    assert own_disk.sizes(disk)[0] < before
+    assert private_filesystem.sizes(disk)[0] < before
     assert "SetSize" in heal_all(undo.folder)[0]
-    assert own_disk.sizes(disk)[0] == before
+    assert private_filesystem.sizes(disk)[0] == before
 
 
 def failing(fault: DiskFails, inside: Path, undo: UndoLog) -> tuple[Failing, BadFiles]:
@@ -340,7 +349,7 @@ def test_what_makes_no_sense_is_refused_with_a_remedy(fault: Fault, kind: Subjec
 def test_what_this_machine_cannot_do_is_refused_with_a_remedy(
     fault: Fault, kind: Subjects, ability: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"rackrun.chaos.injectors.state.{ability[0]}", lambda *_: ability[1])
+    monkeypatch.setattr(f"rackrun.chaos.injectors.resources.resource_faults.{ability[0]}", lambda *_: ability[1])
     refused = refusal(fault, kind)
     assert refused is not None
     assert all(refused)

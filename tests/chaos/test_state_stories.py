@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.clocks import can_move
-from rackrun.chaos.faults import (
+from rackrun.chaos.faults.fault_types import (
     DiskFails,
     DiskFull,
     ExhaustMemory,
@@ -27,12 +26,13 @@ from rackrun.chaos.faults import (
     StepClock,
     Subjects,
 )
-from rackrun.chaos.injectors.memory import memory_here
-from rackrun.chaos.plan import AtStep, Heal, Inject, Par, Part, Plan, Quiet, Seq
-from rackrun.chaos.reference import run_reference
-from rackrun.chaos.remains import can_be_private
-from rackrun.chaos.run import Summary, run_plan
-from rackrun.chaos.targets import Exactly, One, Target
+from rackrun.chaos.faults.targets import Exactly, One, Target
+from rackrun.chaos.injectors.resources.memory_exhaustion import memory_here
+from rackrun.chaos.plan.definition import AtStep, Heal, Inject, Par, Part, Plan, Quiet, Seq
+from rackrun.chaos.runs.reference_run import run_reference
+from rackrun.chaos.runs.run_plan import Summary, run_plan
+from rackrun.chaos.testbed.machine.fake_clock import can_move
+from rackrun.chaos.testbed.machine.leaked_resources import can_be_private
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

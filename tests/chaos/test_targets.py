@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from rackrun.chaos.errors import NoTarget, PlanError
-from rackrun.chaos.faults import Subjects
-from rackrun.chaos.seeds import stream
-from rackrun.chaos.targets import (
+from rackrun.chaos.base.errors import NoTarget, PlanError
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.targets import (
     BuddyOf,
     Exactly,
     Last,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.faults import CrashAt, Fault, Kill, Subjects
-from rackrun.chaos.plan import AtPoint, AtStep, Inject, Now, Plan, Trigger
-from rackrun.chaos.targets import One, Target
-from rackrun.chaos.told import FOLDER, Told, read_told, tell
-from rackrun.chaos.torchrun import compare, run_outside
+from rackrun.chaos.faults.fault_types import CrashAt, Fault, Kill, Subjects
+from rackrun.chaos.faults.targets import One, Target
+from rackrun.chaos.inprocess.step_probe import FOLDER, Told, read_told, report_step
+from rackrun.chaos.plan.definition import AtPoint, AtStep, Inject, Now, Plan, Trigger
+from rackrun.chaos.runs.torchrun import compare, run_outside
 from rackrun.errors import UsageError
 
 EITHER = Path(__file__).resolve().parents[2] / "examples" / "chaos" / "either.py"
@@ -65,9 +65,9 @@ def test_a_script_that_begins_its_data_again_uses_samples_twice() -> None:
 
 
 def test_a_rank_tells_whole_lines_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(rank=0, step=0, loss=1.0)
+    report_step(rank=0, step=0, loss=1.0)
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    tell(rank=1, step=3, loss=0.1, samples=[7, 8])
+    report_step(rank=1, step=3, loss=0.1, samples=[7, 8])
     with (tmp_path / "1.jsonl").open("ab") as file:
         file.write(b'{"rank": 1, "st')
     assert [(one.rank, one.step, float.fromhex(one.loss), one.samples) for one in read_told(tmp_path)] == [

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.processes import Process
-from rackrun.chaos.undo import Continue, EndProcess, RemoveFile, UndoLog, heal_all
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import Continue, EndProcess, RemoveFile, UndoLog, heal_all
 
 WAIT_S = 60.0
 INJECTOR = """
 import signal, sys
 from pathlib import Path
-from rackrun.chaos.processes import Process
-from rackrun.chaos.undo import Continue, UndoLog, Watcher
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import Continue, UndoLog, Watcher
 
 folder, victim = Path(sys.argv[1]), Process.of(int(sys.argv[2]))
 undo = UndoLog(folder)
@@ -88,7 +88,7 @@ def test_what_cannot_be_taken_back_keeps_nothing_else_from_it(tmp_path: Path) ->
 def test_who_heals_by_hand_is_told_what_came_of_it(folder: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "summary.json").touch()
-    words = [sys.executable, "-m", "rackrun.chaos.undo", str(tmp_path / folder) if folder else ""]
+    words = [sys.executable, "-m", "rackrun.chaos.testbed.machine.undo_log", str(tmp_path / folder) if folder else ""]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert said in done.stdout + done.stderr

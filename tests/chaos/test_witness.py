@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.witness import FREE, Held, Witness, _called, let_go_on, read_witness
+from rackrun.chaos.inprocess.state_recorder import FREE, Held, Witness, _called, let_go_on, read_witness
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_step_waits_until_it_may_begin(tmp_path: Path, monkeypatch: pytest.Mon
         waited.append(3 + len(waited))
         let_go_on(tmp_path, waited[-1] + 1)
 
-    monkeypatch.setattr("rackrun.chaos.witness.time.sleep", harness)
+    monkeypatch.setattr("rackrun.chaos.inprocess.state_recorder.time.sleep", harness)
     Witness(tmp_path).wait(5)
     assert waited == [3, 4]
 
@@ -48,7 +48,7 @@ def test_what_a_step_function_is_called_with_has_the_names_of_its_parameters() -
     def train(step: int, warmth: float, *, clip: float) -> None: ...
 
     def committed(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        """As `rackrun.worker.run.Run.step` has it."""
+        """As `rackrun.worker.loop.run.Run.step` has it."""
         function = train
         return lambda step: function(step, *args[1:], **kwargs)
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rackrun.checkpoint.arena import Arena
+from rackrun.checkpoint.arena.arena import Arena
 
 __all__ = ["CHUNK", "JOB", "ROOM", "content", "create", "read", "save", "states"]
 

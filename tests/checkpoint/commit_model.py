@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rackrun.checkpoint.choose import Holding, Tier, choose
-from rackrun.checkpoint.commit import (
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, Tier, choose
+from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
     Commit,

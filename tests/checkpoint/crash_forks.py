@@ -21,9 +21,11 @@ from typing import NoReturn, TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from rackrun.checkpoint import contents, crashpoints, restoring
-from rackrun.checkpoint.errors import NoUsableGeneration
-from rackrun.checkpoint.peers import Peers, PeersGone
+from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.commit.peers import Peers, PeersGone
+from rackrun.checkpoint.image import user_state
+from rackrun.checkpoint.manager import restoring
+from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Oracle, Plan, Restored, Wrong, draw, entries_with_boxes, make, script
 
 __all__ = ["Forks"]
@@ -255,7 +257,7 @@ def _child(rank: int, plan: Plan, folder: Path, fd: int, struck: int, point: int
     told = _Teller(rank, fd)
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        contents.entries_of = restoring.entries_of = entries_with_boxes  # type: ignore[assignment]
+        user_state.entries_of = restoring.entries_of = entries_with_boxes  # type: ignore[assignment]
         store = _Store(folder / "store" / str(plan.life))
         Peers.of_default_group = lambda _: Peers(store, rank, plan.world)  # type: ignore[arg-type,assignment,method-assign,misc]
         one = make(plan, folder)
@@ -272,7 +274,7 @@ def _child(rank: int, plan: Plan, folder: Path, fd: int, struck: int, point: int
                 os.write(struck, name.encode())
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        crashpoints.enable(handler)
+        crash_points.enable(handler)
         try:
             script(rank, plan, one, told)
         except NoUsableGeneration as error:

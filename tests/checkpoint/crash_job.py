@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier, SaveHandle
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.choose import ATTEMPTS_MAX
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.layout import TensorEntry
-from rackrun.checkpoint.probation import Probation
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.checkpoint_choice import ATTEMPTS_MAX
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import TensorEntry
+from rackrun.checkpoint.image.tensor_entries import entries_of
 
 __all__ = [
     "JOB",

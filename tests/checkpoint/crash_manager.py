@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rackrun.checkpoint import CheckpointManager, contents, crashpoints, manager, restoring, saver, saving
-from rackrun.checkpoint import peers as peers_module
-from rackrun.checkpoint.errors import NoUsableGeneration
-from rackrun.checkpoint.peers import Peers, PeersGone
+from rackrun.checkpoint import CheckpointManager
+from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.commit import peers as peers_module
+from rackrun.checkpoint.commit.peers import Peers, PeersGone
+from rackrun.checkpoint.image import user_state
+from rackrun.checkpoint.manager import manager, restoring, save_handle, saver
+from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Oracle, draw, entries_with_boxes, make, script
 from tests.checkpoint.crash_stage import Actor, Fate, SimFuture, SimThread, SimTime, Stage, Store, on_stage
 
@@ -32,7 +35,7 @@ class Managers:
 
     @staticmethod
     def points() -> list[str]:
-        return [name for name in crashpoints.CRASH_POINTS if name.startswith(POINTS)]
+        return [name for name in crash_points.CRASH_POINTS if name.startswith(POINTS)]
 
     def fate(self) -> Fate:
         rng = self.rng
@@ -76,7 +79,7 @@ class Managers:
 
         for rank in range(plan.world):
             stage.actor(f"rank {rank}", lambda actor, rank=rank: work(rank, actor))  # type: ignore[misc]
-        crashpoints.enable(stage.passes)
+        crash_points.enable(stage.passes)
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
@@ -88,7 +91,7 @@ class Managers:
             error.add_note("\n".join([*oracle.story, f"{plan}", str(vars(fate)), said.getvalue()[-2000:]]))
             raise
         finally:
-            crashpoints.enable(None)
+            crash_points.enable(None)
         oracle.end(fate.struck)
         return fate.struck
 
@@ -104,10 +107,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """The manager on the stage: its threads, futures, clock and process group."""
     on_stage(patch)
     patch.setattr(saver, "threading", SimpleNamespace(Thread=SimThread))
-    patch.setattr(saving, "Future", SimFuture)
+    patch.setattr(save_handle, "Future", SimFuture)
     patch.setattr(manager, "time", SimTime)
     patch.setattr(peers_module, "time", SimTime)
-    patch.setattr(contents, "entries_of", entries_with_boxes)
+    patch.setattr(user_state, "entries_of", entries_with_boxes)
     patch.setattr(restoring, "entries_of", entries_with_boxes)
 
     def of_default_group(_: str) -> Peers:

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rackrun.checkpoint import arena_file, process
-from rackrun.checkpoint.arena_file import ArenaFile
-from rackrun.checkpoint.peers import Peers
+from rackrun.checkpoint.arena import arena_file
+from rackrun.checkpoint.arena.arena_file import ArenaFile
+from rackrun.checkpoint.base import process_identity
+from rackrun.checkpoint.commit.peers import Peers
 from tests.checkpoint.storage import Hooked
 
 __all__ = ["Actor", "Fate", "Killed", "SimFuture", "SimThread", "SimTime", "Stage", "Store", "on_stage"]
@@ -79,7 +80,7 @@ class Actor:
         for fd in self.fds:
             os.close(fd)
         for session in self.sessions:
-            process._sessions.discard(session)
+            process_identity._sessions.discard(session)
         for last in self.at_end:
             last()
         for left in (self.arenas, self.fds, self.sessions, self.at_end):
@@ -320,5 +321,5 @@ def on_stage(patch: pytest.MonkeyPatch) -> None:
             SimThread.stage.current.actor.arenas.append(self)
 
     patch.setattr(ArenaFile, "__init__", made)
-    patch.setattr(process, "_sessions", _Sessions())
+    patch.setattr(process_identity, "_sessions", _Sessions())
     patch.setattr(arena_file, "time", SimTime)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rackrun.agent.mirror import Copies
-from rackrun.checkpoint.arena import Arena, SlotState
-from rackrun.checkpoint.arena_folder import ArenaFolder, MemoryTier
-from rackrun.checkpoint.choose import Holding, Tier
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.process import end_session
-from rackrun.checkpoint.records import ShardSealed
-from rackrun.checkpoint.sources import Seen, Sources
-from rackrun.link.boot import SNAPSHOT_JOB as JOB
+from rackrun.agent.snapshots.mirror import Copies
+from rackrun.checkpoint.arena.arena import Arena, SlotState
+from rackrun.checkpoint.arena.arena_folder import ArenaFolder, MemoryTier
+from rackrun.checkpoint.base.process_identity import end_session
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, Tier
+from rackrun.checkpoint.commit.commit_records import ShardSealed
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.manager.checkpoint_sources import Seen, Sources
+from rackrun.protocol.boot import SNAPSHOT_JOB as JOB
 from tests.checkpoint.crash_stage import Killed
 from tests.checkpoint.storage import Hooked
 

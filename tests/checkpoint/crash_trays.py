@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rackrun.agent.mirror import verify
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.choose import Holding, RestorePlan, Source, Tier, choose
-from rackrun.checkpoint.commit import (
+from rackrun.agent.snapshots.mirror import verify
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Source, Tier, choose
+from rackrun.checkpoint.commit.commit_protocol import (
     Commit,
     CommitPolicy,
     Committer,
@@ -35,10 +35,10 @@ from rackrun.checkpoint.commit import (
     ShardSealed,
     Unpinned,
 )
-from rackrun.checkpoint.errors import CheckpointError, NoUsableGeneration
-from rackrun.checkpoint.records import CommitRecord
-from rackrun.checkpoint.retention import Retention, collect
-from rackrun.checkpoint.sources import Sources, newest_records
+from rackrun.checkpoint.commit.commit_records import CommitRecord
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.manager.checkpoint_sources import Sources, newest_records
+from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Wrong
 from tests.checkpoint.crash_stage import Fate, Killed
 from tests.checkpoint.crash_tray import JOB, Duplicate, Tray, content, holding_at, sealed_by
@@ -80,7 +80,7 @@ class Trays:
 
     @staticmethod
     def points() -> list[str]:
-        return [name for name in crashpoints.CRASH_POINTS if name.startswith(POINTS)]
+        return [name for name in crash_points.CRASH_POINTS if name.startswith(POINTS)]
 
     # -- a life
     def live(self) -> str:
@@ -92,7 +92,7 @@ class Trays:
             self.rng.randint(1, 3) if named else self.rng.randint(1, 300),
         )
         self.works = []
-        crashpoints.enable(self.passes)
+        crash_points.enable(self.passes)
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
@@ -101,7 +101,7 @@ class Trays:
             error.add_note("\n".join([*self.story, f"life {self.life}: {vars(self.fate)}", said.getvalue()[-2000:]]))
             raise
         finally:
-            crashpoints.enable(None)
+            crash_points.enable(None)
         self._die(restored)
         return self.fate.struck
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import pytest
 
-from rackrun.checkpoint import crashpoints
+from rackrun.protocol import crash_points
 from tests.checkpoint.crash_forks import Forks
 from tests.checkpoint.crash_manager import Managers, install
 from tests.checkpoint.crash_trays import Trays
@@ -44,7 +44,7 @@ class Tally:
         self.lives = 0
 
     def never(self) -> list[str]:
-        return [name for name in crashpoints.CRASH_POINTS if name.startswith(EVERY_POINT) and not self.struck[name]]
+        return [name for name in crash_points.CRASH_POINTS if name.startswith(EVERY_POINT) and not self.struck[name]]
 
     def __str__(self) -> str:
         points = ", ".join(f"{name} {self.struck[name]}" for name in sorted(self.struck))

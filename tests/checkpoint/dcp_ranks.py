@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.dcp import RackrunStorageReader, RackrunStorageWriter
+from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
+from rackrun.protocol import crash_points
 
 CRASHED_AT = "durable.data_named"
 
@@ -93,7 +93,7 @@ def save(folder: Path) -> None:
     saved.result()
 
     if dist.get_rank() == 1:
-        crashpoints.enable(lambda name: die(folder) if name == CRASHED_AT else None)
+        crash_points.enable(lambda name: die(folder) if name == CRASHED_AT else None)
     dcp.save(state_of(model, optimizer, step=4, note="never"), storage_writer=RackrunStorageWriter(directory))
 
 

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rackrun.checkpoint import CheckpointManager, MemoryTier, crashpoints
+from rackrun.checkpoint import CheckpointManager, MemoryTier
+from rackrun.protocol import crash_points
 
 BATCH = 12
 
@@ -75,7 +76,7 @@ def die_at(rank: int, die: str, once: Path) -> None:
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    crashpoints.enable(handler)
+    crash_points.enable(handler)
 
 
 def train(folder: Path, shm: Path, kind: str, steps: int, options: dict[str, Any]) -> None:

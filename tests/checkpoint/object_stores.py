@@ -12,8 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from rackrun.checkpoint.location import RemotePath, parse_location
-from rackrun.checkpoint.objects import ObjectFiles
+from rackrun.checkpoint.base.location import RemotePath, parse_location
+from rackrun.checkpoint.durable.object_store import ObjectFiles
 
 __all__ = ["BOTH", "end_connections", "kept", "remote", "s3_server"]
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.checkpoint.files import Files
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.files import Files
+from rackrun.protocol import crash_points
 
 CHUNK = 64
 WORLD = 2
@@ -290,7 +290,7 @@ def killed_at(name: str, work: Callable[[], object], nth: int = 1) -> bool:
             if passed == nth:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        crashpoints.enable(handler)
+        crash_points.enable(handler)
         work()
 
     code = ended(in_child(child))

@@ -16,11 +16,11 @@ from arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint import arena_file
-from rackrun.checkpoint.arena import Arena, SlotState
-from rackrun.checkpoint.arena_format import SlotHeader
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.errors import (
+from rackrun.checkpoint.arena import arena_file
+from rackrun.checkpoint.arena.arena import Arena, SlotState
+from rackrun.checkpoint.arena.arena_format import SlotHeader
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import (
     CheckpointError,
     DuplicateOwner,
     IntegrityError,

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.arena import Arena, SlotState
-from rackrun.checkpoint.errors import StaleEpoch
-from rackrun.checkpoint.process import end_session
+from rackrun.checkpoint.arena.arena import Arena, SlotState
+from rackrun.checkpoint.base.errors import StaleEpoch
+from rackrun.checkpoint.base.process_identity import end_session
+from rackrun.protocol import crash_points
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -39,11 +39,11 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_handler() -> Iterator[None]:
     yield
-    crashpoints.enable(None)
+    crash_points.enable(None)
 
 
 def points() -> list[str]:
-    return [name for name in crashpoints.CRASH_POINTS if name.startswith("arena.")]
+    return [name for name in crash_points.CRASH_POINTS if name.startswith("arena.")]
 
 
 def create(path: Path, slots: int = 2) -> Arena:
@@ -214,7 +214,7 @@ EVERYTHING: list[Act] = [
 
 
 def _one_life(path: Path, at: Callable[[str], None], begun: Callable[[int], None]) -> None:
-    crashpoints.enable(at)
+    crash_points.enable(at)
     create(path).close()
     play(Arena.attach(path, job=JOB, writable=True, epoch=1), EVERYTHING, at, begun)
 
@@ -275,9 +275,9 @@ def test_a_record_is_written_only_once_the_one_before_is_in_place(path: Path):
 
     with create(path) as arena:
         rest = copy_and_seal(arena, 3, lambda _: None)
-        crashpoints.enable(at)
+        crash_points.enable(at)
         rest()
-        crashpoints.enable(None)
+        crash_points.enable(None)
         table = arena.reader(3).crcs.tobytes()[:4]
     digested, *others = seen
     assert digested == ("arena.seal.digested", bytes(4), content(3)[:4])
@@ -313,7 +313,7 @@ def by_stop(life: Callable[[list[Arena]], None]) -> bool:
             arena._file.close()
         return True
     finally:
-        crashpoints.enable(None)
+        crash_points.enable(None)
     return False
 
 
@@ -340,7 +340,7 @@ def crash_again_and_again(path: Path, seed: int, crashes: int, *, kill: bool) ->
                 end(name)
 
         def life(held: list[Arena], acts: list[Act] = acts, at: Callable[[str], None] = at, epoch: int = epoch) -> None:
-            crashpoints.enable(at)
+            crash_points.enable(at)
             held.append(Arena.attach(path, job=JOB, writable=True, epoch=epoch))
             play(held[0], acts, at, begun.set)
 

@@ -16,17 +16,12 @@ from arenas import CHUNK, JOB, ROOM, content, create, read, save, states
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint import arena_format as form
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.arena import Arena, SlotState
-from rackrun.checkpoint.arena_format import PAGE, RECORD_BYTES, Geometry, SlotHeader, Superblock
-from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.errors import (
-    CheckpointError,
-    FormatVersionError,
-    IntegrityError,
-    MemoryPlanError,
-)
+from rackrun.checkpoint.arena import arena_format as form
+from rackrun.checkpoint.arena.arena import Arena, SlotState
+from rackrun.checkpoint.arena.arena_format import PAGE, RECORD_BYTES, Geometry, SlotHeader, Superblock
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, MemoryPlanError
+from rackrun.protocol import crash_points
 
 # -- what the file must be
 
@@ -161,7 +156,7 @@ def test_a_full_tmpfs_is_a_typed_error_at_create_and_leaves_nothing(small_tmpfs:
 
 
 def _superblock(**changed: Any) -> Superblock:
-    from rackrun.checkpoint.process import NOBODY
+    from rackrun.checkpoint.base.process_identity import NOBODY
 
     return Superblock(bytes(16), JOB, 3, 1, Geometry(2, ROOM, CHUNK), NOBODY, 1)._replace(**changed)
 
@@ -395,9 +390,9 @@ def test_the_only_whole_copy_of_a_record_is_written_last(
             then.append(damage[whole : whole + PAGE])
 
     with Arena.attach(path, job=JOB, writable=True, epoch=1) as arena:
-        crashpoints.enable(note)
+        crash_points.enable(note)
         arena.commit(2)
-        crashpoints.enable(None)
+        crash_points.enable(None)
     assert then == [before]
     assert damage[at : at + PAGE] == damage[at + PAGE : at + 2 * PAGE] != before
 

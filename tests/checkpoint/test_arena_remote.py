@@ -10,9 +10,9 @@ from arenas import CHUNK, content, create, save
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_remote import RemoteSlot
-from rackrun.checkpoint.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_remote import RemoteSlot
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
 
 SIZE = 10 * CHUNK + 10
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.boxes import Box, cover, overlap_of, runs
-from rackrun.checkpoint.errors import LayoutMismatch
+from rackrun.checkpoint.base.errors import LayoutMismatch
+from rackrun.checkpoint.image.boxes import Box, cover, overlap_of, runs
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

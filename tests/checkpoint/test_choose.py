@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.choose import ATTEMPTS_MAX, Holding, Tier, choose
-from rackrun.checkpoint.errors import IntegrityError, NoUsableGeneration
-from rackrun.checkpoint.records import CommitRecord, Copy, Kind, ParitySet
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.commit.checkpoint_choice import ATTEMPTS_MAX, Holding, Tier, choose
+from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy, Kind, ParitySet
 
 TRAYS = ("a", "b", "c", "d")
 

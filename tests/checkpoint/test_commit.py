@@ -8,7 +8,8 @@ from commit_model import FAULTS, Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.commit import (
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleEpoch
+from rackrun.checkpoint.commit.commit_protocol import (
     Abandon,
     Begin,
     Commit,
@@ -32,8 +33,7 @@ from rackrun.checkpoint.commit import (
     Unpinned,
     decode_record,
 )
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, StaleEpoch
-from rackrun.checkpoint.records import redundancy
+from rackrun.checkpoint.commit.commit_records import redundancy
 
 
 class Job:

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from rackrun.checkpoint.commit_desk import CommitDesk, Outcome, Sealed
-from rackrun.checkpoint.peers import Peers, PeersGone
+from rackrun.checkpoint.commit.peer_commit import CommitDesk, Outcome, Sealed
+from rackrun.checkpoint.commit.peers import Peers, PeersGone
 
 WORLD = 3
 Settle = Callable[..., list[Outcome | PeersGone]]

@@ -14,12 +14,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from rackrun.checkpoint import CheckpointManager
-from rackrun.checkpoint.convert import convert
-from rackrun.checkpoint.dcp import RackrunStorageReader, RackrunStorageWriter
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError
-from rackrun.ctl.ckpt import ckpt
-from rackrun.ctl.export_names import model_names
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.offline.convert import convert
+from rackrun.ctl.ckpt.ckpt_commands import ckpt
+from rackrun.ctl.ckpt.export_names import model_names
 from rackrun.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from rackrun.checkpoint import crashpoints, durable_writer, restoring, staging
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_folder import ArenaFolder
-from rackrun.checkpoint.arena_slot import SlotReader, SlotWriter
-from rackrun.checkpoint.commit import Committer
-from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.checkpoint.manifest import Fragment
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_folder import ArenaFolder
+from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
+from rackrun.checkpoint.commit.commit_protocol import Committer
+from rackrun.checkpoint.durable import durable_writer
+from rackrun.checkpoint.durable.durable_manifest import Fragment
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.manager import restoring, staging
+from rackrun.protocol import crash_points
 from tests.checkpoint.crash_job import Wrong
 from tests.checkpoint.crashes import EVERY_POINT, Tally, series
 
@@ -41,7 +43,7 @@ def test_one_seed_plays_the_same_lives_again() -> None:
 
 
 def test_every_crash_point_of_what_a_job_does_is_of_a_part_that_is_played() -> None:
-    others = [name for name in crashpoints.CRASH_POINTS if not name.startswith((*EVERY_POINT, "export."))]
+    others = [name for name in crash_points.CRASH_POINTS if not name.startswith((*EVERY_POINT, "export."))]
     assert others == []
 
 

@@ -18,13 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.dcp import RackrunStorageReader, RackrunStorageWriter
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
-from rackrun.checkpoint.image import TensorEntry, plan_image, write_image
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch, NoUsableGeneration
+from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.safetensors_image import TensorEntry, plan_image, write_image
+from rackrun.protocol import crash_points
 from tests.checkpoint.dcp_ranks import differences
 from tests.checkpoint.storage import killed_at
 from tests.conftest import ROOT
@@ -269,7 +269,7 @@ def test_a_crash_before_the_generation_is_whole_leaves_the_one_before(tmp_path: 
 
 def test_every_crash_point_of_a_save_is_known_here() -> None:
     after = ["durable.renamed", "durable.parent_synced"]
-    assert [name for name in crashpoints.CRASH_POINTS if name.startswith("durable.")] == [*BEFORE_WHOLE, *after]
+    assert [name for name in crash_points.CRASH_POINTS if name.startswith("durable.")] == [*BEFORE_WHOLE, *after]
 
 
 # -- nothing is unpickled

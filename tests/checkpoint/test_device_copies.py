@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rackrun.checkpoint.device_copies import DeviceCopies
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.image import plan_image, write_tensors
-from rackrun.checkpoint.layout import ImageLayout
+from rackrun.checkpoint.image.device_copies import DeviceCopies
+from rackrun.checkpoint.image.image_layout import ImageLayout
+from rackrun.checkpoint.image.safetensors_image import plan_image, write_tensors
+from rackrun.checkpoint.image.tensor_entries import entries_of
 
 Tensors = dict[str, torch.Tensor]
 

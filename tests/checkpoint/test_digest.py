@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs, content_digest, crc
+from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest, crc
 
 
 def test_crc_is_the_published_crc32c():

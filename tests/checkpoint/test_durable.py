@@ -12,12 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError, FormatVersionError, IntegrityError, NoUsableGeneration
-from rackrun.checkpoint.files import FailureKind, Files
-from rackrun.checkpoint.manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name, unseal
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.durable.durable_manifest import (
+    MANIFEST,
+    Fragment,
+    Manifest,
+    fragment_name,
+    seal,
+    shard_name,
+    unseal,
+)
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import FailureKind, Files
+from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
     CHUNK,
     JOB,
@@ -38,7 +46,7 @@ from tests.checkpoint.storage import (
     write_shard,
 )
 
-POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith("durable.")]
+POINTS = [name for name in crash_points.CRASH_POINTS if name.startswith("durable.")]
 
 
 # -- what is written is what is read

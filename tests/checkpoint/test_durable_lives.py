@@ -1,6 +1,6 @@
 """A job that saves, crashes and starts again, a thousand times or fewer over one directory: what it restores is one state, whole.
 
-As the runtime does it (`rackrun.worker.durable`): every rank by itself writes its shard, tries to finish the generation,
+As the runtime does it (`rackrun.worker.snapshots.durable_checkpoints`): every rank by itself writes its shard, tries to finish the generation,
 and collects when it has; the next start restores the newest with any number of ranks. A generation's number is its step,
 so later starts write some numbers again, with other bytes. Ranks take turns at random, one alone or all of them crash, at a
 named point or at any file operation, and now and then ranks of a former start come back and go on where they stood.
@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_reader import GenerationReader
-from rackrun.checkpoint.image import write_image
-from rackrun.checkpoint.layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image, plan_image
-from rackrun.checkpoint.reshard import fill, plan_reshard
-from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image, plan_image
+from rackrun.checkpoint.image.reshard import fill, plan_reshard
+from rackrun.checkpoint.image.safetensors_image import write_image
+from rackrun.protocol import crash_points
 from tests.checkpoint.storage import JOB, Crash, Hooked
 
-POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith(("durable.", "retention."))]
+POINTS = [name for name in crash_points.CRASH_POINTS if name.startswith(("durable.", "retention."))]
 CHUNK = 2048
 WORLD_MAX = 3
 SAVES_MAX = 3
@@ -113,11 +113,11 @@ class Rank:
         self.store = DurableStore(root, JOB, files=self.files)
 
     def alive(self, work: Callable[[], Any]) -> Any:
-        crashpoints.enable(self.files.point)
+        crash_points.enable(self.files.point)
         try:
             return work()
         finally:
-            crashpoints.enable(None)
+            crash_points.enable(None)
 
     def restore(self) -> int:
         """The newest generation's step, -1 without any. This rank's part of it was one state's."""

@@ -20,10 +20,10 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.entries import box_of, entries_of, locals_of
-from rackrun.checkpoint.errors import LayoutMismatch
-from rackrun.checkpoint.layout import TensorEntry
+from rackrun.checkpoint.base.errors import LayoutMismatch
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import TensorEntry
+from rackrun.checkpoint.image.tensor_entries import box_of, entries_of, locals_of
 
 UNSURE = "two different parts"
 

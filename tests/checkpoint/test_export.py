@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, LayoutMismatch
-from rackrun.checkpoint.export import INDEX, Exported, export
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.image import TensorEntry, plan_image, write_image
-from rackrun.checkpoint.manifest import shard_name
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, LayoutMismatch
+from rackrun.checkpoint.durable.durable_manifest import shard_name
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.safetensors_image import TensorEntry, plan_image, write_image
+from rackrun.checkpoint.offline.export import INDEX, Exported, export
+from rackrun.protocol import crash_points
 from tests.checkpoint.storage import CHUNK, JOB, Failing, calls_of, killed_at, store_at
 
-POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith("export.")]
+POINTS = [name for name in crash_points.CRASH_POINTS if name.startswith("export.")]
 
 State = dict[str, torch.Tensor]
 Part = tuple[TensorEntry, torch.Tensor]

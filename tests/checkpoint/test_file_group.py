@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from rackrun.checkpoint import CheckpointManager
-from rackrun.checkpoint.peers import Peers, PeersGone
+from rackrun.checkpoint.commit.peers import Peers, PeersGone
 from tests.checkpoint.test_manager import Training, manager, shm
 
 __all__ = ["manager", "shm"]

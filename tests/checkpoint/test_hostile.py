@@ -13,19 +13,19 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.digest import content_digest
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.files import read_small
-from rackrun.checkpoint.layout import parse_image
-from rackrun.checkpoint.lease import living_epoch
-from rackrun.checkpoint.manifest import MANIFEST, fragment_name
-from rackrun.checkpoint.plain import decode_plain
-from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.records import decode_record
-from rackrun.checkpoint.retention import Retention, collect
-from rackrun.checkpoint.survey import survey
-from rackrun.checkpoint.suspects import suspects
+from rackrun.checkpoint.base.digest import content_digest
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.commit_records import decode_record
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, fragment_name
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import read_small
+from rackrun.checkpoint.durable.lease import living_epoch
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.image.image_layout import parse_image
+from rackrun.checkpoint.image.plain_part import decode_plain
+from rackrun.checkpoint.offline.directory_survey import survey
+from rackrun.checkpoint.offline.suspect_tensors import suspects
 from tests.checkpoint.storage import JOB, save, store_at
 
 HUGE = [2**31, 2**63 - 1, 2**64, 10**400, -1, -(2**70), 0, 1]

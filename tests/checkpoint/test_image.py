@@ -18,10 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.errors import CheckpointError, FormatVersionError, IntegrityError, LayoutMismatch
-from rackrun.checkpoint.image import (
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError, LayoutMismatch
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.safetensors_image import (
     PLAIN,
     ImageLayout,
     TensorEntry,
@@ -36,6 +35,7 @@ from rackrun.checkpoint.image import (
     write_tensor,
     write_tensors,
 )
+from rackrun.checkpoint.image.tensor_entries import entries_of
 
 KNOWN = [
     "float64",
@@ -483,7 +483,7 @@ def test_the_first_eight_bytes_say_how_many_to_read() -> None:
 # -- telling what is there
 def test_bytes_that_are_told_to_be_filled_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
     piece = 1024
-    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", piece)
+    monkeypatch.setattr("rackrun.checkpoint.image.safetensors_image.PIECE_BYTES", piece)
     tensors = {
         "large": torch.arange(5 * piece // 8 + 3),
         "strided": torch.arange(2 * piece // 4, dtype=torch.int32).view(2, -1).t(),
@@ -527,7 +527,7 @@ def places_for(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_tensors_are_filled_or_none(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rackrun.checkpoint.image.PIECE_BYTES", 37)
+    monkeypatch.setattr("rackrun.checkpoint.image.safetensors_image.PIECE_BYTES", 37)
     wanted, layout, image = a_written_image()
     found = places_for(wanted)
     with pytest.raises(LayoutMismatch, match="'b'"):

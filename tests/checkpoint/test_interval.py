@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.interval import IntervalPolicy, Observed, choose_interval, mtbf_ns
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval, mtbf_ns
 
 MS = 10**6
 SECOND = 10**9

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.checkpoint import CheckpointManager, lease
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.lease import EXPIRY_S, InUse, Lease, living_epoch
-from rackrun.checkpoint.location import RemotePath
-from rackrun.checkpoint.process import Process, kill_pending, namespace, process_of
-from rackrun.checkpoint.retention import Retention, collect
+from rackrun.checkpoint import CheckpointManager
+from rackrun.checkpoint.base.location import RemotePath
+from rackrun.checkpoint.base.process_identity import Process, kill_pending, namespace, process_of
+from rackrun.checkpoint.durable import lease
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.lease import EXPIRY_S, InUse, Lease, living_epoch
+from rackrun.checkpoint.durable.retention import Retention, collect
 from tests.checkpoint.object_stores import BOTH, remote, s3_server
 from tests.checkpoint.storage import JOB, ended, in_child, save, write_shard
 from tests.checkpoint.test_manager import Training, manager, shm

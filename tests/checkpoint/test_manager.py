@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
-from rackrun.checkpoint.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableGeneration
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.staging import Staging
+from rackrun.checkpoint.base.errors import CheckpointError, LayoutMismatch, MemoryPlanError, NoUsableGeneration
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.manager.staging import Staging
 
 
 class Training:
@@ -234,7 +234,7 @@ class Held(Staging):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> type[Held]:
     Held.go = threading.Event()
-    monkeypatch.setattr("rackrun.checkpoint.manager.Staging", Held)
+    monkeypatch.setattr("rackrun.checkpoint.manager.manager.Staging", Held)
     return Held
 
 
@@ -345,7 +345,7 @@ def test_a_flipped_byte_falls_to_the_older_generation(
 
 def flip(path: Path, generation: int) -> None:
     """One bit in the middle of a generation's payload."""
-    from rackrun.checkpoint.arena import Arena
+    from rackrun.checkpoint.arena.arena import Arena
 
     with Arena.attach(path, job="run") as arena:
         at = arena._superblock.geometry.payload_at(next(i.index for i in arena.slots() if i.generation == generation))
@@ -611,7 +611,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, shm: Path) -> None:
 
 
 def test_the_package_imports_without_torch() -> None:
-    script = "import sys, rackrun.checkpoint.arena, rackrun.checkpoint.durable\nassert 'torch' not in sys.modules"
+    script = "import sys, rackrun.checkpoint.arena.arena, rackrun.checkpoint.durable.durable_store\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

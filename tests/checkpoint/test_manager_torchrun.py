@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rackrun.checkpoint import crashpoints
+from rackrun.protocol import crash_points
 from tests.checkpoint import manager_job
 from tests.checkpoint.test_manager import flip
 
@@ -88,7 +88,7 @@ def restored(folder: Path, ranks: int) -> dict[str, Any]:
 
 POINTS = [
     name
-    for name in crashpoints.CRASH_POINTS
+    for name in crash_points.CRASH_POINTS
     if name.startswith(("arena.begin.", "arena.seal.", "arena.commit.", "durable."))
 ]
 

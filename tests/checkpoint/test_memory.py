@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.errors import MemoryPlanError
-from rackrun.checkpoint.memory import Ceiling, MemoryPlan, ceilings
-from rackrun.checkpoint.parity import ParityError
-from rackrun.checkpoint.placement import Labels, Redundancy, place
+from rackrun.checkpoint.arena.memory_plan import Ceiling, MemoryPlan, ceilings
+from rackrun.checkpoint.base.errors import MemoryPlanError
+from rackrun.checkpoint.redundancy.erasure_code import ParityError
+from rackrun.checkpoint.redundancy.shard_placement import Labels, Redundancy, place
 
 GB = 10**9
 MIRROR, XOR, LOCAL = Redundancy.mirror(2, "tray"), Redundancy.xor(8, "tray"), Redundancy.local()

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rackrun.checkpoint import CheckpointManager, MemoryTier, crashpoints
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError, IntegrityError, NoUsableGeneration
-from rackrun.checkpoint.location import RemotePath, local_path, parse_location
-from rackrun.checkpoint.objects import ObjectFiles
-from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.retention import Retention, collect
-from rackrun.checkpoint.survey import stores_in, survey
-from rackrun.ctl.ckpt import ckpt
+from rackrun.checkpoint import CheckpointManager, MemoryTier
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.location import RemotePath, local_path, parse_location
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.object_store import ObjectFiles
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.offline.directory_survey import stores_in, survey
+from rackrun.ctl.ckpt.ckpt_commands import ckpt
 from rackrun.ctl.main import main
 from rackrun.errors import UsageError
-from rackrun.launch.arguments import parse
+from rackrun.launch.options.arguments import parse
+from rackrun.protocol import crash_points
 from tests.checkpoint.object_stores import BOTH, end_connections, kept, remote, s3_server
 from tests.checkpoint.storage import JOB, WORLD, payload_of, save, write_shard
 from tests.checkpoint.test_manager import Training, manager, shm
@@ -147,7 +148,7 @@ def test_what_is_published_is_never_changed_by_whoever_is_late(remote: RemotePat
     assert late.finish()
     other = store.writer(3, 30, 1, WORLD)
     payload = memoryview(bytearray(payload_of(3, 0))[::-1])
-    from rackrun.checkpoint.digest import chunk_crcs
+    from rackrun.checkpoint.base.digest import chunk_crcs
 
     assert not other.write_shard(0, payload, "layout-0", chunk_crcs(payload, 64), chunk_bytes=64)
     assert verified(store) == [3]
@@ -224,7 +225,7 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
     class Killed(BaseException):
         pass
 
-    points = [name for name in crashpoints.CRASH_POINTS if name.startswith(("retention.", "durable."))]
+    points = [name for name in crash_points.CRASH_POINTS if name.startswith(("retention.", "durable."))]
     struck = set()
     for number, point in enumerate(points):
         store, rng = DurableStore(remote / str(number), JOB), random.Random(number)
@@ -238,14 +239,14 @@ def test_killed_anywhere_the_older_one_stays_and_the_next_start_finishes_or_remo
                 struck.add(point)
                 raise Killed
 
-        crashpoints.enable(die)
+        crash_points.enable(die)
         try:
             assert save(store, 3, epoch=2)
             collect(store, Retention(1), epoch=2, now=lambda: 1e12, orphan_ttl_s=1.0)
         except Killed:
             pass
         finally:
-            crashpoints.enable(None)
+            crash_points.enable(None)
         after = DurableStore(remote / str(number), JOB)
         after.complete()
         found = verified(after)

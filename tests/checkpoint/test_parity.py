@@ -19,12 +19,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint import isal
-from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.errors import FormatVersionError, IntegrityError
-from rackrun.checkpoint.galois import coefficient, multiply, solve
-from rackrun.checkpoint.parity import Row, mix_into, rebuild, xor_into
-from rackrun.checkpoint.stripe_set import ParityError, Part, RowHeader, StripeSet, decode_header, encode_header
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.base.errors import FormatVersionError, IntegrityError
+from rackrun.checkpoint.redundancy import isal
+from rackrun.checkpoint.redundancy.erasure_code import Row, mix_into, rebuild, xor_into
+from rackrun.checkpoint.redundancy.galois import coefficient, multiply, solve
+from rackrun.checkpoint.redundancy.stripe_set import (
+    ParityError,
+    Part,
+    RowHeader,
+    StripeSet,
+    decode_header,
+    encode_header,
+)
 
 needs_codec = pytest.mark.skipif(importlib.util.find_spec("pyeclib") is None, reason="needs rackrun[rs]")
 LENGTHS = [0, 1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 255, 1000]

@@ -6,16 +6,16 @@ import threading
 
 import pytest
 
-from rackrun.checkpoint import pinning, registration
-from rackrun.checkpoint.pinning import Pinning
+from rackrun.checkpoint.host_memory import background_pinning, host_registration
+from rackrun.checkpoint.host_memory.background_pinning import Pinning
 
 PIECE = 1000
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(registration, "loaded_library", lambda _: None)
+    monkeypatch.setattr(background_pinning, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(host_registration, "loaded_library", lambda _: None)
 
 
 class Driver:

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint.grouping import Site, assign_holders, form_sets
-from rackrun.checkpoint.placement import LEVELS, Labels, Level, Placement, PlacementError, Redundancy, place
+from rackrun.checkpoint.redundancy.failure_domain_sets import Site, assign_holders, form_sets
+from rackrun.checkpoint.redundancy.shard_placement import (
+    LEVELS,
+    Labels,
+    Level,
+    Placement,
+    PlacementError,
+    Redundancy,
+    place,
+)
 
 
 def cluster(*racks: Iterable[int]) -> dict[int, Labels]:

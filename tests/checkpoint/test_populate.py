@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from arenas import create, read, save
 
-from rackrun.checkpoint import populate as module
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.populate import Populating, populate
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.host_memory import populate as module
+from rackrun.checkpoint.host_memory.populate import Populating, populate
 
 PIECE = 4 * mmap.PAGESIZE
 SIZE = 10 * PIECE + mmap.PAGESIZE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.checkpoint import registration
-from rackrun.checkpoint.registration import register_memory, unregister_memory
+from rackrun.checkpoint.host_memory import host_registration
+from rackrun.checkpoint.host_memory.host_registration import register_memory, unregister_memory
 
 
 class Runtime:
@@ -35,7 +35,7 @@ class Runtime:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
     runtimes = [Runtime(0)]
-    monkeypatch.setattr(registration, "loaded_library", lambda _: runtimes[0])
+    monkeypatch.setattr(host_registration, "loaded_library", lambda _: runtimes[0])
     return runtimes
 
 

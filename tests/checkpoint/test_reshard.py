@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from rackrun.checkpoint import reshard
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.entries import box_of
-from rackrun.checkpoint.errors import IntegrityError, LayoutMismatch
-from rackrun.checkpoint.image import bits_of, write_image
-from rackrun.checkpoint.layout import Buffer, ImageLayout, TensorEntry, parse_image, plan_image
-from rackrun.checkpoint.reshard import fill, plan_reshard
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import IntegrityError, LayoutMismatch
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image import reshard
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import Buffer, ImageLayout, TensorEntry, parse_image, plan_image
+from rackrun.checkpoint.image.reshard import fill, plan_reshard
+from rackrun.checkpoint.image.safetensors_image import bits_of, write_image
+from rackrun.checkpoint.image.tensor_entries import box_of
 
 Read = Callable[[int, int, int], Buffer]
 DTYPES = ["float32", "bfloat16", "bool", "float8_e4m3fn", "complex64", "complex128", "int64"]

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.checkpoint import crashpoints
-from rackrun.checkpoint.durable import GenerationInfo
-from rackrun.checkpoint.errors import IntegrityError
-from rackrun.checkpoint.files import FailureKind, Files
-from rackrun.checkpoint.manifest import generation_of, shard_name
-from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.retention import LOG, Collected, Retention, choose, collect
+from rackrun.checkpoint.base.errors import IntegrityError
+from rackrun.checkpoint.durable.durable_manifest import generation_of, shard_name
+from rackrun.checkpoint.durable.durable_store import GenerationInfo
+from rackrun.checkpoint.durable.files import FailureKind, Files
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.retention import LOG, Collected, Retention, choose, collect
+from rackrun.protocol import crash_points
 from tests.checkpoint.storage import (
     JOB,
     WORLD,
@@ -40,7 +40,7 @@ from tests.checkpoint.storage import (
     write_shard,
 )
 
-POINTS = [name for name in crashpoints.CRASH_POINTS if name.startswith("retention.")]
+POINTS = [name for name in crash_points.CRASH_POINTS if name.startswith("retention.")]
 TTL_S = 100.0
 
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.digest import CHUNK_BYTES, chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.errors import IntegrityError
-from rackrun.checkpoint.export import export
-from rackrun.checkpoint.image import parse_image, plan_image, read_plain, read_tensor, write_image
-from rackrun.checkpoint.layout import PLAIN, ImageLayout, header_bytes
-from rackrun.checkpoint.plain import Plain, decode_plain, pack_plain
-from rackrun.checkpoint.sharing import Held, Share, assign, held_in
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs
+from rackrun.checkpoint.base.errors import IntegrityError
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, header_bytes
+from rackrun.checkpoint.image.plain_part import Plain, decode_plain, pack_plain
+from rackrun.checkpoint.image.safetensors_image import parse_image, plan_image, read_plain, read_tensor, write_image
+from rackrun.checkpoint.image.tensor_entries import entries_of
+from rackrun.checkpoint.manager.replica_writers import Held, Share, assign, held_in
+from rackrun.checkpoint.offline.export import export
 from tests.checkpoint.test_manager import flip
 from tests.checkpoint.test_manager_torchrun import forked, lines, states
 

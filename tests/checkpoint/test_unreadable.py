@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
-from rackrun.checkpoint.arena_folder import commits_in
-from rackrun.checkpoint.errors import NoUsableGeneration
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.probation import Probation
+from rackrun.checkpoint.arena.arena_folder import commits_in
+from rackrun.checkpoint.base.errors import NoUsableGeneration
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.probation import Probation
 from tests.checkpoint.test_manager import Training, arenas, crash, manager, shm, trained
 
 __all__ = ["manager", "shm"]

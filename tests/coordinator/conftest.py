@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.journal.journal_writer import Journal
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.recoveries import Recovery
-from rackrun.coordinator.server import Server
-from rackrun.core.commands import Command, Member, Plan, StopJob, Worker, WorkerCommand
-from rackrun.core.events import Event, TrayJoined
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
-from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward, decode_command
-from rackrun.launch.rendezvous import listen
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.server.http_server import Server
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.launch.run.rendezvous import listen
 from rackrun.link.channel import frame
-from rackrun.link.numbered import Numbered, Welcome
+from rackrun.link.reliable_messages import Numbered, Welcome
+from rackrun.protocol.commands import Command, Member, Plan, StopJob, Worker, WorkerCommand
+from rackrun.protocol.events import Event, TrayJoined
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, TrayId
+from rackrun.protocol.wire import PROTOCOL, Logged, UnitCommitted, Upward, decode_command
 
 TOKEN = "a-token-for-tests-only"
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.journal import Journal
-from rackrun.core.commands import Command, StartWorker
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane, View
-from rackrun.core.events import Event
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.core.machine.control_plane import ControlPlane, View
+from rackrun.protocol.commands import Command, StartWorker
+from rackrun.protocol.events import Event
+from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.fakes import Onlooker
 from tests.core.core_told import Told
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 from hypothesis import strategies as st
 
-from rackrun.core import commands, events, wire
+from rackrun.protocol import commands, events, wire
 
 __all__ = ["upward", "values_of"]
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rackrun.coordinator.agent_link import AgentLink, Breach
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.server import Server
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import StopRequested, TrayDescribed
-from rackrun.core.ids import TrayId
-from rackrun.core.wire import Telemetry, decode_command, decode_upward, encode
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.server.agent_link import AgentLink, Breach
+from rackrun.coordinator.server.http_server import Server
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.events import StopRequested, TrayDescribed
+from rackrun.protocol.ids import TrayId
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.wire import Telemetry, decode_command, decode_upward, encode
 from tests.coordinator.fakes import Onlooker, joined
 from tests.coordinator.messages_drawn import upward
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rackrun.coordinator.journal import Journal
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.fakes import TOKEN, coordinator
 
 POSTS = ("close-breaker", "drain", "return", "swap", "shrink", "grow", "policy")

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager, contextmanager
 import aiohttp
 import pytest
 
-from rackrun.coordinator import agent_link, server
-from rackrun.coordinator.agent_link import AgentLink
-from rackrun.coordinator.journal import Journal
-from rackrun.core.commands import DismissTray
-from rackrun.core.events import TrayJoined, TrayLost, WorkerFinished
-from rackrun.core.ids import Incarnation, SlotId, TrayId
-from rackrun.core.wire import PROTOCOL
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.server import agent_link, http_server
+from rackrun.coordinator.server.agent_link import AgentLink
 from rackrun.link.channel import frame
-from rackrun.link.numbered import Numbered
+from rackrun.link.reliable_messages import Numbered
+from rackrun.protocol.commands import DismissTray
+from rackrun.protocol.events import TrayJoined, TrayLost, WorkerFinished
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId
+from rackrun.protocol.wire import PROTOCOL
 from tests.coordinator.fakes import DONE, TOKEN, Agent, Coordinator, ScriptedCore, agent, coordinator
 
 TRAY = TrayId("tray-00")
@@ -236,7 +236,7 @@ async def test_who_does_not_come_back_within_the_lease_is_lost_and_cannot_resume
 async def test_who_was_not_heard_because_the_coordinator_stood_still_may_come_back(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_RETURN_S", 100.0)
+    monkeypatch.setattr(http_server, "_RETURN_S", 100.0)
     core = ScriptedCore()
     async with coordinator(core, journal) as c:
         with listening() as at:
@@ -341,7 +341,7 @@ async def test_where_nobody_can_say_that_it_lives_it_is_lost_at_once(journal: Jo
 
 async def test_an_agent_that_is_killed_is_missed_at_once(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own: the kernel closes all that it has, in whatever order."""
-    monkeypatch.setattr(server, "ALONE_S", 600.0)
+    monkeypatch.setattr(http_server, "ALONE_S", 600.0)
     core = ScriptedCore()
     async with coordinator(core, journal) as c:
         c.server._lease_s = 600.0

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.coordinator.metrics import Metrics
-from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
-from rackrun.core.commands import BreakGeneration, Plan, Restore, ResumeGeneration
-from rackrun.core.events import SnapshotDamaged, SnapshotMirrored, TrayJoined
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
-from rackrun.core.wire import StateCopied
+from rackrun.coordinator.observe.metrics import Metrics
+from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.protocol.commands import BreakGeneration, Plan, Restore, ResumeGeneration
+from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, TrayJoined
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
+from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import member, plan
 
 WORLD = plan(1, member(0, "tray-00/0", 1), member(1, "tray-01/0", 2))

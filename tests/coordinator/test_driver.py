@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.journal import Journal, JournalError
-from rackrun.core.commands import (
+from rackrun.coordinator.journal.journal_writer import Journal, JournalError
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.protocol.commands import (
     BreakGeneration,
     FenceWorker,
     ReleaseWorkers,
@@ -20,8 +20,8 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.protocol.events import TimerFired, TrayLost, WorkerElastic, WorkerExited, WorkerFinished
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 from tests.coordinator.fakes import (
     DONE,
     TOKEN,

@@ -10,14 +10,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.fillers import FillerMetrics
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.report import read_report
-from rackrun.core.commands import StopJob
-from rackrun.core.ids import Incarnation, SlotId, TrayId
-from rackrun.core.wire import FillerTold
-from rackrun.ctl.render import render_report
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.observe.filler_usage import FillerMetrics
+from rackrun.coordinator.report.run_report import read_report
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.ctl.run_render import render_report
+from rackrun.protocol.commands import StopJob
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId
+from rackrun.protocol.wire import FillerTold
 from tests.coordinator.fakes import Onlooker, ScriptedCore
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.coordinator.folding import Folding
-from rackrun.coordinator.journal import Journal, digest_of
-from rackrun.coordinator.proof import FINDINGS, Folded, LedgerCheck, Row, check_ledger, fold
-from rackrun.coordinator.report import Report, read_goodput, read_report
-from rackrun.core.commands import ResumeGeneration
-from rackrun.core.ids import Position
+from rackrun.coordinator.journal.folding import Folding
+from rackrun.coordinator.journal.journal_writer import Journal, digest_of
+from rackrun.coordinator.journal.ledger_check import FINDINGS, Folded, LedgerCheck, Row, check_ledger, fold
+from rackrun.coordinator.report.run_report import Report, read_goodput, read_report
+from rackrun.protocol.commands import ResumeGeneration
+from rackrun.protocol.ids import Position
 from tests.coordinator.fakes import member, plan, unit
 from tests.coordinator.test_proof import STEPS, History
 

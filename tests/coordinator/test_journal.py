@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.coordinator import file_systems
-from rackrun.coordinator.driver import Driver
-from rackrun.coordinator.journal import Journal, JournalError, digest_of
-from rackrun.core.commands import Notice
-from rackrun.core.events import StopRequested, WorkerElastic
-from rackrun.core.ids import Incarnation, SlotId
-from rackrun.core.wire import FillerTold
+from rackrun.coordinator.journal import file_systems
+from rackrun.coordinator.journal.journal_writer import Journal, JournalError, digest_of
+from rackrun.coordinator.shell.driver import Driver
+from rackrun.protocol.commands import Notice
+from rackrun.protocol.events import StopRequested, WorkerElastic
+from rackrun.protocol.ids import Incarnation, SlotId
+from rackrun.protocol.wire import FillerTold
 from tests.coordinator.fakes import Onlooker, ScriptedCore, unit
 from tests.coordinator.test_driver import BREAK, RESUME
 
@@ -32,7 +32,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from rackrun.coordinator.journal import Journal
+from rackrun.coordinator.journal.journal_writer import Journal
 from tests.coordinator.test_driver import BREAK
 journal = Journal(Path({path!r}), run_id="job-1")
 for at_ms in range(5):

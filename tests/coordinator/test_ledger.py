@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.coordinator.ledger import LastWords
-from rackrun.core.ids import Generation, Incarnation, Position, SlotId
-from rackrun.core.wire import UnitSealed
+from rackrun.coordinator.observe.job_progress import LastWords
+from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
+from rackrun.protocol.wire import UnitSealed
 from tests.coordinator.fakes import member, plan
 
 BEFORE = plan(1, member(0, "tray-00/0", 1), member(1, "tray-00/4", 5))

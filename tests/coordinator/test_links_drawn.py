@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.agent.config import AgentConfig, LogConfig, ScriptConfig
-from rackrun.agent.uplink import Uplink
-from rackrun.coordinator.agent_link import AgentLink
-from rackrun.coordinator.journal import Journal
-from rackrun.core.commands import DismissTray, WorkerCommand
-from rackrun.core.events import WorkerFinished
-from rackrun.core.ids import Incarnation, SlotId, TrayId
+from rackrun.agent.tray.uplink import Uplink
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.server.agent_link import AgentLink
 from rackrun.link.channel import frame
+from rackrun.protocol.agent_config import AgentConfig, LogConfig, ScriptConfig
+from rackrun.protocol.commands import DismissTray, WorkerCommand
+from rackrun.protocol.events import WorkerFinished
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId
 from tests.coordinator.fakes import TOKEN, Coordinator, ScriptedCore, coordinator, joined
 
 TRAY = TrayId("tray-00")

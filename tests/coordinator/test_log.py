@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.coordinator.log import StepLog
-from rackrun.core.commands import Plan
-from rackrun.core.ids import Generation, Step
+from rackrun.coordinator.observe.step_log import StepLog
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import Generation, Step
 from tests.coordinator.fakes import logged
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rackrun.coordinator.pace import Pace
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.core.wire import StateCopied
+from rackrun.coordinator.observe.speed_measurements import Pace
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import unit
 
 

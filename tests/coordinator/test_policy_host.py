@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.coordinator.policy_host import PolicyHost, check
-from rackrun.core.commands import AskPolicy
-from rackrun.core.events import PolicyAnswered
-from rackrun.core.ids import Rank, SlotId
-from rackrun.core.situation import ClusterView, Decision, Failure, Rung, TrayNow
+from rackrun.coordinator.user_code.policy_host import PolicyHost, check
 from rackrun.errors import UsageError
+from rackrun.protocol.commands import AskPolicy
+from rackrun.protocol.events import PolicyAnswered
+from rackrun.protocol.ids import Rank, SlotId
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, TrayNow
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOOSE = "tests.coordinator.asked:choose"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rackrun.coordinator.eras import Eras
-from rackrun.coordinator.journal import digest_of
-from rackrun.coordinator.proof import LedgerCheck, Row, check_ledger
-from rackrun.core.commands import Plan
-from rackrun.core.ids import BEGIN, Position
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.journal_writer import digest_of
+from rackrun.coordinator.journal.ledger_check import LedgerCheck, Row, check_ledger
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import BEGIN, Position
 from tests.coordinator.fakes import member, plan
 
 BATCH = 12

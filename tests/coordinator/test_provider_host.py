@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from examples import provider as example
-from rackrun.coordinator.local_racks import local
-from rackrun.coordinator.provider_child import Hello
-from rackrun.coordinator.provider_host import ProviderHost, check
-from rackrun.coordinator.providing import RackRequest, Refused
-from rackrun.core.commands import ReleaseRack, RequestRack
-from rackrun.core.events import RackDelivered, RackPreempted, RackRefused
+from rackrun.coordinator.user_code.local_racks import local
+from rackrun.coordinator.user_code.provider_api import RackRequest, Refused
+from rackrun.coordinator.user_code.provider_child import Hello
+from rackrun.coordinator.user_code.provider_host import ProviderHost, check
 from rackrun.errors import UsageError
+from rackrun.protocol.commands import ReleaseRack, RequestRack
+from rackrun.protocol.events import RackDelivered, RackPreempted, RackRefused
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests.coordinator.racks_asked"

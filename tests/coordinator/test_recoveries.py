@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.coordinator.recoveries import Recovery, RecoveryWatch
-from rackrun.core.commands import BreakGeneration, CondemnWorker, Decided, FenceWorker, ResumeGeneration, StartWorker
-from rackrun.core.events import (
+from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.protocol.commands import (
+    BreakGeneration,
+    CondemnWorker,
+    Decided,
+    FenceWorker,
+    ResumeGeneration,
+    StartWorker,
+)
+from rackrun.protocol.events import (
     TrayLost,
     WorkerElastic,
     WorkerExited,
@@ -15,9 +22,9 @@ from rackrun.core.events import (
     WorkerResumed,
     WorkerStalled,
 )
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
-from rackrun.core.situation import Decision, Failure, Rung
-from rackrun.core.wire import StateCopied
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId
+from rackrun.protocol.policy_types import Decision, Failure, Rung
+from rackrun.protocol.wire import StateCopied
 from tests.coordinator.fakes import member, plan, unit, worker
 
 FIRST = plan(1, member(0, "tray-00/0", 1), member(1, "tray-00/1", 2), member(2, "tray-00/2", 3))

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.recoveries import LostRank, Recovery
-from rackrun.coordinator.report import Report, read_report
-from rackrun.core.commands import ResumeGeneration
-from rackrun.core.events import WorkerReady
-from rackrun.core.ids import Incarnation, Position, Rank, SlotId
-from rackrun.ctl.render import render_report
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.report.run_report import Report, read_report
+from rackrun.ctl.run_render import render_report
 from rackrun.errors import UsageError
+from rackrun.protocol.commands import ResumeGeneration
+from rackrun.protocol.events import WorkerReady
+from rackrun.protocol.ids import Incarnation, Position, Rank, SlotId
 from tests.coordinator.fakes import member, plan, unit
 
 WORLD = (member(0, "tray-00/0", 1), member(1, "tray-00/1", 2))

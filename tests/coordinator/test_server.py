@@ -8,10 +8,10 @@ import json
 import aiohttp
 import pytest
 
-from rackrun.coordinator import agent_link, server
-from rackrun.coordinator.journal import Journal
-from rackrun.core.commands import Answer, DismissTray
-from rackrun.core.events import (
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.server import agent_link, http_server
+from rackrun.protocol.commands import Answer, DismissTray
+from rackrun.protocol.events import (
     DepartureAnnounced,
     DrainRequested,
     Event,
@@ -23,9 +23,9 @@ from rackrun.core.events import (
     TrayLost,
     WorkerExited,
 )
-from rackrun.core.ids import Incarnation, SlotId, TrayId
-from rackrun.core.wire import PROTOCOL, Logged, UnitCommitted, Upward
-from rackrun.link.versions import own_versions
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId
+from rackrun.protocol.versions import own_versions
+from rackrun.protocol.wire import PROTOCOL, Logged, UnitCommitted, Upward
 from tests.coordinator.fakes import DONE, TOKEN, Coordinator, ScriptedCore, agent, coordinator, joined, logged, unit
 from tests.coordinator.test_journal import query
 
@@ -337,14 +337,14 @@ async def test_nobody_is_given_up_while_nobody_at_all_is_heard(
 ) -> None:
     """The coordinator is cut off, and the others go on without it."""
     alone = asyncio.Event()
-    hears_nobody = server.Server._hears_nobody
+    hears_nobody = http_server.Server._hears_nobody
 
-    def watched(self: server.Server, link: agent_link.AgentLink) -> bool:
+    def watched(self: http_server.Server, link: agent_link.AgentLink) -> bool:
         if found := hears_nobody(self, link):
             alone.set()
         return found
 
-    monkeypatch.setattr(server.Server, "_hears_nobody", watched)
+    monkeypatch.setattr(http_server.Server, "_hears_nobody", watched)
     core = ScriptedCore(StopRequested=(DONE,))
     async with coordinator(core, journal) as c:
         c.server._lease_s = 0.5
@@ -359,7 +359,7 @@ async def test_nobody_is_given_up_while_nobody_at_all_is_heard(
 
 
 async def test_not_even_then_for_ever(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ALONE_S", 0.5)
+    monkeypatch.setattr(http_server, "ALONE_S", 0.5)
     core = ScriptedCore(TrayLost=(DONE,))
     async with coordinator(core, journal) as c:
         c.server._lease_s = 0.3

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rackrun.coordinator.slow import SlowMetrics, SlowWatch
-from rackrun.core.commands import BreakGeneration, Plan, ResumeGeneration
-from rackrun.core.events import SlowRanksChanged, WorkerReady
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.core.stragglers import Limits
-from rackrun.core.wire import UnitCommitted
+from rackrun.coordinator.observe.slow_ranks import SlowMetrics, SlowWatch
+from rackrun.core.stragglers.straggler_detection import Limits
+from rackrun.protocol.commands import BreakGeneration, Plan, ResumeGeneration
+from rackrun.protocol.events import SlowRanksChanged, WorkerReady
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.wire import UnitCommitted
 from tests.coordinator.fakes import member, plan
 
 FOUR = plan(1, *(member(rank, f"a/{rank}", rank + 1) for rank in range(4)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.core.config import JobConfig
+from rackrun.protocol.job_config import JobConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from core_told import Told

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from core_model import Cluster
 
-from rackrun.core.commands import Command, Notice, ResumeGeneration
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane, View
-from rackrun.core.events import Event
-from rackrun.core.hindsight import COMMANDS, EVENTS, Hindsight
+from rackrun.core.machine.control_plane import ControlPlane, View
+from rackrun.core.machine.hindsight import COMMANDS, EVENTS, Hindsight
+from rackrun.protocol.commands import Command, Notice, ResumeGeneration
+from rackrun.protocol.events import Event
+from rackrun.protocol.job_config import JobConfig
 
 IN_PLACE = ("training", "parking", "resuming")
 

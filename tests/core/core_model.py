@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 from core_told import topology_of
 
-from rackrun.core.commands import (
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.recovery.fencing import FENCE_WAIT_MS
+from rackrun.core.resize.rented_rack import Stage
+from rackrun.core.stragglers.shares import sharing
+from rackrun.protocol.commands import (
     Answer,
     BreakGeneration,
     Command,
@@ -35,10 +39,7 @@ from rackrun.core.commands import (
     StopJob,
     Worker,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.dealing import sharing
-from rackrun.core.events import (
+from rackrun.protocol.events import (
     Event,
     Failure,
     RackDelivered,
@@ -57,10 +58,9 @@ from rackrun.core.events import (
     WorkerSevered,
     WorkerStalled,
 )
-from rackrun.core.fencing import FENCE_WAIT_MS
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
-from rackrun.core.rented import Stage
-from rackrun.worker.deals import Deals
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, Step, TrayId, snapshot_id, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.worker.batch.share_changes import Deals
 
 Chain = tuple[tuple[int, int], ...]
 """(unit, generation whose gate it passed), ..."""

@@ -7,18 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from rackrun.core.commands import (
-    Command,
-    CondemnWorker,
-    FenceWorker,
-    Plan,
-    ResumeGeneration,
-    StartWorker,
-    StopJob,
-)
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane, View
-from rackrun.core.events import (
+from rackrun.core.machine.control_plane import ControlPlane, View
+from rackrun.protocol.commands import Command, CondemnWorker, FenceWorker, Plan, ResumeGeneration, StartWorker, StopJob
+from rackrun.protocol.events import (
     DeviceChecked,
     DeviceJudged,
     Event,
@@ -42,10 +33,11 @@ from rackrun.core.events import (
     WorkerStalled,
     WorkerUnbuilt,
 )
-from rackrun.core.health import Evidence, Health, Scope, Verdict, response_to
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
-from rackrun.topology.model import CliqueId
-from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology
+from rackrun.protocol.gpu_health import Evidence, Health, Scope, Verdict, response_to
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step, TrayId, snapshot_id
+from rackrun.protocol.job_config import JobConfig
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
 
 C = TypeVar("C")
 

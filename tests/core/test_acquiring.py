@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in
 
-from rackrun.core.commands import (
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import (
     Answer,
     AskPolicy,
     Command,
@@ -23,8 +24,7 @@ from rackrun.core.commands import (
     SetTimer,
     StartWorker,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import (
+from rackrun.protocol.events import (
     GrowRequested,
     PolicyAnswered,
     PolicyRequested,
@@ -34,10 +34,10 @@ from rackrun.core.events import (
     ShrinkRequested,
     TimerFired,
 )
-from rackrun.core.health import Health
-from rackrun.core.ids import TrayId
-from rackrun.core.policy import parse_rules
-from rackrun.core.situation import Decision, Rung
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import TrayId
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Decision, Rung
 
 
 def begun(rules: str = "swap,acquire-wait,shrink", *, provider: str = "local", spares: int = 0) -> Told:

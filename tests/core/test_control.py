@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from core_told import Told, condemned, every, only, only_condemned, plan_in, ranks, stop_in
 
-from rackrun.core.commands import (
+from rackrun.protocol.commands import (
     Answer,
     BreakGeneration,
     Command,
@@ -19,10 +19,10 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import DepartureAnnounced, DrainRequested, ReturnRequested, StopRequested, SwapRequested
-from rackrun.core.health import Health
-from rackrun.core.ids import Position, Rank, TrayId
+from rackrun.protocol.events import DepartureAnnounced, DrainRequested, ReturnRequested, StopRequested, SwapRequested
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Position, Rank, TrayId
+from rackrun.protocol.job_config import JobConfig
 
 
 class Asked(Told):

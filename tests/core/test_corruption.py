@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
-from rackrun.core.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
-from rackrun.core.config import JobConfig
-from rackrun.core.corruption import OFFENCES_MAX, WITHIN_MS
-from rackrun.core.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
-from rackrun.core.ids import BEGIN, Generation, Position, Rank, TrayId
-from rackrun.core.policy import parse_rules
+from rackrun.core.faults.corruption import OFFENCES_MAX, WITHIN_MS
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import Answer, BreakGeneration, Command, FenceWorker, Notice, PauseWorkers
+from rackrun.protocol.events import LossNotRepeated, PolicyRequested, ReplicasDiffer, ShrinkRequested
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, TrayId
+from rackrun.protocol.job_config import JobConfig
 
 
 @pytest.fixture

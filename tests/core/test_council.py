@@ -11,7 +11,11 @@ from core_model import Cluster, Process
 from core_told import Told, every, only, plan_in, stop_in
 from test_storms import KINDS, play
 
-from rackrun.core.commands import (
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.policy.ask_policy import ANSWER_MS
+from rackrun.core.policy.choice import parse_rules
+from rackrun.core.policy.measured_costs import Meter
+from rackrun.protocol.commands import (
     Answer,
     AskPolicy,
     BreakGeneration,
@@ -25,15 +29,19 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.costs import Meter
-from rackrun.core.council import ANSWER_MS
-from rackrun.core.events import CostsMeasured, Event, PolicyAnswered, PolicyRequested, TimerFired, TrayJoined, TrayLost
-from rackrun.core.health import Health
-from rackrun.core.ids import Step, TrayId
-from rackrun.core.policy import parse_rules
-from rackrun.core.situation import Decision, Rung, Whose
+from rackrun.protocol.events import (
+    CostsMeasured,
+    Event,
+    PolicyAnswered,
+    PolicyRequested,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+)
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Step, TrayId
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Decision, Rung, Whose
 
 
 def job(policy: str = "", **options: object) -> Told:

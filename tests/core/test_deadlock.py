@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 from core_told import Told, condemned, every, only, only_condemned, stop_in
 
-from rackrun.core.commands import BreakGeneration, Command, SetTimer
-from rackrun.core.deadlock import is_deadlock
-from rackrun.core.events import CollectiveWait
-from rackrun.core.ids import Generation, Rank
+from rackrun.core.faults.deadlock import is_deadlock
+from rackrun.protocol.commands import BreakGeneration, Command, SetTimer
+from rackrun.protocol.events import CollectiveWait
+from rackrun.protocol.ids import Generation, Rank
 
 WORLD, LEFT, RIGHT, OUTER, INNER = "world", "ranks 0, 1", "ranks 2, 3", "ranks 0, 3", "ranks 1, 2"
 MEMBERS = {WORLD: (0, 1, 2, 3), LEFT: (0, 1), RIGHT: (2, 3), OUTER: (0, 3), INNER: (1, 2)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.core.dealing import GAIN_MIN, shared_out, sharing
+from rackrun.core.stragglers.shares import GAIN_MIN, shared_out, sharing
 
 
 def longest(shares: tuple[int, ...], times: list[float], rest: float) -> float:

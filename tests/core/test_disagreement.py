@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.core.disagreement import Pass, culprits
-from rackrun.core.ids import Rank
+from rackrun.core.faults.divergence import Pass, culprits
+from rackrun.protocol.ids import Rank
 
 
 def seen(**digests: list[int]) -> Pass:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
-from rackrun.core.commands import BreakGeneration, Command, CondemnWorker, FenceWorker, ResumeGeneration, SetTimer
-from rackrun.core.config import JobConfig
-from rackrun.core.events import JournalFailed, ReplicasDiffer, StopRequested, TimerFired
-from rackrun.core.fencing import FENCE_WAIT_MS
-from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Position, Rank
+from rackrun.core.recovery.fencing import FENCE_WAIT_MS
+from rackrun.protocol.commands import BreakGeneration, Command, CondemnWorker, FenceWorker, ResumeGeneration, SetTimer
+from rackrun.protocol.events import JournalFailed, ReplicasDiffer, StopRequested, TimerFired
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Generation, Position, Rank
+from rackrun.protocol.job_config import JobConfig
 
 
 def gpus(ranks: int = 4, spares: int = 2, *, clique: str = "x") -> Told:

@@ -8,13 +8,13 @@ from types import FrameType
 
 import pytest
 
-from rackrun.chaos.sim.crowd import Crowd
-from rackrun.chaos.sim.measure import STORIES, Story, crowd_of
-from rackrun.core.commands import Command
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import Event
-from rackrun.core.ids import Rank
-from rackrun.core.world import World
+from rackrun.chaos.simulator.core_benchmark import STORIES, Story, crowd_of
+from rackrun.chaos.simulator.instant_workers import Crowd
+from rackrun.core.generation.world import World
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.commands import Command
+from rackrun.protocol.events import Event
+from rackrun.protocol.ids import Rank
 
 SMALL, LARGE = 32, 192
 ALMOST_NOTHING = 1.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in
 
-from rackrun.core.commands import (
+from rackrun.protocol.commands import (
     BreakGeneration,
     DrainWorkers,
     FenceWorker,
@@ -15,9 +15,9 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import Failure, JournalFailed, StopRequested, TimerFired
-from rackrun.core.ids import BEGIN
+from rackrun.protocol.events import Failure, JournalFailed, StopRequested, TimerFired
+from rackrun.protocol.ids import BEGIN
+from rackrun.protocol.job_config import JobConfig
 
 
 def config(**fields: int) -> JobConfig:

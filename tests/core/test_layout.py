@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.core.ids import SlotId, TrayId
-from rackrun.core.layout import natural, slot_order, split
+from rackrun.core.members.slot_order import natural, slot_order, split
+from rackrun.protocol.ids import SlotId, TrayId
 
 
 def trays(count: int, slots: int) -> dict[TrayId, int]:

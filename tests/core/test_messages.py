@@ -7,13 +7,13 @@ import typing
 import msgspec
 import pytest
 
-from rackrun.core import commands, events
-from rackrun.core.commands import Member, Plan, Restore, Worker
-from rackrun.core.events import CollectiveWait, Failure, SlowRank
-from rackrun.core.health import Evidence, Health, Response, Verdict
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
-from rackrun.core.situation import Decision, Option, Rung
-from rackrun.core.wire import decode_command, decode_upward, encode
+from rackrun.protocol import commands, events
+from rackrun.protocol.commands import Member, Plan, Restore, Worker
+from rackrun.protocol.events import CollectiveWait, Failure, SlowRank
+from rackrun.protocol.gpu_health import Evidence, Health, Response, Verdict
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
+from rackrun.protocol.policy_types import Decision, Option, Rung
+from rackrun.protocol.wire import decode_command, decode_upward, encode
 
 SAMPLES: dict[object, object] = {
     int: 3,

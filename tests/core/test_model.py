@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rackrun.core.config import JobConfig
-from rackrun.core.ids import TrayId
+from rackrun.protocol.ids import TrayId
+from rackrun.protocol.job_config import JobConfig
 
 SMALL = settings(
     max_examples=300,

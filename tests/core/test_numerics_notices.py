@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rackrun.core.commands import Command, Notice
-from rackrun.core.events import WorkerReady
-from rackrun.core.ids import Incarnation, SlotId
-from rackrun.core.numerics_notices import NumericsNotices, differences
+from rackrun.core.lifecycle.numerics_notices import NumericsNotices, differences
+from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.events import WorkerReady
+from rackrun.protocol.ids import Incarnation, SlotId
 
 H100 = (("GPU", "H100"), ("driver", "570"))
 H200 = (("GPU", "H200"), ("driver", "570"))

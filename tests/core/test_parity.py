@@ -7,11 +7,11 @@ from itertools import combinations
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
-from rackrun.core.commands import BreakGeneration, FenceWorker, Keeper, Plan, ResumeGeneration, Stripes
-from rackrun.core.config import JobConfig
-from rackrun.core.events import SnapshotStriped, TrayJoined
-from rackrun.core.ids import Generation, Step, TrayId
-from rackrun.core.protection import keepers_of
+from rackrun.core.placement.snapshot_keepers import keepers_of
+from rackrun.protocol.commands import BreakGeneration, FenceWorker, Keeper, Plan, ResumeGeneration, Stripes
+from rackrun.protocol.events import SnapshotStriped, TrayJoined
+from rackrun.protocol.ids import Generation, Step, TrayId
+from rackrun.protocol.job_config import JobConfig
 
 ALL = ("a/0", "b/0", "c/0", "d/0")
 TWO_OF_FOUR = {"snapshot_copies": "rs", "set_size": 4, "set_parity": 2}

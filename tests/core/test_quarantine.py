@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from core_told import Told, every, only, plan_in, ranks
 
-from rackrun.core.commands import Notice, SetTimer, StartWorker, StopJob
-from rackrun.core.config import JobConfig
-from rackrun.core.events import TimerFired
-from rackrun.core.ids import SlotId
-from rackrun.core.quarantine import HEALTHY_MS, PAUSE_MS, PAUSE_MS_MAX, Quarantine
+from rackrun.core.members.quarantine import HEALTHY_MS, PAUSE_MS, PAUSE_MS_MAX, Quarantine
+from rackrun.protocol.commands import Notice, SetTimer, StartWorker, StopJob
+from rackrun.protocol.events import TimerFired
+from rackrun.protocol.ids import SlotId
+from rackrun.protocol.job_config import JobConfig
 
 SLOT = SlotId("a/2")
 

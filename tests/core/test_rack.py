@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rackrun.core.events import TrayJoined
-from rackrun.core.ids import Rank, SlotId, TrayId
-from rackrun.core.rack import RackMachine
+from rackrun.core.members.rack import RackMachine
+from rackrun.protocol.events import TrayJoined
+from rackrun.protocol.ids import Rank, SlotId, TrayId
 
 
 def rack(trays: str, *, slots: int = 1, hosts: Mapping[str, str] | None = None, store: str = "") -> RackMachine:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rackrun.core.ids import Rank
-from rackrun.core.reshaping import places, spared
+from rackrun.core.placement.mesh_resize import places, spared
+from rackrun.protocol.ids import Rank
 
 DP_BY_TP = (("dp", 3), ("tp", 2))
 

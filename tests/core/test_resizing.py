@@ -7,8 +7,10 @@ import pytest
 from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
-from rackrun.core.batch_notices import BatchNotices
-from rackrun.core.commands import (
+from rackrun.core.generation.world import World
+from rackrun.core.lifecycle.batch_notices import BatchNotices
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import (
     BreakGeneration,
     Command,
     FenceWorker,
@@ -17,11 +19,9 @@ from rackrun.core.commands import (
     SetTimer,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import BatchChanged, ShrinkRequested
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, snapshot_id
-from rackrun.core.policy import parse_rules
-from rackrun.core.world import World
+from rackrun.protocol.events import BatchChanged, ShrinkRequested
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId, Step, snapshot_id
+from rackrun.protocol.job_config import JobConfig
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 RULES = parse_rules("swap,shrink,wait,restart")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Plan, StopJob
-from rackrun.core.config import JobConfig
-from rackrun.core.ids import Rank, TrayId
-from rackrun.core.rifts import Rifts
+from rackrun.core.faults.partition import Rifts
+from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Plan, StopJob
+from rackrun.protocol.ids import Rank, TrayId
+from rackrun.protocol.job_config import JobConfig
 
 TRAYS = {Rank(0): TrayId("a"), Rank(1): TrayId("b"), Rank(2): TrayId("c")}
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in, topology_of
 
-from rackrun.core.commands import Command, FenceWorker, Notice, ResumeGeneration, StartWorker, StopJob
-from rackrun.core.config import JobConfig
-from rackrun.core.events import TrayDescribed, TrayJoined
-from rackrun.core.health import Health
-from rackrun.core.ids import Rank, SlotId, TrayId
-from rackrun.core.rack import RackMachine
-from rackrun.core.seating import Seating
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.placement.seating import Seating
+from rackrun.protocol.commands import Command, FenceWorker, Notice, ResumeGeneration, StartWorker, StopJob
+from rackrun.protocol.events import TrayDescribed, TrayJoined
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Rank, SlotId, TrayId
+from rackrun.protocol.job_config import JobConfig
 
 
 def two_cliques(**settings: object) -> Told:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, slow_rank
 
-from rackrun.core.commands import BreakGeneration, Command, DealShards, FenceWorker, Notice, PauseWorkers
-from rackrun.core.config import JobConfig, SlowRanks
-from rackrun.core.events import SlowRanksChanged
-from rackrun.core.ids import Generation
-from rackrun.core.policy import parse_rules
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import BreakGeneration, Command, DealShards, FenceWorker, Notice, PauseWorkers
+from rackrun.protocol.events import SlowRanksChanged
+from rackrun.protocol.ids import Generation
+from rackrun.protocol.job_config import JobConfig, SlowRanks
 
 SHARDS = 36
 

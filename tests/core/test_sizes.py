@@ -8,7 +8,9 @@ import pytest
 from core_followed import FollowedCore
 from core_told import Told, every, only, plan_in, ranks
 
-from rackrun.core.commands import (
+from rackrun.core.policy.choice import parse_rules
+from rackrun.core.resize.growth_backoff import PAUSE_MS
+from rackrun.protocol.commands import (
     Answer,
     BreakGeneration,
     Command,
@@ -20,12 +22,10 @@ from rackrun.core.commands import (
     SetTimer,
     StartWorker,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import GrowRequested, ShrinkRequested, StopRequested, SwapRequested, TimerFired
-from rackrun.core.growth import PAUSE_MS
-from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Position, Rank, SlotId, Step, snapshot_id
-from rackrun.core.policy import parse_rules
+from rackrun.protocol.events import GrowRequested, ShrinkRequested, StopRequested, SwapRequested, TimerFired
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, snapshot_id
+from rackrun.protocol.job_config import JobConfig
 
 IN_PLACE, AGAIN = "in place", "entering main again"
 BOTH = pytest.mark.parametrize("how", [IN_PLACE, AGAIN])

@@ -8,12 +8,12 @@ from typing import Literal
 import pytest
 from core_told import Told, condemned, every, only, only_condemned, plan_in, slow_rank
 
-from rackrun.core.commands import Answer, BreakGeneration, Command, Notice, PauseWorkers
-from rackrun.core.config import JobConfig
-from rackrun.core.events import BreakerClosed, ReturnRequested, ShrinkRequested, SlowRanksChanged
-from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Position
-from rackrun.core.slowness import SWAPS_MAX, WITHIN_MS
+from rackrun.core.stragglers.straggler_response import SWAPS_MAX, WITHIN_MS
+from rackrun.protocol.commands import Answer, BreakGeneration, Command, Notice, PauseWorkers
+from rackrun.protocol.events import BreakerClosed, ReturnRequested, ShrinkRequested, SlowRanksChanged
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Generation, Position
+from rackrun.protocol.job_config import JobConfig
 
 
 def trained(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from core_told import Told, every, only, plan_in, stop_in
 
-from rackrun.core.commands import BreakGeneration, Command, FenceWorker, Notice, ReleaseWorkers, SetTimer, StopJob
-from rackrun.core.config import JobConfig
-from rackrun.core.stalls import BUSY_HOLDS_MS
+from rackrun.core.faults.stalls import BUSY_HOLDS_MS
+from rackrun.protocol.commands import BreakGeneration, Command, FenceWorker, Notice, ReleaseWorkers, SetTimer, StopJob
+from rackrun.protocol.job_config import JobConfig
 
 PHASE = "phase evaluate (run.every(4, ...)) after step 8"
 

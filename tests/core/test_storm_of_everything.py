@@ -12,11 +12,11 @@ from core_followed import Followed, FollowedCore
 from core_model import Cluster
 from test_storms import ASKED, HEALTH, KINDS, SIZED, play
 
-from rackrun.core.commands import Command, DealShards, Plan, ReleaseRack, RequestRack
-from rackrun.core.config import JobConfig, SlowRanks
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import Event
-from rackrun.core.policy import parse_rules
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import Command, DealShards, Plan, ReleaseRack, RequestRack
+from rackrun.protocol.events import Event
+from rackrun.protocol.job_config import JobConfig, SlowRanks
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 250
 ORDERS = (

@@ -12,9 +12,9 @@ from core_followed import Followed, FollowedCore
 from core_model import SHORT, TIMEOUTS, Cluster, Process
 from core_told import slow_rank, verdict_on
 
-from rackrun.core.commands import Notice
-from rackrun.core.config import JobConfig, SlowRanks
-from rackrun.core.events import (
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.commands import Notice
+from rackrun.protocol.events import (
     BreakerClosed,
     DepartureAnnounced,
     DeviceChecked,
@@ -33,9 +33,9 @@ from rackrun.core.events import (
     SlowRanksChanged,
     SwapRequested,
 )
-from rackrun.core.health import Health
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
-from rackrun.core.policy import parse_rules
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, Step, TrayId, slot_id, steps_in, tray_of
+from rackrun.protocol.job_config import JobConfig, SlowRanks
 
 SEEDS = 20_000 if os.environ.get("RACKRUN_HYPOTHESIS") == "large" else 400
 

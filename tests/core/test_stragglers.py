@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.core.ids import Rank, SlotId
-from rackrun.core.stragglers import Limits, Seat, Stragglers, Verdict
+from rackrun.core.stragglers.straggler_detection import Limits, Seat, Stragglers, Verdict
+from rackrun.protocol.ids import Rank, SlotId
 
 WINDOW = Limits().window
 SETTLE = Limits().settle

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from core_told import Told, every, only, plan_in, ranks, stop_in
 
-from rackrun.core.commands import (
+from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.protocol.commands import (
     BreakGeneration,
     FenceWorker,
     Restore,
@@ -14,10 +15,9 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import CostsMeasured, Failure, WorkerExited, WorkerParked, WorkerResumed
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId, Step
-from rackrun.core.snapshots import Snapshots
+from rackrun.protocol.events import CostsMeasured, Failure, WorkerExited, WorkerParked, WorkerResumed
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId, Step
+from rackrun.protocol.job_config import JobConfig
 
 
 def test_a_loss_breaks_the_survivors_at_once_and_opens_the_window(training: Told) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from core_told import Told, condemned, every, only, only_condemned, plan_in, stop_in
 
-from rackrun.core.commands import (
+from rackrun.core.faults.triage import LAST_WORDS_MS
+from rackrun.protocol.commands import (
     BreakGeneration,
     Notice,
     PauseWorkers,
@@ -14,11 +15,10 @@ from rackrun.core.commands import (
     StartWorker,
     StopJob,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.events import BreakerClosed, TimerFired
-from rackrun.core.health import Health
-from rackrun.core.ids import Position
-from rackrun.core.triage import LAST_WORDS_MS
+from rackrun.protocol.events import BreakerClosed, TimerFired
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import Position
+from rackrun.protocol.job_config import JobConfig
 
 
 @pytest.fixture

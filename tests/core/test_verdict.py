@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
-from rackrun.core.verdict import Kept, Report, StatePlan, committed, state_plan
+from rackrun.core.generation.restore_plan import Kept, Report, StatePlan, committed, state_plan
+from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, Step, TrayId
 
 
 def report(passed: int, *snapshots: int, entered: int | None = None) -> Report:

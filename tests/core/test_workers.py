@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from rackrun.core.commands import Worker
-from rackrun.core.events import Failure, WorkerExited
-from rackrun.core.ids import Incarnation, SlotId
-from rackrun.core.workers import TRANSITIONS, InvalidTransition, Trigger, WorkerRecord, WorkerState, why_exited
+from rackrun.core.members.workers import TRANSITIONS, InvalidTransition, Trigger, WorkerRecord, WorkerState, why_exited
+from rackrun.protocol.commands import Worker
+from rackrun.protocol.events import Failure, WorkerExited
+from rackrun.protocol.ids import Incarnation, SlotId
 
 
 def record(state: WorkerState = WorkerState.STARTING) -> WorkerRecord:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.core.commands import Worker
-from rackrun.core.events import WorkerParked
-from rackrun.core.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId
-from rackrun.core.workers import WorkerRecord
-from rackrun.core.world import World
+from rackrun.core.generation.world import World
+from rackrun.core.members.workers import WorkerRecord
+from rackrun.protocol.commands import Worker
+from rackrun.protocol.events import WorkerParked
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, Rank, SlotId
 
 
 def world(*good: int | None, doubted: bool = True) -> World:

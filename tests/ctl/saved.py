@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rackrun.checkpoint.boxes import Box
-from rackrun.checkpoint.digest import chunk_crcs
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.image import plan_image, write_image
-from rackrun.checkpoint.layout import ImageLayout, TensorEntry
-from rackrun.checkpoint.manifest import shard_name
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.durable.durable_manifest import shard_name
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry
+from rackrun.checkpoint.image.safetensors_image import plan_image, write_image
 
 WORLD = 3
 CHUNK = 512

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rackrun.coordinator.report import read_report
-from rackrun.ctl.render import render_report, render_result, render_status
-from rackrun.launch.place import Result
+from rackrun.coordinator.report.run_report import read_report
+from rackrun.ctl.run_render import render_report, render_result, render_status
+from rackrun.launch.run.run_directory import Result
 from tests.chaos.recorded import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["[/]", "[/bold] over", "[red]x", "expected shape [3, 4], got [/usr/lib]", "[link=a", "\\[", ":warning: [b]"]
-DRAWS = [*(ROOT / "rackrun" / "ctl").glob("*.py"), *(ROOT / "rackrun" / "launch").glob("*.py")]
-DRAWS += [*(ROOT / "chaos").rglob("*.py"), *(ROOT / "topology").glob("*.py")]
+DRAWS = [*(ROOT / "rackrun" / "ctl").rglob("*.py"), *(ROOT / "rackrun" / "launch").rglob("*.py")]
+DRAWS += [*(ROOT / "chaos").rglob("*.py"), *(ROOT / "topology").rglob("*.py")]
 
 
 def drawn(render: Any, *what: Any) -> str:

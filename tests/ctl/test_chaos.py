@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos import commands
-from rackrun.chaos.campaign import Sums
-from rackrun.checkpoint.errors import CheckpointError
+from rackrun.chaos.cli import chaos_commands
+from rackrun.chaos.runs.campaign import Sums
+from rackrun.checkpoint.base.errors import CheckpointError
 from tests.chaos.recorded import write_run
 from tests.chaos.test_report import line_of, write_tally
 from tests.ctl.conftest import Said
@@ -120,7 +120,7 @@ def test_a_harness_that_fails_has_no_verdict(
     def fails(*_args: object, **_more: object) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "run_plan", fails)
+    monkeypatch.setattr(chaos_commands, "run_plan", fails)
     said = rackctl(*RUN)
     assert said.code == 70
     assert "it broke" in said.err
@@ -135,8 +135,8 @@ def test_who_is_interrupted_says_what_there_is(
             sums.add(line_of(7))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "run_plan", interrupted)
-    monkeypatch.setattr(commands, "run_campaign", interrupted)
+    monkeypatch.setattr(chaos_commands, "run_plan", interrupted)
+    monkeypatch.setattr(chaos_commands, "run_campaign", interrupted)
     said = rackctl(*RUN)
     assert said.code == 130
     assert "interrupted; there is no verdict, and what there is lies in " in said.err

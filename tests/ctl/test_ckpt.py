@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.files import set_aside
-from rackrun.checkpoint.manifest import MANIFEST, Manifest, seal, unseal
-from rackrun.checkpoint.probation import Probation
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Manifest, seal, unseal
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import set_aside
+from rackrun.checkpoint.durable.probation import Probation
 from tests.ctl.saved import CHUNK, WORLD, flip, image, save, shard_path, state
 
 Rackctl = Callable[..., Any]

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rackrun.checkpoint import crashpoints
-from rackrun.ctl.export_names import model_names
+from rackrun.ctl.ckpt.export_names import model_names
 from rackrun.errors import UsageError
+from rackrun.protocol import crash_points
 from tests.ctl.saved import State, flip, model, save, shard_path, state
 
 Rackctl = Callable[..., Any]
@@ -93,11 +93,11 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, rackctl: Rackctl, monkeypat
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    crashpoints.enable(interrupted)
+    crash_points.enable(interrupted)
     try:
         assert rackctl("ckpt", "export", tmp_path, tmp_path / "out").code not in (0, 2)
     finally:
-        crashpoints.enable(None)
+        crash_points.enable(None)
     assert os.listdir(tmp_path) == held
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_file import ArenaFile
-from rackrun.checkpoint.arena_format import PAGE, Superblock
-from rackrun.checkpoint.digest import crc
-from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.orphans import ArenaState, find_arenas, remove
-from rackrun.checkpoint.placement import PlacementError, Redundancy, place
-from rackrun.checkpoint.presets import even_labels, redundancy_of
-from rackrun.checkpoint.process import Process
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_file import ArenaFile
+from rackrun.checkpoint.arena.arena_format import PAGE, Superblock
+from rackrun.checkpoint.arena.orphans import ArenaState, find_arenas, remove
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.base.process_identity import Process
+from rackrun.checkpoint.redundancy.redundancy_presets import even_labels, redundancy_of
+from rackrun.checkpoint.redundancy.shard_placement import PlacementError, Redundancy, place
 from tests.checkpoint.storage import ended, in_child
 
 Rackctl = Callable[..., Any]

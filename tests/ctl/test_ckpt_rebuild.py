@@ -16,21 +16,21 @@ import torch
 from safetensors.torch import load_file
 
 from rackrun.checkpoint import CheckpointManager, MemoryTier
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.arena_folder import job_folder
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import CheckpointError
-from rackrun.checkpoint.export import export
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.image import write_image
-from rackrun.checkpoint.layout import ImageLayout, TensorEntry, parse_image, plan_image
-from rackrun.checkpoint.manifest import MANIFEST, VERIFIED
-from rackrun.checkpoint.plain import Plain, pack_plain
-from rackrun.checkpoint.probation import Probation
-from rackrun.checkpoint.process import begin_session
-from rackrun.checkpoint.rebuilding import BESIDE, rebuild_generation
-from rackrun.checkpoint.records import CommitRecord, Copy
-from rackrun.checkpoint.remains import Remains
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_folder import job_folder
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.base.process_identity import begin_session
+from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, VERIFIED
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry, parse_image, plan_image
+from rackrun.checkpoint.image.plain_part import Plain, pack_plain
+from rackrun.checkpoint.image.safetensors_image import write_image
+from rackrun.checkpoint.offline.export import export
+from rackrun.checkpoint.offline.job_remains import Remains
+from rackrun.checkpoint.offline.rebuilding import BESIDE, rebuild_generation
 from tests.checkpoint.storage import ended, in_child
 from tests.checkpoint.test_manager import Training, trained
 from tests.ctl.saved import JOB, WORLD, box_of, flip, shard_path, state

@@ -9,11 +9,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from rackrun.coordinator.journal import Journal
-from rackrun.core.config import JobConfig
-from rackrun.core.events import DeviceJudged
-from rackrun.core.health import Health
-from rackrun.core.ids import TrayId
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.protocol.events import DeviceJudged
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import TrayId
+from rackrun.protocol.job_config import JobConfig
 from tests.coordinator.kept import Kept
 from tests.core.core_told import verdict_on
 from tests.ctl.conftest import Said

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.planner.costs import read_costs
-from rackrun.chaos.planner.survey import Survey
-from rackrun.chaos.planner.swap_model import Swap
+from rackrun.chaos.planner.analysis.recommendation import Survey
+from rackrun.chaos.planner.inputs.operation_costs import read_costs
+from rackrun.chaos.planner.swap_model.predict_swap import Swap
 from tests.ctl.conftest import Said
 
 Rackctl = Callable[..., Said]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.fake_nvml.fake import FakeRack
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack
 from tests.faults.resized import WAIT_S, Story
 from tests.faults.scripts.strike import Fault, faults_to_json
 from tests.faults.trained import RANKS, STEPS, Trained, read

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from rackrun.core.commands import Answer
-from rackrun.ctl.asking import ask
+from rackrun.ctl.coordinator_client import ask
+from rackrun.protocol.commands import Answer
 from tests.faults.trained import Trained
 
 __all__ = ["APART", "BATCH", "WAIT_S", "Story", "assert_nothing_is_lost_or_used_twice"]

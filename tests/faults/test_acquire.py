@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.resized import Story, assert_nothing_is_lost_or_used_twice
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import Trained

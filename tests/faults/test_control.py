@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rackrun.ctl.control import Answer
+from rackrun.ctl.control_commands import Answer
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import RANKS, Trained
 

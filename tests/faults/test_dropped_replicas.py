@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rackrun.coordinator.reading import resume_of
-from rackrun.coordinator.report import read_report
-from rackrun.core.commands import Plan
+from rackrun.coordinator.journal.journal_reader import resume_of
+from rackrun.coordinator.report.run_report import read_report
+from rackrun.protocol.commands import Plan
 from tests.faults.resized import APART, BATCH, Story
 from tests.faults.trained import Trained
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.chaos.fake_nvml.fake import FakeRack, build
-from rackrun.core.fencing import FENCE_WAIT_MS
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, build
+from rackrun.core.recovery.fencing import FENCE_WAIT_MS
+from rackrun.topology.model.rack_file import read_rack_file
 from tests.faults.scripts.strike import CLOCK, Fault
 from tests.faults.trained import RANKS, Trained
 

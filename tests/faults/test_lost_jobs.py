@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.checkpoint.durable import DurableStore
+from rackrun.checkpoint.durable.durable_store import DurableStore
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import STEPS, Trained
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.scripts.strike import CLOCK, IN_GATE, Fault
 from tests.faults.stories import (
     AT_THE_END,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.checkpoint.probation import Probation
-from rackrun.coordinator.report import read_report
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.scripts.strike import Fault
 from tests.faults.trained import RANKS, Trained
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.conftest import SCRIPT
 from tests.faults.scripts.strike import Fault, faults_to_json
 

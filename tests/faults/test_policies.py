@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.stories import IN_A_UNIT, Chapter
 from tests.faults.trained import Trained
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.stories, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rackrun.coordinator.report import read_report
+from rackrun.coordinator.report.run_report import read_report
 from tests.faults.resized import APART, Story, assert_nothing_is_lost_or_used_twice
 from tests.faults.trained import Trained
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rackrun.coordinator.eras import Eras
-from rackrun.coordinator.reading import resume_of
-from rackrun.core.ids import Position
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.journal_reader import resume_of
+from rackrun.protocol.ids import Position
 
 if TYPE_CHECKING:
     from conftest import Ran

@@ -10,15 +10,15 @@ from benchmarks.gpu.registry import Context, Found, check
 
 @check("B4", "a registration that leaves its error", expected="a failure", limit_s=60)
 def error_left(context: Context) -> Found:
-    from rackrun.checkpoint import registration
+    from rackrun.checkpoint.host_memory import host_registration
 
-    registration._forget_error = lambda: None
+    host_registration._forget_error = lambda: None
     return primitives.failed_registration(context)
 
 
 @check("B8", "a digest that is blind to the highest bit", expected="a failure", limit_s=60)
 def blind_digest(context: Context) -> Found:
-    from rackrun.worker import device_digest as module
+    from rackrun.worker.tensors import device_digest as module
 
     whole = module.device_digest
 
@@ -35,7 +35,7 @@ def blind_digest(context: Context) -> Found:
 
 @check("B9", "a sum that rounds down", expected="a failure", limit_s=100)
 def rounds_down(context: Context) -> Found:
-    from rackrun.worker import fixed_point as module
+    from rackrun.worker.exact import fixed_point as module
 
     class Down(module._InChunks):
         def add(self, values: Any, scale: float, into: Any, *, fresh: bool) -> float:

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from rackrun.agent.config import LogConfig
-from rackrun.agent.logs import Logs
-from rackrun.checkpoint import isal
-from rackrun.checkpoint.placement import Redundancy
-from rackrun.core.ids import Rank
-from rackrun.core.situation import Rules, Rung, Weights
+from rackrun.agent.worker_start.worker_logs import Logs
+from rackrun.checkpoint.redundancy import isal
+from rackrun.checkpoint.redundancy.shard_placement import Redundancy
 from rackrun.errors import UsageError
-from rackrun.launch import arguments
-from rackrun.launch.arguments import MAX_RESTARTS, Options, make_parser, parse
-from rackrun.launch.policy import Policy
-from rackrun.worker.axes import MIN_RANKS_VARIABLE, axes_of
-from rackrun.worker.durable import DurableOptions
+from rackrun.launch.options import arguments
+from rackrun.launch.options.arguments import MAX_RESTARTS, Options, make_parser, parse
+from rackrun.launch.options.policy_options import Policy
+from rackrun.protocol.agent_config import LogConfig
+from rackrun.protocol.ids import Rank
+from rackrun.protocol.policy_types import Rules, Rung, Weights
+from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of
+from rackrun.worker.snapshots.durable_checkpoints import DurableOptions
 
 OURS = {
     "--log-line-prefix-template",  # torchrun's own from 2.14 on

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from rackrun import launcher
-from rackrun.launch.arguments import make_parser
+from rackrun.launch.options.arguments import make_parser
 
 SECRET = "0123456789abcdef0123456789abcdef"
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from rackrun.core.commands import StopJob
-from rackrun.launch import job
+from rackrun.launch.run import job_loop
+from rackrun.protocol.commands import StopJob
 
 DONE = StopJob(exit_code=0, because="all done")
 LOST = StopJob(exit_code=3, because="the coordinator is gone")
@@ -27,7 +27,7 @@ Answer = Callable[[int], Awaitable[web.StreamResponse | None]]
 async def end_of(url: str, patience_s: float = WAIT_S) -> StopJob:
     found: list[StopJob] = []
     async with aiohttp.ClientSession() as session:
-        await asyncio.wait_for(job._end_of(session, url, found.append, LOST, patience_s), WAIT_S)
+        await asyncio.wait_for(job_loop._end_of(session, url, found.append, LOST, patience_s), WAIT_S)
     return found[0]
 
 
@@ -64,7 +64,7 @@ async def test_it_asks_again_over_a_new_connection_when_nothing_is_said(
     serve: Callable[[Answer], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first may be half open: what would have been said over it is lost."""
-    monkeypatch.setattr(job, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(job_loop, "_AGAIN_S", 0.2)
 
     async def answer(asked: int) -> web.StreamResponse | None:
         if not asked:
@@ -96,7 +96,7 @@ async def test_a_coordinator_to_which_there_is_no_way_may_be_there_still() -> No
     unreachable = OSError(errno.EHOSTUNREACH, "No route to host")
     session = Refusing([unreachable, unreachable, None])
     found: list[StopJob] = []
-    await job._end_of(session, "http://head", found.append, LOST, 0.0)  # type: ignore[arg-type]
+    await job_loop._end_of(session, "http://head", found.append, LOST, 0.0)  # type: ignore[arg-type]
     assert found == [DONE]
 
 

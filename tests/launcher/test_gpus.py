@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rackrun.errors import UsageError
-from rackrun.launch.gpus import check_gpus
+from rackrun.launch.run.torch_build_check import check_gpus
 
 
 @pytest.fixture

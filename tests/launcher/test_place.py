@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.ctl.asking import ask
+from rackrun.ctl.coordinator_client import ask
 from rackrun.errors import UsageError
-from rackrun.launch.place import Endpoint, Result, RunPlace, find_run, read_json, read_own
+from rackrun.launch.run.run_directory import Endpoint, Result, RunPlace, find_run, read_json, read_own
 
 ANOTHER = 12_345
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rackrun.agent.config import AgentConfig
 from rackrun.errors import UsageError
-from rackrun.launch.arguments import Options, parse
-from rackrun.launch.rack import check_mesh, mesh_text, parse_mesh, rack_here
+from rackrun.launch.options.arguments import Options, parse
+from rackrun.launch.options.rack_options import check_mesh, mesh_text, parse_mesh, rack_here
 from rackrun.launcher import _agent_configs
-from rackrun.topology.sources import PartialTopology
+from rackrun.protocol.agent_config import AgentConfig
+from rackrun.topology.sources.partial_topology import PartialTopology
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"
 NVL72, TWO, HGX, CPU = (

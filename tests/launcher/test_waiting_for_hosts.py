@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.launch.waiting import who_is_missing
+from rackrun.launch.run.missing_hosts import who_is_missing
 
 HERE = [("tray-00", "head"), ("tray-02", "n7")]
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from rackrun.core.commands import StopJob
-from rackrun.core.wire import encode
 from rackrun.link.channel import frame
-from rackrun.link.numbered import BATCH_BYTES, Numbered
+from rackrun.link.reliable_messages import BATCH_BYTES, Numbered
+from rackrun.protocol.commands import StopJob
+from rackrun.protocol.wire import encode
 
 
 def message(number: int) -> StopJob:

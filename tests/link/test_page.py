@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rackrun.link.page import Activity, HeartbeatPage
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
 
 
 @pytest.fixture

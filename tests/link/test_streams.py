@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SAYS = """
 import os, sys
-from rackrun.link.streams import open_closed_streams, say_what_can_be_said
+from rackrun.link.process.standard_streams import open_closed_streams, say_what_can_be_said
 open_closed_streams()
 say_what_can_be_said()
 fd = os.open("/dev/null", os.O_RDONLY)

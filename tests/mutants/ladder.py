@@ -45,7 +45,7 @@ def rungs_for(tree: Path, module: Path, reaching: Sequence[str], budget_s: float
     if reaching[FIRST_MAX:]:
         rungs.append(Rung("reaching", pytest_command("-p", "no:xdist", *reaching[FIRST_MAX:]), 0.4 * budget_s))
     if part == "core":
-        fuzz = (sys.executable, "-m", "rackrun.chaos.sim", "fuzz", "--seeds", "0:400", "--jobs", "1")
+        fuzz = (sys.executable, "-m", "rackrun.chaos.simulator", "fuzz", "--seeds", "0:400", "--jobs", "1")
         rungs.append(Rung("simulator", fuzz, 0.25 * budget_s, is_pytest=False))
     rungs.append(Rung("whole jobs", pytest_command("-m", "not stories and not soak", *jobs), 0.35 * budget_s))
     tally = str(tree / "mutant-campaign.jsonl")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rackrun.chaos.planner.case import Case
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.failures import Process
-from rackrun.chaos.planner.fleet import Fleet, Job
-from rackrun.chaos.planner.state import Intervals
+from rackrun.chaos.planner.analysis.simulation_case import Case
+from rackrun.chaos.planner.inputs.failures import Process
+from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.job_state import Intervals
 
 HOUR, DAY = 3600.0, 86400.0
 QUICK = PlanCosts(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rackrun.chaos.planner import closed
-from rackrun.chaos.planner.case import Case, chosen_intervals, simulate
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.failures import Process
-from rackrun.chaos.planner.fleet import Job
-from rackrun.chaos.planner.formulas import restart_only, takeovers_only, whole_share
-from rackrun.chaos.planner.spread import spread_of
-from rackrun.chaos.planner.state import Intervals
+from rackrun.chaos.planner.analysis import closed_forms
+from rackrun.chaos.planner.analysis.applicable_formulas import restart_only, takeovers_only, whole_share
+from rackrun.chaos.planner.analysis.seed_statistics import spread_of
+from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, simulate
+from rackrun.chaos.planner.inputs.failures import Process
+from rackrun.chaos.planner.inputs.fleet import Job
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.job_state import Intervals
 from tests.planner.cases import HOUR, NEVER, QUICK, case, trays
 
 TOLERANCE = 0.05
@@ -40,17 +40,17 @@ def on_disk(mtbf_h: float, every_s: float, costs: PlanCosts = DISK) -> Case:
 @pytest.mark.parametrize("mtbf_h", [24.0, 6.0, 2.0])
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
 def test_one_level_on_disk_is_daly_s_complete_expression(mtbf_h: float, times: float) -> None:
-    every_s = times * closed.daly(300, mtbf_h * HOUR)
+    every_s = times * closed_forms.daly(300, mtbf_h * HOUR)
     one = on_disk(mtbf_h, every_s)
     formula, estimate = restart_only(one, one.intervals or NEVER)
-    assert formula.value == pytest.approx(closed.daly_efficiency(round(every_s), 300, mtbf_h * HOUR, 600))
+    assert formula.value == pytest.approx(closed_forms.daly_efficiency(round(every_s), 300, mtbf_h * HOUR, 600))
     assert wall(one) == pytest.approx(formula.value, rel=TOLERANCE)
     if mtbf_h == 24:
         assert wall(one) == pytest.approx(estimate.value, rel=TOLERANCE)
 
 
 def test_daly_s_interval_is_the_best_one_simulated_too() -> None:
-    best_s = closed.daly(300, 6 * HOUR)
+    best_s = closed_forms.daly(300, 6 * HOUR)
     figures = {times: wall(on_disk(6.0, times * best_s)) for times in (0.25, 1.0, 4.0)}
     assert figures[1.0] == max(figures.values())
     assert min(figures[1.0] - figures[0.25], figures[1.0] - figures[4.0]) > 0.02
@@ -58,7 +58,7 @@ def test_daly_s_interval_is_the_best_one_simulated_too() -> None:
 
 def test_the_planner_s_own_choice_is_daly_s() -> None:
     one = msgspec.structs.replace(on_disk(6.0, 1.0), intervals=None)
-    ranks_s = closed.daly(300, 6 * HOUR)
+    ranks_s = closed_forms.daly(300, 6 * HOUR)
     assert chosen_intervals(one).checkpoint == pytest.approx(ranks_s, abs=1)
 
 
@@ -83,8 +83,8 @@ def test_two_levels_waste_what_the_first_order_says() -> None:
     costs = msgspec.structs.replace(QUICK, snapshot_s=2.0, checkpoint_s=60.0, start_s=1.0, load_s=0.0, takeover_s=0.0)
     tray, rack = trays(200, 0.01), Process(name="rack", domain="rack", mtbf_s=200 * HOUR, repair_s=36.0)
     rates = [72 / 200 / HOUR * 0.75, 4 / 200 / HOUR]
-    snapshot_s, checkpoint_s = closed.two_levels([2.0, 60.0], rates)
-    waste = closed.multi_level_waste([2.0, 60.0], rates)
+    snapshot_s, checkpoint_s = closed_forms.two_levels([2.0, 60.0], rates)
+    waste = closed_forms.multi_level_waste([2.0, 60.0], rates)
     assert 0.03 < waste < 0.2
     job = Job(group=8, replica=24, spare_racks=1, state="mirror")
     every = Intervals(snapshot=round(snapshot_s), checkpoint=round(checkpoint_s))

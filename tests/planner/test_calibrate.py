@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner.calibrate import Measured, calibrated, read_run
-from rackrun.chaos.planner.costs import PlanCosts, read_costs, write_costs
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.inputs.calibrate import Measured, calibrated, read_run
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts, read_costs, write_costs
 from rackrun.chaos.planner.predict import predict
-from rackrun.coordinator.journal import Journal
-from rackrun.coordinator.recoveries import LostRank, Recovery
-from rackrun.coordinator.report import Goodput, LedgerCheck, RecoveryReport, Report
-from rackrun.core.commands import ResumeGeneration, StartWorker
-from rackrun.core.events import WorkerReady
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.coordinator.journal.journal_writer import Journal
+from rackrun.coordinator.observe.recoveries import LostRank, Recovery
+from rackrun.coordinator.report.run_report import Goodput, LedgerCheck, RecoveryReport, Report
+from rackrun.protocol.commands import ResumeGeneration, StartWorker
+from rackrun.protocol.events import WorkerReady
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
 from tests.coordinator.fakes import member, plan, unit
 
 SPARE = SlotId("tray-00/2")

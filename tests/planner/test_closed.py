@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.chaos.planner.closed import (
+from rackrun.chaos.planner.analysis.closed_forms import (
     all_racks_ok,
     daly,
     daly_efficiency,
@@ -19,7 +19,7 @@ from rackrun.chaos.planner.closed import (
     unavailability,
     young,
 )
-from rackrun.chaos.planner.presets import PRESETS
+from rackrun.chaos.planner.inputs.published_failure_rates import PRESETS
 
 
 @pytest.mark.parametrize(("mtbf_min", "interval_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])

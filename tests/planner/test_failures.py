@@ -7,12 +7,12 @@ from statistics import mean
 
 import pytest
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner.crews import Crews
-from rackrun.chaos.planner.failures import Failures, Process, Strike, slots_of, units
-from rackrun.chaos.planner.fleet import Fleet
-from rackrun.chaos.planner.traces import Trace, read_trace
-from rackrun.chaos.seeds import stream
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.planner.inputs.failure_traces import Trace, read_trace
+from rackrun.chaos.planner.inputs.failures import Failures, Process, Strike, slots_of, units
+from rackrun.chaos.planner.inputs.fleet import Fleet
+from rackrun.chaos.planner.inputs.repair_crews import Crews
 from tests.planner.cases import DAY, HOUR, trays
 
 FLEET = Fleet(racks=100)

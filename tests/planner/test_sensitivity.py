@@ -7,13 +7,13 @@ from functools import lru_cache
 import msgspec
 import pytest
 
-from rackrun.chaos.planner.case import Case, chosen_intervals, simulate
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.fleet import Job
-from rackrun.chaos.planner.outcome import Outcome
-from rackrun.chaos.planner.sensitivity import applies, resaved, rescaled
-from rackrun.chaos.planner.state import Intervals
-from rackrun.chaos.planner.survey import COSTS
+from rackrun.chaos.planner.analysis.recommendation import COSTS
+from rackrun.chaos.planner.analysis.sensitivity import applies, resaved, rescaled
+from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, simulate
+from rackrun.chaos.planner.inputs.fleet import Job
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.job_state import Intervals
+from rackrun.chaos.planner.model.outcome import Outcome
 from tests.planner.cases import case, trays
 
 SEEDS = range(2)

@@ -11,21 +11,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner.case import Case, simulate
-from rackrun.chaos.planner.costs import PlanCosts
-from rackrun.chaos.planner.failures import Process, Strike
-from rackrun.chaos.planner.fleet import Fleet, Job, fleet_of
-from rackrun.chaos.planner.hall import Hall
-from rackrun.chaos.planner.outcome import Outcome
-from rackrun.chaos.planner.progress import Pace, progress
-from rackrun.chaos.planner.state import Intervals
-from rackrun.chaos.seeds import stream
-from rackrun.core.policy import choose
-from rackrun.core.situation import ClusterView, Decision, Failure
-from rackrun.topology.errors import DoesNotFit
-from rackrun.topology.objective import Fitness
-from rackrun.topology.placement import place
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.planner.analysis.simulation_case import Case, simulate
+from rackrun.chaos.planner.inputs.failures import Process, Strike
+from rackrun.chaos.planner.inputs.fleet import Fleet, Job, fleet_of
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.fleet_state import Hall
+from rackrun.chaos.planner.model.job_state import Intervals
+from rackrun.chaos.planner.model.outcome import Outcome
+from rackrun.chaos.planner.model.undisturbed_training import Pace, progress
+from rackrun.core.policy.choice import choose
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure
+from rackrun.topology.model.errors import DoesNotFit
+from rackrun.topology.placement.objective import Fitness
+from rackrun.topology.placement.rank_assignment import place
 from tests.planner.cases import HOUR, NEVER, case, trays
 
 COSTS = PlanCosts(
@@ -217,7 +217,7 @@ def test_a_function_of_the_user_s_is_asked() -> None:
 
 # -- who sits where ----------------------------------------------------------------------------------------------------
 def test_takeovers_are_those_that_the_placement_answers() -> None:
-    """Hundreds of losses and repairs, with moves between racks; after each the same question to `rackrun.topology.placement`."""
+    """Hundreds of losses and repairs, with moves between racks; after each the same question to `rackrun.topology.placement.rank_assignment`."""
     fleet = Fleet(racks=8, trays=6)
     job = Job(group=8, replica=8, spares_per_rack=4, spare_racks=1)
     hall, draw = Hall(fleet, job), stream(11, "hall")
@@ -305,7 +305,7 @@ def test_the_same_seed_is_the_same_run_in_another_process() -> None:
     one = case(trays(500, 8, lemons=0.1, lemon_factor=5.0), rack, racks=6, crews=3, costs=COSTS)
     here = simulate(one, 7)
     program = (
-        "import sys, msgspec; from rackrun.chaos.planner.case import Case, simulate; "
+        "import sys, msgspec; from rackrun.chaos.planner.analysis.simulation_case import Case, simulate; "
         "print(msgspec.json.encode(simulate(msgspec.json.decode(sys.stdin.buffer.read(), type=Case), 7)).decode())"
     )
     root = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner.swap_figures import FIGURES, built_s
-from rackrun.chaos.planner.swap_fit import fitted, held_against, read_kit
-from rackrun.chaos.planner.swap_model import WARM, Question, predict_swap
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.swap_model.fit_measurements import fitted, held_against, read_kit
+from rackrun.chaos.planner.swap_model.predict_swap import WARM, Question, predict_swap
+from rackrun.chaos.planner.swap_model.stage_costs import FIGURES, built_s
 
 
 def line(check: str, value: object, unit: str, outcome: str = "ok") -> dict[str, Any]:

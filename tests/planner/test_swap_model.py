@@ -7,12 +7,12 @@ import math
 import msgspec
 import pytest
 
-from rackrun.chaos.errors import PlannerError
-from rackrun.chaos.planner import swap_figures
-from rackrun.chaos.planner.swap_figures import FIGURES, GROWN_BY_S, SHRUNK_BY_S, between, built_s, cold_s
-from rackrun.chaos.planner.swap_model import COLD, WARM, Question, predict_swap
-from rackrun.worker.gate_tree import FANOUT, blocks_of
-from rackrun.worker.on_demand import EAGER_RANKS
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.swap_model import stage_costs
+from rackrun.chaos.planner.swap_model.predict_swap import COLD, WARM, Question, predict_swap
+from rackrun.chaos.planner.swap_model.stage_costs import FIGURES, GROWN_BY_S, SHRUNK_BY_S, between, built_s, cold_s
+from rackrun.worker.communicators.gate_tree import FANOUT, blocks_of
+from rackrun.worker.communicators.on_demand import EAGER_RANKS
 
 WHOLE, WHOLE_COLD = "whole swap, spare warm", "whole swap, spare cold"
 
@@ -105,7 +105,7 @@ def test_hosts_connect_all_pairs_of_a_small_world_and_the_blocks_of_a_large_one(
 
 
 def test_the_model_knows_what_the_workers_do() -> None:
-    assert (swap_figures.EAGER_RANKS, swap_figures.GATE_FANOUT) == (EAGER_RANKS, FANOUT)
+    assert (stage_costs.EAGER_RANKS, stage_costs.GATE_FANOUT) == (EAGER_RANKS, FANOUT)
 
 
 def test_groups_built_at_once_take_as_long_as_the_largest() -> None:

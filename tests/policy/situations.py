@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 
-from rackrun.core.ids import Rank, SlotId
 from rackrun.policy import ClusterView, Costs, Failure, ProviderNow, SpareNow, Whose
+from rackrun.protocol.ids import Rank, SlotId
 
 __all__ = ["situation"]
 

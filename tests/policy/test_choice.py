@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from situations import situation
 
 import rackrun.policy
-from rackrun.core.ids import Rank, SlotId
 from rackrun.errors import UsageError
 from rackrun.policy import (
     ClusterView,
@@ -28,6 +27,7 @@ from rackrun.policy import (
     parse_weights,
     refusal,
 )
+from rackrun.protocol.ids import Rank, SlotId
 
 SECONDS = st.none() | st.floats(0.0, 1e4)
 COSTS = st.builds(

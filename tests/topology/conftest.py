@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.fake_nvml.fake import FakeRack, FakeTray, build
-from rackrun.topology.model import Topology
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack, FakeTray, build
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import Topology
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rackrun.topology.mesh import Mesh
-from rackrun.topology.model import Clique, CliqueId, Gpu, Rack, Topology, Tray
-from rackrun.topology.placement import Fitness
+from rackrun.topology.model.mesh import Mesh
+from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
+from rackrun.topology.placement.rank_assignment import Fitness
 
 USABLE, AVOID, BAD = Fitness.USABLE, Fitness.AVOID, Fitness.BAD
 

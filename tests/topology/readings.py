@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rackrun.topology.model import CliqueId
-from rackrun.topology.readings import Fabric, GpuReading, RemappedRows, TrayReading
+from rackrun.topology.gpu_driver.readings import Fabric, GpuReading, RemappedRows, TrayReading
+from rackrun.topology.model.racks import CliqueId
 
 DOMAIN = "4f2c9a1e-7d0b-4a5e-9c3f-1b8e6d2a7c90"
 CLIQUE = CliqueId(DOMAIN, 32766)

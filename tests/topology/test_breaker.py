@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rackrun.core.health import Evidence, Health, Verdict, response_to
-from rackrun.topology.breaker import Breaker, BreakerPolicy, Decision, Passed, SwitchSuspected, Withheld
-from rackrun.topology.model import CliqueId
+from rackrun.protocol.gpu_health import Evidence, Health, Verdict, response_to
+from rackrun.topology.health.circuit_breaker import Breaker, BreakerPolicy, Decision, Passed, SwitchSuspected, Withheld
+from rackrun.topology.model.racks import CliqueId
 
 LEFT, RIGHT = CliqueId("left", 1), CliqueId("right", 1)
 TRAYS: dict[str, CliqueId | None] = {f"left-{at}": LEFT for at in range(6)} | {f"right-{at}": RIGHT for at in range(6)}

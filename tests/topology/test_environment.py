@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.core.ids import SlotId
-from rackrun.topology.environment import binding, cores, nccl_environment
-from rackrun.topology.errors import TopologyError
-from rackrun.topology.model import Gpu, Rack, Topology, Tray
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.protocol.ids import SlotId
+from rackrun.topology.model.errors import TopologyError
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import Gpu, Rack, Topology, Tray
+from rackrun.topology.placement.rank_environment import binding, cores, nccl_environment
 from tests.topology.placements import cut, machine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rackrun.core.health import SEVERITY, Health, Response, response_to
-from rackrun.topology.facts import against, preflight
-from rackrun.topology.model import CliqueId
-from rackrun.topology.readings import NvmlUnavailable, RemappedRows, fabric_faults, normal_bdf
+from rackrun.protocol.gpu_health import SEVERITY, Health, Response, response_to
+from rackrun.topology.gpu_driver.readings import NvmlUnavailable, RemappedRows, fabric_faults, normal_bdf
+from rackrun.topology.health.findings import against, preflight
+from rackrun.topology.model.racks import CliqueId
 from tests.topology.readings import CLIQUE, FABRIC, ROWS, down, gpu, tray
 
 AGAINST: list[tuple[dict[str, Any], Health, str]] = [

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rackrun.core.health import SEVERITY, Health, Response, Verdict
-from rackrun.topology.health import GpuRepaired, HealthPolicy, TrayHealth
-from rackrun.topology.kmsg import KernelXid, parse_kernel_line
-from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
+from rackrun.protocol.gpu_health import SEVERITY, Health, Response, Verdict
+from rackrun.topology.gpu_driver.kernel_messages import KernelXid, parse_kernel_line
+from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
+from rackrun.topology.health.tray_health import GpuRepaired, HealthPolicy, TrayHealth
 from tests.topology.readings import FABRIC, ROWS, down, gpu, tray
 
 MINUTE, HOUR = 60_000, 3_600_000

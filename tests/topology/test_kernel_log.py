@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.topology.kernel_log import KernelLog, KernelLogUnavailable
-from rackrun.topology.kmsg import parse_kernel_line
-from rackrun.topology.xid import decode_nvlink5, judge_xid
+from rackrun.topology.gpu_driver.kernel_log import KernelLog, KernelLogUnavailable
+from rackrun.topology.gpu_driver.kernel_messages import parse_kernel_line
+from rackrun.topology.health.xid import decode_nvlink5, judge_xid
 
 GOLDEN = Path(__file__).parent / "golden"
 

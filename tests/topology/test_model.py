@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from rackrun.topology.errors import TopologyError
-from rackrun.topology.model import Clique, CliqueId, Gpu, Rack, Topology, Tray
+from rackrun.topology.model.errors import TopologyError
+from rackrun.topology.model.racks import Clique, CliqueId, Gpu, Rack, Topology, Tray
 
 
 def tray(rack: str, index: int, gpus: int = 4) -> Tray:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rackrun.topology.errors import SourcesDisagree, TopologyError
-from rackrun.topology.model import CliqueId
-from rackrun.topology.nmx import from_netq_graph, from_nmx_compute_nodes
-from rackrun.topology.sources import FoundGpu, FoundTray, PartialTopology, merge
+from rackrun.topology.model.errors import SourcesDisagree, TopologyError
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.nmx import from_netq_graph, from_nmx_compute_nodes
+from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology, merge
 from tests.topology.readings import CLIQUE
 from tests.topology.test_sources import golden, hosts, nvml
 

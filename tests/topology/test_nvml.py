@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.chaos.fake_nvml.fake import CALLS, build
-from rackrun.topology.discover import discover
-from rackrun.topology.model import CliqueId
-from rackrun.topology.nvml_layout import as_ranges, parse_fabric, parse_platform
-from rackrun.topology.nvml_watch import NvmlWatch, read_once
-from rackrun.topology.readings import NvmlUnavailable, TrayReading, XidEvent
-from rackrun.topology.sources import PartialTopology, merge
+from rackrun.chaos.testbed.fake_nvml.fake_driver import CALLS, build
+from rackrun.topology.gpu_driver.nvml_layout import as_ranges, parse_fabric, parse_platform
+from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch, read_once
+from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.discover import discover
+from rackrun.topology.sources.partial_topology import PartialTopology, merge
 from tests.topology.conftest import Fake
 
 MakeFake = Callable[..., Fake]
@@ -275,7 +275,7 @@ def test_a_watch_does_not_outlive_its_parent(fake: MakeFake) -> None:
     """Not even when something that the parent forked still holds its standard input open."""
     of = fake()
     script = (
-        "import os, signal; from rackrun.topology.nvml_watch import NvmlWatch; watch = NvmlWatch(period_ms=50);"
+        "import os, signal; from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch; watch = NvmlWatch(period_ms=50);"
         "watch.next(20); holder = os.fork(); holder or signal.pause();"
         "print(watch.pid, holder, flush=True); input(); os._exit(0)"
     )

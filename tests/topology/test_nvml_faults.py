@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rackrun.chaos.fake_nvml.fake import FakeTray
-from rackrun.core.health import Health, Response, Verdict
-from rackrun.topology.facts import preflight
-from rackrun.topology.health import GpuRepaired, TrayHealth
-from rackrun.topology.nvml_watch import NvmlWatch
-from rackrun.topology.readings import NvmlUnavailable, TrayReading
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeTray
+from rackrun.protocol.gpu_health import Health, Response, Verdict
+from rackrun.topology.gpu_driver.nvml_watch import NvmlWatch
+from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading
+from rackrun.topology.health.findings import preflight
+from rackrun.topology.health.tray_health import GpuRepaired, TrayHealth
 from tests.topology.conftest import Fake
 
 READINGS_MAX = 3

@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from rackrun.chaos.fake_nvml.fake import FakeRack
-from rackrun.topology.facts import preflight
-from rackrun.topology.model import CliqueId
-from rackrun.topology.nvml_watch import read_once
-from rackrun.topology.rack_file import read_rack_file
-from rackrun.topology.readings import TrayReading
-from rackrun.topology.sources import merge, partial_of_reading
+from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack
+from rackrun.topology.gpu_driver.nvml_watch import read_once
+from rackrun.topology.gpu_driver.readings import TrayReading
+from rackrun.topology.health.findings import preflight
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.partial_topology import merge, partial_of_reading
 
 GOLDEN = Path(__file__).parent / "golden"
 

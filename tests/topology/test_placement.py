@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.core.ids import TrayId
-from rackrun.core.layout import split
-from rackrun.topology.board import Board
-from rackrun.topology.errors import DoesNotFit, TopologyError
-from rackrun.topology.mesh import Mesh
-from rackrun.topology.model import Topology
-from rackrun.topology.placement import Placement, place
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.core.members.slot_order import split
+from rackrun.protocol.ids import TrayId
+from rackrun.topology.model.errors import DoesNotFit, TopologyError
+from rackrun.topology.model.mesh import Mesh
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import Topology
+from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import AVOID, BAD, cut, joined, machine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"
@@ -167,7 +167,7 @@ def test_a_rank_on_a_degrading_gpu_moves_while_a_better_one_is_free_and_no_group
 
 
 def test_a_group_that_moves_goes_where_no_slot_is_degrading_however_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rackrun.topology.ways.CELLS_MAX", 0)
+    monkeypatch.setattr("rackrun.topology.placement.exhaustive.CELLS_MAX", 0)
     racks = [machine(2, 2, name, (leaf, "top")) for name, leaf in (("a", "leaf-0"), ("b", "leaf-0"), ("c", "leaf-1"))]
     topology = joined(*racks)
     mesh = Mesh.of({"dp": 2, "tp": 2})

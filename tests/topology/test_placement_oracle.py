@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from rackrun.topology import ways
-from rackrun.topology.errors import DoesNotFit
-from rackrun.topology.objective import Terms
-from rackrun.topology.placement import Placement, place
+from rackrun.topology.model.errors import DoesNotFit
+from rackrun.topology.placement import exhaustive
+from rackrun.topology.placement.objective import Terms
+from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import Drawn, Oracle, chances, draw_case, draw_health
 
 EXACT = Terms._fields.index("touched")
@@ -50,7 +50,7 @@ def test_nothing_is_better_than_what_the_solver_finds(chance: random.Random) -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_greedy_choice_alone_is_exact_up_to_the_number_of_moves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "CELLS_MAX", 0)
+    monkeypatch.setattr(exhaustive, "CELLS_MAX", 0)
     for number in range(100):
         from_nothing_and_after_faults(random.Random(seed * 1_000 + number), terms=EXACT)
 
@@ -67,6 +67,6 @@ def test_nothing_is_better_in_many_more_cases(seed: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_greedy_choice_is_exact_in_many_more_cases(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "CELLS_MAX", 0)
+    monkeypatch.setattr(exhaustive, "CELLS_MAX", 0)
     for number in range(500):
         from_nothing_and_after_faults(random.Random(10**6 + seed * 1_000 + number), slots=6 + number % 2, terms=EXACT)

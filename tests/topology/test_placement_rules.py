@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rackrun.topology.board import Board
-from rackrun.topology.errors import DoesNotFit
-from rackrun.topology.mesh import Mesh
-from rackrun.topology.model import CliqueId
-from rackrun.topology.placement import Placement, place
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.topology.model.errors import DoesNotFit
+from rackrun.topology.model.mesh import Mesh
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import AVOID, BAD, USABLE, Drawn, Oracle, chances, draw_case, draw_health, shuffled
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"

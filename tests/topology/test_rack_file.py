@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rackrun.topology.errors import RackFileError
-from rackrun.topology.model import CliqueId, Topology
-from rackrun.topology.rack_file import read_rack_file
+from rackrun.topology.model.errors import RackFileError
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import CliqueId, Topology
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "racks"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rackrun.topology.mesh import Mesh
-from rackrun.topology.model import Clique, CliqueId, Rack, Topology
-from rackrun.topology.placement import Placement, place
-from rackrun.topology.rack_file import read_rack_file
-from rackrun.topology.render import Cell, cells, draw_svg, draw_text
+from rackrun.topology.drawing.placement_picture import Cell, cells, draw_svg, draw_text
+from rackrun.topology.model.mesh import Mesh
+from rackrun.topology.model.rack_file import read_rack_file
+from rackrun.topology.model.racks import Clique, CliqueId, Rack, Topology
+from rackrun.topology.placement.rank_assignment import Placement, place
 from tests.topology.placements import AVOID, BAD, cut, joined, machine, tray
 
 TWO = read_rack_file(Path(__file__).resolve().parents[2] / "examples" / "racks" / "two-gb200-nvl72.yaml")

@@ -11,19 +11,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rackrun.topology.errors import SourcesDisagree, TopologyError
-from rackrun.topology.labels import (
+from rackrun.topology.gpu_driver.readings import Platform
+from rackrun.topology.model.errors import SourcesDisagree, TopologyError
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.kubernetes import (
     from_kubernetes_nodes,
     from_labels,
     from_topograph_graph,
     from_topograph_model,
     parse_clique,
 )
-from rackrun.topology.model import CliqueId
-from rackrun.topology.readings import Platform
-from rackrun.topology.slurm import expand_hosts, from_topology_addr, from_topology_conf, from_topology_yaml
-from rackrun.topology.smi import from_smi_csv, parse_topo_matrix, with_matrix
-from rackrun.topology.sources import FoundGpu, FoundTray, Kind, PartialTopology, merge, partial_of_reading
+from rackrun.topology.sources.nvidia_smi import from_smi_csv, parse_topo_matrix, with_matrix
+from rackrun.topology.sources.partial_topology import (
+    FoundGpu,
+    FoundTray,
+    Kind,
+    PartialTopology,
+    merge,
+    partial_of_reading,
+)
+from rackrun.topology.sources.slurm import expand_hosts, from_topology_addr, from_topology_conf, from_topology_yaml
 from tests.topology.readings import CLIQUE, DOMAIN, FABRIC, gpu, tray
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rackrun.agent.judge import Judge
-from rackrun.core.events import DeviceJudged
-from rackrun.core.health import Health
-from rackrun.core.ids import TrayId
+from rackrun.agent.gpus.gpu_verdicts import Judge
 from rackrun.errors import UsageError
-from rackrun.topology.model import CliqueId
-from rackrun.topology.readings import Fabric, Platform, RemappedRows, TrayReading, XidEvent
-from rackrun.topology.unjudged import Part, ignored_by, is_lone, without
+from rackrun.protocol.events import DeviceJudged
+from rackrun.protocol.gpu_health import Health
+from rackrun.protocol.ids import TrayId
+from rackrun.topology.gpu_driver.readings import Fabric, Platform, RemappedRows, TrayReading, XidEvent
+from rackrun.topology.health.ignored_checks import Part, ignored_by, is_lone, without
+from rackrun.topology.model.racks import CliqueId
 from tests.topology.readings import CLIQUE, gpu, tray
 
 TRAY = TrayId("tray-00")

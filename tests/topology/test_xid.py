@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rackrun.core.health import Health
-from rackrun.topology.kmsg import NvlinkReport, parse_kernel_line, parse_kmsg_record
-from rackrun.topology.xid import _ACTIONS, decode_nvlink5, judge_xid
-from rackrun.topology.xid_table import CATALOGUE, NVLINK5, NVLINK5_UNITS
+from rackrun.protocol.gpu_health import Health
+from rackrun.topology.gpu_driver.kernel_messages import NvlinkReport, parse_kernel_line, parse_kmsg_record
+from rackrun.topology.health.xid import _ACTIONS, decode_nvlink5, judge_xid
+from rackrun.topology.health.xid_table import CATALOGUE, NVLINK5, NVLINK5_UNITS
 
 
 def port(xid: int, info: int, status: int, *, fatal: bool = True) -> NvlinkReport:

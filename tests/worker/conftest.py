@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.core.ids import Incarnation, SlotId
-from rackrun.link.page import HeartbeatPage
-from rackrun.worker.world import World
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.ids import Incarnation, SlotId
+from rackrun.worker.membership.worker_membership import World
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package; their helpers lie beside them
 from harness import Ended, TinyCluster

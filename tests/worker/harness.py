@@ -43,9 +43,15 @@ import torch.distributed.tensor.parallel
 from nccl_double import install
 
 import rackrun
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.coordinator.eras import Eras
-from rackrun.core.commands import (
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.core.policy.choice import parse_rules
+from rackrun.link.channel import frame, split_frames
+from rackrun.link.exchange import ExchangeServer
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+from rackrun.protocol import boot
+from rackrun.protocol.commands import (
     BreakGeneration,
     Command,
     DealShards,
@@ -62,9 +68,7 @@ from rackrun.core.commands import (
     Worker,
     WorkerCommand,
 )
-from rackrun.core.config import JobConfig
-from rackrun.core.control_plane import ControlPlane
-from rackrun.core.events import (
+from rackrun.protocol.events import (
     Event,
     Failure,
     SlowRank,
@@ -77,17 +81,13 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerSevered,
 )
-from rackrun.core.ids import Generation, Position, Rank, Step, TrayId
-from rackrun.core.policy import parse_rules
-from rackrun.core.wire import Logged, StateCopied, UnitCommitted, decode_upward
-from rackrun.link import boot
-from rackrun.link.channel import frame, split_frames
-from rackrun.link.exchange import ExchangeServer
-from rackrun.link.page import Activity, HeartbeatPage
-from rackrun.worker.run import Run
-from rackrun.worker.state import TrackedState
-from rackrun.worker.units import UnitRunner
-from rackrun.worker.world import Scope, World
+from rackrun.protocol.ids import Generation, Position, Rank, Step, TrayId
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted, decode_upward
+from rackrun.worker.loop.run import Run
+from rackrun.worker.loop.unit_runner import UnitRunner
+from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.state.tracked_state import TrackedState
 
 __all__ = ["HOSTS_ONLY", "Ended", "Paused", "Swap", "TinyCluster", "moments"]
 

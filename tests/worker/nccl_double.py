@@ -38,9 +38,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from rackrun.worker import builder, group, restore, tensor_bytes, world
-from rackrun.worker.communicator import PointToPoint
-from rackrun.worker.gloo import GlooCommunicator
+from rackrun.worker.communicators.communicator import PointToPoint
+from rackrun.worker.communicators.gloo import GlooCommunicator
+from rackrun.worker.membership import communicator_builder, elastic_group
+from rackrun.worker.membership import worker_membership as world
+from rackrun.worker.restore import live_restore
+from rackrun.worker.tensors import tensor_bytes
 
 __all__ = ["EARLY", "MODES", "Double", "LateWork", "Queue", "Stream", "install", "stream_of"]
 
@@ -334,7 +337,7 @@ class Double:
 
 
 class DoubleCommunicator:
-    """As `rackrun.worker.nccl`."""
+    """As `rackrun.worker.communicators.nccl`."""
 
     batches = True
 
@@ -446,10 +449,10 @@ def install(mode: str) -> TorchDispatchMode:
         return Played(callback, self)
 
     torch.futures.Future.then = then_at_the_end  # type: ignore[method-assign]
-    builder.build_communicator = build  # type: ignore[assignment]
+    communicator_builder.build_communicator = build  # type: ignore[assignment]
     world.queue_of = lambda _: Queue(stream)  # type: ignore[assignment, return-value]
     world.World.attempt = attempt_in_stream  # type: ignore[method-assign]
-    restore.readable = unreadable  # type: ignore[assignment]
+    live_restore.readable = unreadable  # type: ignore[assignment]
     tensor_bytes._of_host = tensor_bytes._of_device  # type: ignore[assignment]
     return InStream(stream)
 
@@ -457,9 +460,9 @@ def install(mode: str) -> TorchDispatchMode:
 def _have_objects_on_host() -> None:
     """Torch puts objects into tensors of the host, where a group has a backend for those."""
     on_host = threading.local()
-    is_of_device = group.ElasticGroup._is_of_device
+    is_of_device = elastic_group.ElasticGroup._is_of_device
 
-    def is_not_of_host(self: group.ElasticGroup, first: torch.Tensor | None) -> bool:
+    def is_not_of_host(self: elastic_group.ElasticGroup, first: torch.Tensor | None) -> bool:
         return not getattr(on_host, "now", False) and is_of_device(self, first)
 
     def of_objects(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -473,7 +476,7 @@ def _have_objects_on_host() -> None:
 
         return called
 
-    group.ElasticGroup._is_of_device = is_not_of_host  # type: ignore[method-assign]
+    elastic_group.ElasticGroup._is_of_device = is_not_of_host  # type: ignore[method-assign]
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
         wrapped = of_objects(getattr(dist, name))
         for module in (dist, distributed_c10d):
@@ -510,7 +513,7 @@ def _wait_point_to_point(work: dist.Work, used: tuple[Any, ...], aborted: thread
 
 
 def _wait(work: dist.Work, aborted: threading.Event) -> None:
-    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.works.Guarded`."""
+    """gloo can lose the wake-up of a collective that is broken, and would wait for its timeout: see `rackrun.worker.membership.collective_work.Guarded`."""
     while True:
         ended = work.is_completed()  # asked first: it may end just after a look at it has timed out
         try:

@@ -16,16 +16,8 @@ from typing import Any
 
 from harness import Ended, TinyCluster
 
-from rackrun.core.commands import (
-    BreakGeneration,
-    Member,
-    Plan,
-    ReleaseWorkers,
-    Reshard,
-    ResumeGeneration,
-    Worker,
-)
-from rackrun.core.events import (
+from rackrun.protocol.commands import BreakGeneration, Member, Plan, ReleaseWorkers, Reshard, ResumeGeneration, Worker
+from rackrun.protocol.events import (
     Event,
     SnapshotDamaged,
     WorkerExited,
@@ -35,8 +27,8 @@ from rackrun.core.events import (
     WorkerReady,
     WorkerResumed,
 )
-from rackrun.core.ids import Generation, Position, Rank, Step
-from rackrun.core.wire import UnitCommitted
+from rackrun.protocol.ids import Generation, Position, Rank, Step
+from rackrun.protocol.wire import UnitCommitted
 
 __all__ = ["Change", "Reshaped", "Seen", "differences", "noted"]
 

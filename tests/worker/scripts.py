@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 WIDTH = 10
 STEPS = 8

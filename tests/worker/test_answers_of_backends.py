@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.core.ids import Generation
-from rackrun.worker.deferred import DeferredWork
-from rackrun.worker.group import ElasticGroup
-from rackrun.worker.world import World
+from rackrun.protocol.ids import Generation
+from rackrun.worker.communicators.deferred_collective import DeferredWork
+from rackrun.worker.membership.elastic_group import ElasticGroup
+from rackrun.worker.membership.worker_membership import World
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from harness import Ended, say
 from scripts import adam, ddp, fit
 
 from rackrun.errors import UsageError
-from rackrun.worker.axes import MESH_VARIABLE, Axes, axes_of, fitted, unfit_because
-from rackrun.worker.run import Run
+from rackrun.worker.batch.mesh_axes import MESH_VARIABLE, Axes, axes_of, fitted, unfit_because
+from rackrun.worker.loop.run import Run
 
 BY_LAUNCHER = {MESH_VARIABLE: "dp=4,tp=2"}
 

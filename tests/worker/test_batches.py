@@ -11,10 +11,10 @@ import harness  # noqa: F401 - sets the number of threads before torch is import
 import pytest
 
 from rackrun.errors import UsageError
-from rackrun.worker.batch_runs import BatchRun, place, shards_before
-from rackrun.worker.batches import Batches, data_ranks
-from rackrun.worker.data import BatchPlan
-from rackrun.worker.lr_rule import ScaleLR, factor_at, scaling
+from rackrun.worker.batch.batch_runs import BatchRun, place, shards_before
+from rackrun.worker.batch.lr_rule import ScaleLR, factor_at, scaling
+from rackrun.worker.data.global_batch import Batches, data_ranks
+from rackrun.worker.data.loader import BatchPlan
 
 PLAN = BatchPlan(32, 2, 0)
 """16 micro-batches: 4 on each of 4 ranks."""

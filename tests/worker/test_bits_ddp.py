@@ -19,9 +19,9 @@ from scripts import STEPS, Samples, Script, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
-from rackrun.worker.unique import ROW_BYTES_MAX
+from rackrun.worker.integrity.unshared_buffers import ROW_BYTES_MAX
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 

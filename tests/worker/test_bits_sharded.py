@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 

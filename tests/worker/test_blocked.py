@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.core.events import CollectiveWait
-from rackrun.link.page import HeartbeatPage
-from rackrun.worker.gate_tree import GATE_SUM
-from rackrun.worker.group import ElasticGroup
-from rackrun.worker.world import Scope, World
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.events import CollectiveWait
+from rackrun.worker.communicators.gate_tree import GATE_SUM
+from rackrun.worker.membership.elastic_group import ElasticGroup
+from rackrun.worker.membership.worker_membership import Scope, World
 
 SIZE = 4
 

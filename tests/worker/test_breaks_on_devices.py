@@ -19,19 +19,19 @@ from harness import Ended, say
 from nccl_double import EARLY, MODES, InStream, LateWork, Queue, Stream, stream_of
 from scripts import Samples, adam, ddp, fit, loss_of, net
 
-from rackrun.core.ids import Generation, Incarnation, SlotId
 from rackrun.errors import CollectiveBroken, StepError
-from rackrun.link.page import HeartbeatPage
-from rackrun.worker import device_return
-from rackrun.worker import world as world_module
-from rackrun.worker.communicator import OWN_FAULTS
-from rackrun.worker.device_queue import DeviceQueue, queue_of, wait_until
-from rackrun.worker.device_return import RETURNS_S, DeviceReturn
-from rackrun.worker.gloo import GlooCommunicator, _duplicate
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
-from rackrun.worker.undo import Undo
-from rackrun.worker.world import Scope, World
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.ids import Generation, Incarnation, SlotId
+from rackrun.worker.communicators.communicator import OWN_FAULTS
+from rackrun.worker.communicators.gloo import GlooCommunicator, _duplicate
+from rackrun.worker.device import device_return
+from rackrun.worker.device.device_queue import DeviceQueue, queue_of, wait_until
+from rackrun.worker.device.device_return import RETURNS_S, DeviceReturn
+from rackrun.worker.loop.run import Run
+from rackrun.worker.membership import worker_membership as world_module
+from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.unit_undo import Undo
 
 Train = Callable[..., Ended]
 

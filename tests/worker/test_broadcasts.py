@@ -6,10 +6,10 @@ import asyncio
 
 import torch
 
-from rackrun.core.ids import Generation, Incarnation, Rank, SlotId
-from rackrun.link.boot import Boot
 from rackrun.link.exchange import ExchangeServer
-from rackrun.worker.broadcasts import Broadcasts
+from rackrun.protocol.boot import Boot
+from rackrun.protocol.ids import Generation, Incarnation, Rank, SlotId
+from rackrun.worker.membership.setup_broadcasts import Broadcasts
 
 TOKEN = "the-token-of-this-test"
 

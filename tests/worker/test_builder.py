@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rackrun.link.exchange import ExchangeServer
-from rackrun.worker import builder
-from rackrun.worker.builder import Builder
-from rackrun.worker.handshakes import Handshakes
-from rackrun.worker.on_demand import OnDemand
+from rackrun.worker.communicators.handshakes import Handshakes
+from rackrun.worker.communicators.on_demand import OnDemand
+from rackrun.worker.membership import communicator_builder
+from rackrun.worker.membership.communicator_builder import Builder
 
 TOKEN = "token"
 
@@ -76,7 +76,7 @@ def build(exchange: str, groups: Sequence[Any], *, patient: bool = False) -> tup
 def handshakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     """What takes the place of a group's handshake, by the last part of its store's room; gloo's own where there is nothing."""
     made: dict[str, Callable[[], Any]] = {}
-    real, store = builder.build_communicator, builder.ExchangeStore
+    real, store = communicator_builder.build_communicator, communicator_builder.ExchangeStore
 
     class Named(store):  # type: ignore[misc, valid-type]
         def __init__(self, address: str, token: str, room: str) -> None:
@@ -86,8 +86,8 @@ def handshakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     def build_communicator(device: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
         return made[store.key]() if store.key in made else real(device, store, rank, size, timeout)
 
-    monkeypatch.setattr(builder, "ExchangeStore", Named)
-    monkeypatch.setattr(builder, "build_communicator", build_communicator)
+    monkeypatch.setattr(communicator_builder, "ExchangeStore", Named)
+    monkeypatch.setattr(communicator_builder, "build_communicator", build_communicator)
     return made
 
 
@@ -235,7 +235,7 @@ def test_a_device_that_cannot_be_used_is_told(exchange: str, monkeypatch: pytest
     def lost(_: torch.device) -> None:
         raise RuntimeError("the GPU has fallen off the bus")
 
-    monkeypatch.setattr(builder, "use_device", lost)
+    monkeypatch.setattr(communicator_builder, "use_device", lost)
     built, heard = build(exchange, [group("a", 0), group("b", 0)])
     heard.over.wait()
     built.join()
@@ -247,7 +247,7 @@ def test_a_device_with_little_memory_gets_the_old_communicators_back_first(
     exchange: str, handshakes: dict[str, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    monkeypatch.setattr(builder, "use_device", lambda _: None)
+    monkeypatch.setattr(communicator_builder, "use_device", lambda _: None)
     old = group("a", 0)
     old.communicator = SimpleNamespace(drop=lambda: order.append("dropped"))
     handshakes["a"] = lambda: order.append("built") or SimpleNamespace(break_=lambda: None)  # type: ignore[func-returns-value]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
 
-from rackrun.worker.compat import calls
+from rackrun.worker.torch_compat import unhooked_calls
 
 
 class Listening:
@@ -33,11 +33,11 @@ class Listening:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
-    calls.install()
+    unhooked_calls.install()
     listener = Listening()
-    calls.listen(listener)
+    unhooked_calls.listen(listener)
     yield listener
-    calls.listen(None)
+    unhooked_calls.listen(None)
 
 
 def test_a_backward_of_whole_losses_is_told_when_it_begins_and_is_over(listening: Listening) -> None:
@@ -78,7 +78,7 @@ def test_a_scheduler_is_told_once_though_it_steps_others(listening: Listening) -
 
 
 def test_without_a_listener_they_are_torchs_own(listening: Listening) -> None:
-    calls.listen(None)
+    unhooked_calls.listen(None)
     weight = torch.ones(1, requires_grad=True)
     weight.sum().backward()
     assert list(map(float, DataLoader([1.0]))) == [1.0]
@@ -86,16 +86,16 @@ def test_without_a_listener_they_are_torchs_own(listening: Listening) -> None:
 
 
 def reached(*losses: torch.Tensor) -> set[int]:
-    return {id(leaf) for leaf in calls.leaves(losses)}
+    return {id(leaf) for leaf in unhooked_calls.leaves(losses)}
 
 
 def test_leaves_are_those_behind_the_losses_but_not_behind_what_is_weighted() -> None:
     one, two, three = (torch.ones(1, requires_grad=True) for _ in range(3))
     held = torch.ones(1)
     assert reached((one * two * held).sum()) == {id(one), id(two)}
-    assert len(calls.leaves([one * one, one * two])) == 2, "each once"
+    assert len(unhooked_calls.leaves([one * one, one * two])) == 2, "each once"
     assert reached(three, held) == {id(three)}
     weighted = two * 3
-    calls.mark_weighted(weighted)
-    calls.mark_weighted(held)
+    unhooked_calls.mark_weighted(weighted)
+    unhooked_calls.mark_weighted(held)
     assert reached(one.sum() + weighted.sum()) == {id(one)}

@@ -23,17 +23,18 @@ from torch.nn.utils import clip_grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rackrun.errors import StepError, UsageError
-from rackrun.worker.compat import c10d, fsdp, fsdp_reduce, require, trial
-from rackrun.worker.compat.install import _problems
-from rackrun.worker.run import Run
-from rackrun.worker.state import TrackedState
+from rackrun.worker.loop.run import Run
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.torch_compat import c10d, feature_probe, require
+from rackrun.worker.torch_compat.data_parallel import fsdp, fsdp_reduce
+from rackrun.worker.torch_compat.install import _problems
 from tests.worker.forked import forked
 
 Patch = pytest.MonkeyPatch
 
 
 def test_this_torch_passes_every_trial() -> None:
-    assert forked(trial.problems) == {}
+    assert forked(feature_probe.problems) == {}
 
 
 def cannot_be_set(patch: Patch) -> None:
@@ -100,7 +101,7 @@ def test_a_torch_that_does_otherwise_fails_its_trial(
 ) -> None:
     def work() -> list[str]:
         spoil(monkeypatch)
-        return sorted(trial.problems())
+        return sorted(feature_probe.problems())
 
     assert needs <= set(forked(work))
 
@@ -116,7 +117,7 @@ def test_what_failed_is_refused_where_it_is_used(monkeypatch: Patch) -> None:
 def test_a_script_is_refused_only_what_this_torch_cannot_do(
     sharded: bool, train: Callable[..., Any], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(trial, "known_problems", lambda: {"fsdp": "AttributeError: no setter"})
+    monkeypatch.setattr(feature_probe, "known_problems", lambda: {"fsdp": "AttributeError: no setter"})
 
     def main(run: Run) -> None:
         run.track(model=fully_shard(net()) if sharded else ddp(run))
@@ -130,13 +131,13 @@ def test_a_script_is_refused_only_what_this_torch_cannot_do(
 def test_only_success_is_remembered(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = [{"fsdp": "out of memory"}, {}]
-    monkeypatch.setattr(trial, "problems", lambda: found.pop(0))
-    assert trial.known_problems() == {"fsdp": "out of memory"}
-    assert trial.known_problems() == {}
-    assert trial.known_problems() == {}
+    monkeypatch.setattr(feature_probe, "problems", lambda: found.pop(0))
+    assert feature_probe.known_problems() == {"fsdp": "out of memory"}
+    assert feature_probe.known_problems() == {}
+    assert feature_probe.known_problems() == {}
     monkeypatch.setattr(torch.version, "git_version", "another")
     with pytest.raises(IndexError):
-        trial.known_problems()
+        feature_probe.known_problems()
 
 
 def test_a_script_that_makes_or_destroys_groups_leaves_the_elastic_one_in_place() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.worker.compat import watch_waits
+from rackrun.worker.torch_compat import watch_waits
 
 FSDP = {"__name__": "torch.distributed.fsdp._fully_shard._fsdp_param_group"}
 OTHER = {"__name__": "train"}
@@ -58,7 +58,7 @@ SCRIPT = """
 import warnings; warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 import rackrun
-from rackrun.worker.runtime import start
+from rackrun.worker.process.runtime import start
 start()
 import torch.distributed._symmetric_memory as symm
 torch.cuda.is_current_stream_capturing = lambda: False

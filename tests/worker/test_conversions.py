@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 HERE = "test_conversions.py"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.checkpoint.entries import entries_of
-from rackrun.checkpoint.image import plan_image, write_tensors
-from rackrun.worker import copies
-from rackrun.worker.copies import copies_from
-from rackrun.worker.image import Shard
+from rackrun.checkpoint.image.safetensors_image import plan_image, write_tensors
+from rackrun.checkpoint.image.tensor_entries import entries_of
+from rackrun.worker.snapshots import host_copies
+from rackrun.worker.snapshots.host_copies import copies_from
+from rackrun.worker.state.state_image import Shard
 
 
 class Gpu:
@@ -119,7 +119,7 @@ def test_a_snapshot_is_one_call_behind_what_trains(gpu: Gpu) -> None:
 
 
 def test_what_has_come_is_told_group_by_group(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_GROUP_BYTES", 4000)
+    monkeypatch.setattr(host_copies, "_GROUP_BYTES", 4000)
     shard, expected = planned()
     found, told = bytearray(len(expected)), list[int]()
     device = copies_from(torch.device("cuda", 0))
@@ -172,7 +172,7 @@ def test_memory_is_registered_by_a_thread_that_has_chosen_its_device(gpu: Gpu, m
 
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(copies, "say", pytest.fail)
+    monkeypatch.setattr(host_copies, "say", pytest.fail)
     device = copies_from(torch.device("cuda", 0))
     device.pin(2**32, 600 * 2**20)
     thread = device._pinning._memories[2**32].thread  # type: ignore[attr-defined]

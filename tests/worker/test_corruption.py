@@ -17,9 +17,9 @@ from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.worker.run import Run
-from rackrun.worker.snapshot import Snapshots
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.worker.loop.run import Run
+from rackrun.worker.snapshots.shard_snapshots import Snapshots
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.batch_runs import place
-from rackrun.worker.data import BatchPlan, Shard
-from rackrun.worker.rng import derive, reseed
+from rackrun.worker.batch.batch_runs import place
+from rackrun.worker.data.loader import BatchPlan, Shard
+from rackrun.worker.data.rng import derive, reseed
 
 GOLDEN_SEED = 1449691467326812477
 GOLDEN_ORDER = [11, 10, 0, 1, 7, 3, 4, 2, 8, 6, 5, 9]
@@ -99,7 +99,7 @@ import sys, tempfile, os
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
-from rackrun.worker.compat.loader import end_workers, leave_no_folders
+from rackrun.worker.torch_compat.dataloader_workers import end_workers, leave_no_folders
 leave_no_folders()
 stream = iter(DataLoader([torch.ones(3) for _ in range(64)], num_workers=2, batch_size=2))
 assert next(stream).sum() == 6

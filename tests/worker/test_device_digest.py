@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from rackrun.worker.device_digest import BLOCK_WORDS, device_digest, device_digests, factors
+from rackrun.worker.tensors.device_digest import BLOCK_WORDS, device_digest, device_digests, factors
 
 BLOCK_BYTES = 4 * BLOCK_WORDS
 SIZE = 3 * BLOCK_BYTES + 4 * 1001 + 3
@@ -137,14 +137,14 @@ def test_many_at_once_have_the_digests_that_they_have_alone(monkeypatch: pytest.
         begin += size
     alone = [digest(flat) for flat in flats]
     for at_once in (2**18, 5, 0):
-        monkeypatch.setattr("rackrun.worker.device_digest._BLOCKS_AT_ONCE", at_once)
+        monkeypatch.setattr("rackrun.worker.tensors.device_digest._BLOCKS_AT_ONCE", at_once)
         assert device_digests(flats).tolist() == alone
 
 
 INTERPRETED = """
 import torch
 from rackrun.worker import device_digest as d
-from rackrun.worker.device_digest_triton import load
+from rackrun.worker.tensors.device_digest_triton import load
 device = torch.device("cpu")
 kernel = load(device, d.factors(d.BLOCK_WORDS, device), d._sums_by_torch)
 assert kernel is not None, "other sums than torch's operations give"

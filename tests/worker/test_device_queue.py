@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rackrun.worker.device_queue import Waits, wait_until
+from rackrun.worker.device.device_queue import Waits, wait_until
 
 
 def test_a_short_wait_is_without_a_nap() -> None:

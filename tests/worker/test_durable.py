@@ -20,16 +20,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rackrun.checkpoint import lease
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.checkpoint.files import Files
-from rackrun.checkpoint.manifest import MANIFEST
-from rackrun.checkpoint.probation import Probation
-from rackrun.core.ids import Position
-from rackrun.worker.durable import DurableCheckpoints, DurableOptions
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.checkpoint.durable import lease
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.protocol.ids import Position
+from rackrun.worker.loop.run import Run
+from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 

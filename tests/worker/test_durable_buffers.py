@@ -10,7 +10,7 @@ from harness import Ended
 from scripts import Script, adam, ddp, fit
 from torch import nn
 
-from rackrun.worker.run import Run
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

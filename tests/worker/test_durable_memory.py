@@ -10,15 +10,17 @@ import pytest
 from harness import Ended
 from scripts import adam, ddp, fit
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.errors import MemoryPlanError
-from rackrun.checkpoint.memory import Ceiling
-from rackrun.worker.room import Room
-from rackrun.worker.run import Run
+from rackrun.checkpoint.arena.memory_plan import Ceiling
+from rackrun.checkpoint.base.errors import MemoryPlanError
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.worker.loop.run import Run
+from rackrun.worker.snapshots.checkpoint_buffer import Room
 
 
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rackrun.worker.room.ceilings", lambda _: (Ceiling("the test", 10**6, 100, "raise it"),))
+    monkeypatch.setattr(
+        "rackrun.worker.snapshots.checkpoint_buffer.ceilings", lambda _: (Ceiling("the test", 10**6, 100, "raise it"),)
+    )
 
 
 def test_what_was_given_back_is_taken_again_while_it_is_large_enough() -> None:
@@ -50,7 +52,10 @@ def test_memory_is_pinned_for_as_long_as_it_is_there() -> None:
 
 
 def test_what_fits_is_planned_for_all_ranks_of_the_host_and_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rackrun.worker.room.ceilings", lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),))
+    monkeypatch.setattr(
+        "rackrun.worker.snapshots.checkpoint_buffer.ceilings",
+        lambda _: (Ceiling("the test", 10**6, 10**6, "raise it"),),
+    )
     assert len(Room(1).take(300_000)) >= 300_000
     with pytest.raises(MemoryPlanError, match="2 rank"):
         Room(2).take(300_000)

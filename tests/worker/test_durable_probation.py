@@ -10,9 +10,9 @@ import pytest
 from harness import Ended
 from scripts import Script, adam, ddp, fit
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.probation import Probation
-from rackrun.worker.run import Run
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import UsageError
-from rackrun.worker import fixed_point_kernel
-from rackrun.worker.fixed_point import fixed_point
-from rackrun.worker.run import Run
-from rackrun.worker.scales import Scales, width_of
-from rackrun.worker.step import Step
+from rackrun.worker.exact import fixed_point_c
+from rackrun.worker.exact.fixed_point import fixed_point
+from rackrun.worker.exact.fixed_point_scales import Scales, width_of
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
-fixed_point_kernel.load()  # compiled once, for all that is forked
+fixed_point_c.load()  # compiled once, for all that is forked
 
 Train = Callable[..., Ended]
 BATCH = (16, 2)  # 8 micro-batches
@@ -169,7 +169,7 @@ def test_the_arithmetic_of_an_accelerator_trains_the_same_bits(
     alone = computed(run_on(train, main, 1))
     monkeypatch.setenv("RACKRUN_KERNELS", "0")
     elsewhere = fixed_point(torch.device("cuda", 0))
-    monkeypatch.setattr("rackrun.worker.exact.fixed_point", lambda _: elsewhere)
+    monkeypatch.setattr("rackrun.worker.exact.exact_reduction.fixed_point", lambda _: elsewhere)
     assert computed(run_on(train, main, 3)) == alone
 
 

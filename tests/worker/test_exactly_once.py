@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from rackrun.errors import StepError
-from rackrun.worker.data import Loader
-from rackrun.worker.exact_checks import check_module, check_optimizer, check_parameter
-from rackrun.worker.exactly_once import ExactlyOnce, Slot
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.data.loader import Loader
+from rackrun.worker.exact.exact_checks import check_module, check_optimizer, check_parameter
+from rackrun.worker.exact.exactly_once import ExactlyOnce, Slot
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 
 def trained(run: Run, model: nn.Module, backward: Callable[[Step, Loader], None]) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rackrun.worker import fixed_point_kernel
-from rackrun.worker.fixed_point import FixedPoint, Whole, fixed_point
-from rackrun.worker.segments import Factors, Segments
+from rackrun.worker.exact import fixed_point_c
+from rackrun.worker.exact.fixed_point import FixedPoint, Whole, fixed_point
+from rackrun.worker.exact.parameter_segments import Factors, Segments
 
 
 def plain() -> FixedPoint:
@@ -49,15 +49,15 @@ def test_the_compiled_kernel_computes_the_same_bits(size: int) -> None:
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    fixed_point_kernel.load.cache_clear()
+    fixed_point_c.load.cache_clear()
     yield
-    fixed_point_kernel.load.cache_clear()
+    fixed_point_c.load.cache_clear()
 
 
 @pytest.mark.usefixtures("anew")
 def test_a_rank_that_is_killed_while_it_compiles_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: pytest.fail("a folder is made"))
-    assert fixed_point_kernel.load() is not None
+    assert fixed_point_c.load() is not None
 
 
 @pytest.mark.usefixtures("anew")
@@ -70,7 +70,7 @@ def test_a_linker_that_writes_into_folders_alone_gets_one(
     compiler.write_text(f'#!/bin/sh\ncase "$*" in */proc/*) exit 1;; esac\n{real}\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert (fixed_point_kernel.load() is not None) is works
+    assert (fixed_point_c.load() is not None) is works
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -98,8 +98,8 @@ INTERPRETED = """
 import math, torch
 from rackrun.worker import fixed_point_triton
 from rackrun.worker import fixed_point_kernel
-from rackrun.worker.fixed_point import Whole, fixed_point
-from rackrun.worker.segments import Factors, Segments
+from rackrun.worker.exact.fixed_point import Whole, fixed_point
+from rackrun.worker.exact.parameter_segments import Factors, Segments
 
 reference = fixed_point(torch.device("cpu"))
 kernel = fixed_point_triton.load(torch.device("cpu"), Whole())

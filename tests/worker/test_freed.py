@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rackrun.errors import StepError
-from rackrun.worker.freed import is_freed, refuse_freed
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
-from rackrun.worker.tensor_bytes import digests_by_path
-from rackrun.worker.undo_copies import UndoCopies, same_bits
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
+from rackrun.worker.tensors.freed_tensors import is_freed, refuse_freed
+from rackrun.worker.tensors.tensor_bytes import digests_by_path
+from rackrun.worker.tensors.undo_copies import UndoCopies, same_bits
 
 Train = Callable[..., Ended]
 

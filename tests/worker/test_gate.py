@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackrun.core.ids import Position
 from rackrun.errors import StepError
-from rackrun.worker.gate import CollectiveOrder, GateSums, agreed, complete, offered
+from rackrun.protocol.ids import Position
+from rackrun.worker.membership.gate import CollectiveOrder, GateSums, agreed, complete, offered
 
 AT = Position(3, 1)
 NOTHING = GateSums(*[0.0] * len(GateSums._fields))

@@ -20,9 +20,17 @@ from hypothesis import strategies as st
 from scripts import adam, ddp, fit
 
 from rackrun.errors import UsageError
-from rackrun.worker import gate_tree
-from rackrun.worker.gate_tree import FANOUT, Block, TreeWork, WithGateTree, blocks_of, fanout, with_gate_tree
-from rackrun.worker.run import Run
+from rackrun.worker.communicators import gate_tree
+from rackrun.worker.communicators.gate_tree import (
+    FANOUT,
+    Block,
+    TreeWork,
+    WithGateTree,
+    blocks_of,
+    fanout,
+    with_gate_tree,
+)
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rackrun.worker import gloo
+from rackrun.worker.communicators import gloo
 
 
 def test_what_a_thread_has_for_a_moment_to_look_at_a_socket_is_none_of_gloos() -> None:

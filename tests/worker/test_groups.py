@@ -11,8 +11,8 @@ import torch.distributed as dist
 from harness import Ended
 from scripts import Samples, adam, ddp, loss_of
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 RANKS, STEPS = 5, 14

@@ -21,7 +21,7 @@ from scripts import adam, ddp, fit
 from torch import nn
 
 import rackrun
-from rackrun.worker.run import Run
+from rackrun.worker.loop.run import Run
 
 ROOT = Path(rackrun.__file__).parent
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "is_nonzero", "equal"}
@@ -30,53 +30,53 @@ HOST = "of what is on the host"
 RARE = "not in an undisturbed step: at the start, in a recovery, or where content is audited"
 EXACT = 'in a step with reduction="exact", which has more waits than one'
 ALLOWED = {
-    "batches.py check_rule": RARE,
-    "broadcasts.py _bytes_of": RARE,
-    "compat/fsdp.py promote_sharded": RARE,
-    "compat/trial.py _going_back_of_fsdp": RARE,
-    "compat/trial.py _local": RARE,
-    "compat/trial.py _sums_of_fsdp": RARE,
-    "compat/trial.py _sums_of_fsdp.decode": RARE,
-    "copies.py _GpuCopies.copy": "in a thread of its own, beside the step",
-    "corruption.py CorruptionCheck._gather": RARE,
-    "data.py _Fetch._get": HOST,
-    "data_generators.py state_of": HOST,
-    "device_digest_triton.py load": RARE,
-    "device_queue.py _CudaQueue.synchronise": RARE,
-    "exact.py ExactReduction._add": EXACT,
-    "exact.py ExactReduction._read": EXACT,
-    "exact.py ExactReduction.settle": EXACT,
-    "group.py ElasticGroup.largest": EXACT,
-    "exactly_once.py ExactlyOnce.check_complete": HOST,
-    "fixed_point.py _InChunks.add": HOST,
-    "fixed_point.py _InChunks.read_segments": HOST,
-    "fixed_point.py FixedPoint.add_apart": EXACT,
-    "fixed_point_triton.py load": RARE,
-    "generators.py _OfNumpy.state_dict": HOST,
-    "generators.py _OfOldNumpy.state_dict": HOST,
-    "generators.py _OfTorch.load_state_dict": RARE,
-    "neighbour.py Neighbour.__init__": HOST,
-    "nccl_warmup.py _OneRank.use": "in a thread of its own, of a spare",
-    "pause.py Pause.stand": RARE,
-    "readback.py Readback.__init__": HOST,
-    "readback.py Readback.value": HOST,
-    "rejoin.py _most": RARE,
-    "replicas.py ReplicaCheck._gather": RARE,
-    "restore.py _receive": RARE,
-    "restore.py _verify": RARE,
-    "resumption.py Resumption._gather": RARE,
-    "resumption.py Resumption._gather_rows": RARE,
-    "scales.py fit": HOST,
-    "tensor_bytes.py _checksum": HOST,
-    "tensor_bytes.py _of_device": RARE,
-    "undo_copies.py same_bits": RARE,
-    "unique.py UniqueBuffers.committed": "where replicas have buffers of their own: what has changed them after the gate is known before the next unit",
-    "untracked.py _sample": RARE,
-    "world.py World._sum": HOST,
+    "data/global_batch.py check_rule": RARE,
+    "membership/setup_broadcasts.py _bytes_of": RARE,
+    "torch_compat/data_parallel/fsdp.py promote_sharded": RARE,
+    "torch_compat/feature_probe.py _going_back_of_fsdp": RARE,
+    "torch_compat/feature_probe.py _local": RARE,
+    "torch_compat/feature_probe.py _sums_of_fsdp": RARE,
+    "torch_compat/feature_probe.py _sums_of_fsdp.decode": RARE,
+    "snapshots/host_copies.py _GpuCopies.copy": "in a thread of its own, beside the step",
+    "integrity/silent_corruption.py CorruptionCheck._gather": RARE,
+    "data/loader.py _Fetch._get": HOST,
+    "data/dataset_generators.py state_of": HOST,
+    "tensors/device_digest_triton.py load": RARE,
+    "device/device_queue.py _CudaQueue.synchronise": RARE,
+    "exact/exact_reduction.py ExactReduction._add": EXACT,
+    "exact/exact_reduction.py ExactReduction._read": EXACT,
+    "exact/exact_reduction.py ExactReduction.settle": EXACT,
+    "membership/elastic_group.py ElasticGroup.largest": EXACT,
+    "exact/exactly_once.py ExactlyOnce.check_complete": HOST,
+    "exact/fixed_point.py _InChunks.add": HOST,
+    "exact/fixed_point.py _InChunks.read_segments": HOST,
+    "exact/fixed_point.py FixedPoint.add_apart": EXACT,
+    "exact/fixed_point_triton.py load": RARE,
+    "state/tracked_generators.py _OfNumpy.state_dict": HOST,
+    "state/tracked_generators.py _OfOldNumpy.state_dict": HOST,
+    "state/tracked_generators.py _OfTorch.load_state_dict": RARE,
+    "restore/process_vm.py Neighbour.__init__": HOST,
+    "loop/nccl_warmup.py _OneRank.use": "in a thread of its own, of a spare",
+    "loop/pause.py Pause.stand": RARE,
+    "tensors/readback.py Readback.__init__": HOST,
+    "tensors/readback.py Readback.value": HOST,
+    "loop/join_generation.py _most": RARE,
+    "integrity/replicas.py ReplicaCheck._gather": RARE,
+    "restore/live_restore.py _receive": RARE,
+    "restore/live_restore.py _verify": RARE,
+    "snapshots/resumption.py Resumption._gather": RARE,
+    "snapshots/resumption.py Resumption._gather_rows": RARE,
+    "exact/fixed_point_scales.py fit": HOST,
+    "tensors/tensor_bytes.py _checksum": HOST,
+    "tensors/tensor_bytes.py _of_device": RARE,
+    "tensors/undo_copies.py same_bits": RARE,
+    "integrity/unshared_buffers.py UniqueBuffers.committed": "where replicas have buffers of their own: what has changed them after the gate is known before the next unit",
+    "script/untracked_changes.py _sample": RARE,
+    "membership/worker_membership.py World._sum": HOST,
 }
 
 STARTS = "before torch or a thread reads it"
-ENVIRONMENT = {"compat/trial.py _world_of_one": STARTS, "runtime.py _share_gpu": STARTS}
+ENVIRONMENT = {"torch_compat/feature_probe.py _world_of_one": STARTS, "process/runtime.py _share_gpu": STARTS}
 
 
 @functools.cache
@@ -118,14 +118,14 @@ def writes_environment(node: ast.AST) -> bool:
 
 def test_every_read_of_a_tensors_value_is_known() -> None:
     found = places(reads)
-    assert "readback.py Readback.value" in found
+    assert "tensors/readback.py Readback.value" in found
     assert found - ALLOWED.keys() == set(), "a read that makes the host wait for the device, in each step perhaps"
 
 
 def test_the_environment_is_written_at_the_start_alone() -> None:
     """``setenv`` beside a ``getenv`` of another thread's is undefined behaviour, and libraries read it at any time."""
     found = places(writes_environment)
-    assert "runtime.py _share_gpu" in found
+    assert "process/runtime.py _share_gpu" in found
     assert found - ENVIRONMENT.keys() == set()
 
 
@@ -153,7 +153,8 @@ def with_norms(run: Run) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "more"), [(replicated, set[str]()), (with_norms, {"unique.py UniqueBuffers.committed"})]
+    ("make", "more"),
+    [(replicated, set[str]()), (with_norms, {"integrity/unshared_buffers.py UniqueBuffers.committed"})],
 )
 def test_a_step_reads_what_its_gate_needs_and_nothing_else(
     make: Callable[[Run], nn.Module], more: set[str], train: Callable[..., Ended]
@@ -168,8 +169,8 @@ def test_a_step_reads_what_its_gate_needs_and_nothing_else(
             def read(*args: Any, **kwargs: Any) -> Any:
                 caller = sys._getframe(1)
                 path = Path(caller.f_code.co_filename)
-                if path.is_relative_to(ROOT):
-                    found[f"{path.name} {caller.f_code.co_qualname}"] += 1
+                if path.is_relative_to(ROOT / "worker"):
+                    found[f"{path.relative_to(ROOT / 'worker')} {caller.f_code.co_qualname}"] += 1
                 return original(*args, **kwargs)
 
             return read
@@ -192,4 +193,4 @@ def test_a_step_reads_what_its_gate_needs_and_nothing_else(
 
     ended = train(main, ranks=2, spares=0, batch=(4, 2))
     assert ended.exit_code == 0, ended
-    assert ended.said[0]["found"] == dict.fromkeys({"readback.py Readback.__init__", *more}, 1)
+    assert ended.said[0]["found"] == dict.fromkeys({"tensors/readback.py Readback.__init__", *more}, 1)

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rackrun
-from rackrun.worker import undo
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps import unit_undo
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 FEW, MANY = 40, 400
@@ -236,7 +236,7 @@ def test_a_call_for_each_parameter_is_found(monkeypatch: pytest.MonkeyPatch, tra
     text = "def versions(tensors):\n return [one(t) for t in tensors]\ndef one(tensor):\n return tensor._version"
     ours: dict[str, Any] = {}
     exec(compile(text, f"{OURS}/worker/slow.py", "exec"), ours)
-    monkeypatch.setattr(undo, "versions", ours["versions"])
+    monkeypatch.setattr(unit_undo, "versions", ours["versions"])
     found = grown(train, (replicated, sgd, ""), 1)
     assert found["slow.py:one"][1] == 10 * found["slow.py:one"][0]
     assert found.keys() == {"slow.py:one"}

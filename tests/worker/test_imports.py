@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rackrun.worker.pace import _quantile
+from rackrun.worker.steps.hang_deadlines import _quantile
 
 STEPS = 8
 """After the fifth, deadlines come from the steps' own times."""

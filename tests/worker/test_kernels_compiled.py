@@ -13,7 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rackrun.worker import device_digest_triton, fixed_point_triton
+from rackrun.worker.exact import fixed_point_triton
+from rackrun.worker.tensors import device_digest_triton
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from harness import Ended, Swap, moments, say
 from scripts import Samples, adam, ddp, fit, loss_of, net
 
-from rackrun.core.ids import Position
-from rackrun.worker import builder
-from rackrun.worker.gate_tree import WithGateTree
-from rackrun.worker.on_demand import OnDemand
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.protocol.ids import Position
+from rackrun.worker.communicators.gate_tree import WithGateTree
+from rackrun.worker.communicators.on_demand import OnDemand
+from rackrun.worker.loop.run import Run
+from rackrun.worker.membership import communicator_builder
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 RANKS, STEPS, FIRST = 4, 7, 3
@@ -176,7 +176,7 @@ class Dies:
         self._folder, self._strikes, self._use = folder, strikes or {}, use
 
     def __call__(self, run: Run) -> None:
-        meet, build = builder._meet, builder.build_communicator
+        meet, build = communicator_builder._meet, communicator_builder.build_communicator
 
         def meets(store: Any, rank: int, size: int, timeout: Any) -> None:
             if of_the_world():
@@ -195,7 +195,7 @@ class Dies:
                 self._strike("when it is built")
             return built
 
-        builder._meet, builder.build_communicator = meets, builds
+        communicator_builder._meet, communicator_builder.build_communicator = meets, builds
         hierarchical(self._use)(run)
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rackrun.errors import StepError
-from rackrun.worker.learning_rates import LearningRates
+from rackrun.worker.batch.learning_rates import LearningRates
 
 FACTOR = 0.75
 

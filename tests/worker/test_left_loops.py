@@ -12,8 +12,8 @@ from scripts import Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.worker.run import Run
-from rackrun.worker.units import UnitRunner
+from rackrun.worker.loop.run import Run
+from rackrun.worker.loop.unit_runner import UnitRunner
 
 Train = Callable[..., Ended]
 LAST = 6

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackrun.coordinator.log import step_line
-from rackrun.core.ids import Generation, Incarnation, Position, Rank, SlotId
-from rackrun.core.wire import Logged, decode_upward, encode
-from rackrun.worker.log_values import log_values
+from rackrun.coordinator.observe.step_log import step_line
+from rackrun.protocol.ids import Generation, Incarnation, Position, Rank, SlotId
+from rackrun.protocol.wire import Logged, decode_upward, encode
+from rackrun.worker.process.log_values import log_values
 
 
 class Mute:

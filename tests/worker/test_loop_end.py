@@ -17,15 +17,16 @@ from scripts import Samples, adam, ddp, loss_of, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.core.ids import Position
+from rackrun.checkpoint.durable.durable_store import DurableStore
 from rackrun.errors import StepError
-from rackrun.worker import leaving, loop_end
-from rackrun.worker.copies import HostCopies
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
-from rackrun.worker.tensor_bytes import local_part
-from rackrun.worker.undo_copies import NoRoom
+from rackrun.protocol.ids import Position
+from rackrun.worker.loop import loop_exit
+from rackrun.worker.loop.run import Run
+from rackrun.worker.restore import loop_end
+from rackrun.worker.snapshots.host_copies import HostCopies
+from rackrun.worker.steps.step import Step
+from rackrun.worker.tensors.tensor_bytes import local_part
+from rackrun.worker.tensors.undo_copies import NoRoom
 
 Train = Callable[..., Ended]
 MakeModel = Callable[[Run], nn.Module]
@@ -96,8 +97,8 @@ def test_ranks_that_go_on_when_others_leave_are_named(train: Train, monkeypatch:
     def told(what: str) -> None:
         raise StepError(what)
 
-    monkeypatch.setattr(leaving, "say", told)
-    monkeypatch.setattr(leaving, "_TELL_S", 0.1)
+    monkeypatch.setattr(loop_exit, "say", told)
+    monkeypatch.setattr(loop_exit, "_TELL_S", 0.1)
     ended = train(stopped_early({0: 5, 1: 3}), ranks=2, spares=0, max_restarts=0)
     assert ended.failure is not None, ended
     assert "rank 1 has left the loop over run.steps() after step 3" in ended.failure.message

@@ -11,7 +11,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from rackrun.worker.loop_names import unbound_without_a_turn
+from rackrun.worker.script.loop_only_names import unbound_without_a_turn
 
 Found = tuple[str, int] | None
 STRANGERS = Path(__file__).parents[1] / "strangers" / "scripts"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from harness import say
 from scripts import adam, ddp
 
-from rackrun.worker.compat.ddp import reset
-from rackrun.worker.group import ElasticGroup
-from rackrun.worker.run import Run
-from rackrun.worker.works import Guarded
-from rackrun.worker.world import World
+from rackrun.worker.loop.run import Run
+from rackrun.worker.membership.collective_work import Guarded
+from rackrun.worker.membership.elastic_group import ElasticGroup
+from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.torch_compat.data_parallel.ddp import reset
 
 SIZE, RANK = 3, 1
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

@@ -14,8 +14,8 @@ from harness import Ended, say
 from test_loop_end import ddp, doubled, fsdp, looped, total_of
 from test_lost_after_loop import die_once, weight
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.worker.run import Run
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from harness import Ended, say
 from test_loop_end import ddp, doubled, fsdp, looped, total_of
 
-from rackrun.worker.run import Run
-from rackrun.worker.tensor_bytes import local_part
+from rackrun.worker.loop.run import Run
+from rackrun.worker.tensors.tensor_bytes import local_part
 
 Train = Callable[..., Ended]
 
@@ -114,7 +114,7 @@ def test_a_second_rank_is_lost_in_the_recovery(where: str, train: Train, tmp_pat
 
 @pytest.mark.stories
 def test_newcomer_lost_while_the_last_checkpoint_is_written(train: Train, tmp_path: Path, monkeypatch: Any) -> None:
-    from rackrun.worker.durable import DurableCheckpoints
+    from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
 
     monkeypatch.setenv("RACKRUN_CHECKPOINT_DIR", str(tmp_path / "ck"))
     write = DurableCheckpoints._write

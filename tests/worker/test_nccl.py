@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rackrun.worker import nccl
-from rackrun.worker.nccl import LegacyNccl, Nccl2, nccl_communicator, reconfigure_handles
+from rackrun.worker.communicators import nccl
+from rackrun.worker.communicators.nccl import LegacyNccl, Nccl2, nccl_communicator, reconfigure_handles
 
 DEVICE = torch.device("cuda", 0)
 SOON = timedelta(seconds=20)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import rackrun.worker
-from rackrun.worker.communicator import COLLECTIVE_TIMEOUT
-from rackrun.worker.nccl_environment import prepare_environment
+from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT
+from rackrun.worker.communicators.nccl_environment import prepare_environment
 
 
 def test_what_a_recovery_hangs_on_is_not_the_users_to_say() -> None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from harness import Ended, say
 from scripts import adam, ddp, fit
 
-from rackrun.worker import nccl_warmup
-from rackrun.worker.nccl_warmup import warm_nccl
-from rackrun.worker.run import Run
+from rackrun.worker.loop import nccl_warmup
+from rackrun.worker.loop.nccl_warmup import warm_nccl
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 GPU = torch.device("cuda", 3)
@@ -151,7 +151,7 @@ def test_the_communicator_is_of_one_rank_on_the_device_of_its_own_thread_and_str
 
 def test_spares_do_so_and_ranks_do_not(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[torch.device] = []
-    monkeypatch.setattr("rackrun.worker.units.warm_nccl", warmed.append)
+    monkeypatch.setattr("rackrun.worker.loop.unit_runner.warm_nccl", warmed.append)
 
     def main(run: Run) -> None:
         model = ddp(run)

@@ -15,8 +15,8 @@ import torch
 from harness import Ended, TinyCluster, say
 from scripts import Samples, Script, adam, ddp, loss_of
 
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 Spoils = Callable[[Run, Step], float]

@@ -12,9 +12,9 @@ import torch
 from harness import Ended, moments
 from scripts import adam, ddp, fit
 
-from rackrun.worker import numerics
-from rackrun.worker.numerics import numerics_of, unlike
-from rackrun.worker.run import Run
+from rackrun.worker.device import numerics
+from rackrun.worker.device.numerics import numerics_of, unlike
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rackrun.errors import StepError, UsageError
-from rackrun.worker.on_demand import EAGER_RANKS, OnDemand, eager_ranks
+from rackrun.worker.communicators.on_demand import EAGER_RANKS, OnDemand, eager_ranks
 
 LOOK = timedelta(milliseconds=1)
 

@@ -14,7 +14,7 @@ from harness import Ended, moments, say
 from scripts import STEPS, adam, ddp, fit, net
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.worker.run import Run
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 
@@ -108,7 +108,7 @@ def test_survivors_are_told_of_their_new_place(train: Train, tmp_path: Path) -> 
 
 
 def test_what_follows_the_rank_leaves_who_is_not_main_any_more(tmp_path: Path) -> None:
-    from rackrun.worker.places import MainOnly
+    from rackrun.worker.script.rank_changes import MainOnly
 
     main = [True]
     writer: Any = MainOnly(lambda: Writer(tmp_path), lambda: main[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rackrun.worker.own_time import OwnTime
+from rackrun.worker.device.own_time import OwnTime
 
 
 class Clock:

@@ -14,8 +14,8 @@ from harness import Ended, say
 from nccl_double import MODES
 from scripts import adam, ddp, fit, loss_of, net
 
-from rackrun.worker.own_time import OwnTime
-from rackrun.worker.run import Run
+from rackrun.worker.device.own_time import OwnTime
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

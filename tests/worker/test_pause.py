@@ -17,16 +17,16 @@ from scripts import Bodies, Script, adam, ddp, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.checkpoint.durable_writer import GenerationWriter
-from rackrun.checkpoint.errors import MemoryPlanError
-from rackrun.core.commands import BreakGeneration
-from rackrun.core.ids import Generation, Incarnation, Position, SlotId
-from rackrun.link.page import Activity, HeartbeatPage
-from rackrun.worker.copies import HostCopies
-from rackrun.worker.run import Run
-from rackrun.worker.snapshot import Snapshots
-from rackrun.worker.world import World
+from rackrun.checkpoint.base.errors import MemoryPlanError
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+from rackrun.protocol.commands import BreakGeneration
+from rackrun.protocol.ids import Generation, Incarnation, Position, SlotId
+from rackrun.worker.loop.run import Run
+from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.snapshots.host_copies import HostCopies
+from rackrun.worker.snapshots.shard_snapshots import Snapshots
 
 Train = Callable[..., Ended]
 Make = Callable[[Run], nn.Module]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import harness  # noqa: F401 - sets the number of threads before torch is imported
 import torch
 
-from rackrun.worker.place import place_of_main_thread
+from rackrun.worker.process.main_thread_line import place_of_main_thread
 
 
 def seen_from_another_thread(do: Callable[[Callable[[], None]], None]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rackrun.worker.places import Places
+from rackrun.worker.script.rank_changes import Places
 
 
 class Asked:

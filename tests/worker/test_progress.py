@@ -13,13 +13,13 @@ from nccl_double import stream_of
 from scripts import adam, ddp, fit
 from test_own_time_of_devices import Device, Place
 
-from rackrun.agent.watch import _stall
-from rackrun.agent.worker import Worker
-from rackrun.core.ids import Step
-from rackrun.link.page import Activity, HeartbeatPage
-from rackrun.worker.device_queue import queue_of
-from rackrun.worker.progress import Entered, Progress
-from rackrun.worker.run import Run
+from rackrun.agent.tray.worker_liveness import _stall
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+from rackrun.protocol.ids import Step
+from rackrun.worker.device.device_queue import queue_of
+from rackrun.worker.loop.run import Run
+from rackrun.worker.membership.collective_progress import Entered, Progress
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from rackrun.core.ids import Position
-from rackrun.worker.recorded import Recorded, Unit
+from rackrun.protocol.ids import Position
+from rackrun.worker.steps.recorded_units import Recorded, Unit
 
 
 def at(step: int, phase: int = 0) -> Position:

@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rackrun.checkpoint.arena_format import PAGE
-from rackrun.checkpoint.durable import DurableStore
-from rackrun.core.commands import Plan, Restore
-from rackrun.core.ids import Position, Rank, Step, snapshot_id, step_in
-from rackrun.worker.run import Run
-from rackrun.worker.units import UnitRunner
-from rackrun.worker.world import World
+from rackrun.checkpoint.arena.arena_format import PAGE
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.protocol.commands import Plan, Restore
+from rackrun.protocol.ids import Position, Rank, Step, snapshot_id, step_in
+from rackrun.worker.loop.run import Run
+from rackrun.worker.loop.unit_runner import UnitRunner
+from rackrun.worker.membership.worker_membership import World
 
 Make = Callable[[Run], nn.Module]
 Reshape = Callable[..., tuple[Ended, Reshaped]]

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.ids import BEGIN
-from rackrun.worker.data import _Workers
-from rackrun.worker.run import Run
-from rackrun.worker.state import TrackedState
-from rackrun.worker.step import Step
-from rackrun.worker.undo import Undo
+from rackrun.protocol.ids import BEGIN
+from rackrun.worker.data.loader import _Workers
+from rackrun.worker.loop.run import Run
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.unit_undo import Undo
 
 Train = Callable[..., Ended]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rackrun.core.ids import Generation, Step, snapshot_id
-from rackrun.core.wire import StateCopied
-from rackrun.link.page import HeartbeatPage
-from rackrun.worker.reports import Reports
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.ids import Generation, Step, snapshot_id
+from rackrun.protocol.wire import StateCopied
+from rackrun.worker.process.reports import Reports
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from harness import Ended, moments, say
 from scripts import STEPS, Samples, adam, ddp, loss_of
 from torch import nn
 
-from rackrun.core.ids import Position
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.protocol.ids import Position
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 RANKS, BATCH, LONG = 4, (24, 2), 60

@@ -19,16 +19,16 @@ from scripts import Samples, adam
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.commands import Restore
-from rackrun.core.ids import Rank
-from rackrun.worker import neighbour, restore
-from rackrun.worker.communicator import PointToPoint
-from rackrun.worker.manifest import Manifest, TensorInfo
-from rackrun.worker.restore import Callbacks, run_restores
-from rackrun.worker.restore_transfer import landing_places
-from rackrun.worker.run import Run
-from rackrun.worker.state import TrackedState
-from rackrun.worker.step import Step
+from rackrun.protocol.commands import Restore
+from rackrun.protocol.ids import Rank
+from rackrun.worker.communicators.communicator import PointToPoint
+from rackrun.worker.loop.run import Run
+from rackrun.worker.restore import live_restore, process_vm
+from rackrun.worker.restore.live_restore import Callbacks, run_restores
+from rackrun.worker.restore.restore_transfer import landing_places
+from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def wide(damage: str = "") -> Callable[[Run], None]:
 def test_state_comes_from_two_sources_bit_for_bit(readable: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory that may be read, and over sockets from those whose memory may not."""
     answers = iter([True] * readable + [False] * (2 - readable) + [True] * readable)  # asked again after reading
-    monkeypatch.setattr(neighbour.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended
@@ -93,7 +93,7 @@ def test_what_arrives_is_written_straight_into_tensors_that_lie_as_at_their_sour
 def test_a_source_that_goes_while_it_is_read_is_no_source(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process number may be another's by now: what was read does not count, and the next plan reads again."""
     answers = itertools.chain([True, True, False], itertools.repeat(True))
-    monkeypatch.setattr(neighbour.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended
@@ -216,7 +216,7 @@ def test_what_a_source_gives_once_it_was_broken_is_no_state_and_no_difference_of
     paths: tuple[str, ...], breaks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newcomer hears of that break later. Digests would show garbage, but not that it is no source's state; and of buffers there are none."""
-    monkeypatch.setattr(restore, "readable", _unreadable)
+    monkeypatch.setattr(live_restore, "readable", _unreadable)
     between, state, filled = Crossing(), given(*paths), list[dict[str, torch.Tensor]]()
     between.before_piece = lambda rank: between.broken.update({rank} & {breaks})
     here = {path: torch.zeros_like(tensor) for path, tensor in state.tensors.items()}

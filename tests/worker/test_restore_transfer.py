@@ -13,12 +13,12 @@ import torch
 from harness import HOSTS_ONLY, Ended, moments
 from test_restore import wide
 
-from rackrun.worker import neighbour, restore_layout, restore_transfer
-from rackrun.worker.communicator import PointToPoint
-from rackrun.worker.manifest import Manifest, TensorInfo
-from rackrun.worker.restore import _receive_pieces, _send_pieces
-from rackrun.worker.restore_layout import PIECE_BYTES_MAX, PIECE_BYTES_MIN, ROUND_BYTES, ROUND_PIECES, Layout
-from rackrun.worker.restore_transfer import Given, Landing
+from rackrun.worker.communicators.communicator import PointToPoint
+from rackrun.worker.restore import process_vm, restore_layout, restore_transfer
+from rackrun.worker.restore.live_restore import _receive_pieces, _send_pieces
+from rackrun.worker.restore.restore_layout import PIECE_BYTES_MAX, PIECE_BYTES_MIN, ROUND_BYTES, ROUND_PIECES, Layout
+from rackrun.worker.restore.restore_transfer import Given, Landing
+from rackrun.worker.state.state_manifest import Manifest, TensorInfo
 
 Train = Callable[..., Ended]
 CPU = torch.device("cpu")
@@ -184,7 +184,9 @@ def test_what_lies_otherwise_here_or_on_another_device_goes_through_memory_betwe
     newcomer = {path: torch.zeros(2 * 2**19, dtype=torch.uint8)[::2] for path in source}
     if elsewhere:
         newcomer = tensors_of(layout)
-        monkeypatch.setattr("rackrun.worker.restore_transfer.landing_places", lambda tensors, _: dict.fromkeys(tensors))
+        monkeypatch.setattr(
+            "rackrun.worker.restore.restore_transfer.landing_places", lambda tensors, _: dict.fromkeys(tensors)
+        )
     for rank in (1, 2):
         _send_pieces(line, layout, source, rank, 0, CPU, line.overtaken)  # type: ignore[arg-type]
     landing = Landing(layout, newcomer, CPU)
@@ -216,7 +218,7 @@ def test_several_rounds_over_sockets_are_bit_equal(
     """Beside a source whose memory is read, too."""
     monkeypatch.setattr(restore_layout, "ROUND_BYTES", 2**17)
     answers = iter([True] * readable + [False] * (2 - readable) + [True] * readable)
-    monkeypatch.setattr(neighbour.Neighbour, "is_there", lambda _: next(answers))
+    monkeypatch.setattr(process_vm.Neighbour, "is_there", lambda _: next(answers))
     reference = train(wide())
     ended = train(wide(), kill={2: moments(reference, 2, "wide")[0]})
     assert not ended.differences(reference), ended

@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rackrun.core.ids import Position
-from rackrun.worker.lr_rule import ScaleLR
-from rackrun.worker.rng import derive, reseed
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.protocol.ids import Position
+from rackrun.worker.batch.lr_rule import ScaleLR
+from rackrun.worker.data.rng import derive, reseed
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 Worlds = tuple[int, Sequence[tuple[int, int]]]

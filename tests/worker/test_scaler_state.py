@@ -11,9 +11,9 @@ from test_state import carried
 from torch import nn
 from torch.amp import GradScaler
 
-from rackrun.worker.scaler_state import ScalerState
-from rackrun.worker.state import TrackedState
-from rackrun.worker.undo import Undo
+from rackrun.worker.state.scaler_state import ScalerState
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.unit_undo import Undo
 
 
 class Scaled:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rackrun.errors import UsageError
-from rackrun.worker.runtime import _refuse_cpus, _share_gpu
+from rackrun.worker.process.runtime import _refuse_cpus, _share_gpu
 
 
 @pytest.fixture

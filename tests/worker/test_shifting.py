@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.ids import Position
 from rackrun.errors import StepError
-from rackrun.worker.data import BatchPlan, Shard
-from rackrun.worker.deals import Deals
-from rackrun.worker.meetings import Meetings
-from rackrun.worker.run import Run
+from rackrun.protocol.ids import Position
+from rackrun.worker.batch.microbatch_collectives import Meetings
+from rackrun.worker.batch.share_changes import Deals
+from rackrun.worker.data.loader import BatchPlan, Shard
+from rackrun.worker.loop.run import Run
 
 Train = Callable[..., Ended]
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.checkpoint.arena import Arena
-from rackrun.checkpoint.errors import CheckpointError, MemoryPlanError
-from rackrun.checkpoint.memory import Ceiling
-from rackrun.worker import snapshot_memory
-from rackrun.worker.copies import HostCopies
-from rackrun.worker.image import StateImages
-from rackrun.worker.optimizer_sizes import bytes_to_come
-from rackrun.worker.snapshot import Snapshots
-from rackrun.worker.snapshot_memory import SnapshotMemory
-from rackrun.worker.state import TrackedState
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.memory_plan import Ceiling
+from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.worker.snapshots import snapshot_memory
+from rackrun.worker.snapshots.host_copies import HostCopies
+from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
+from rackrun.worker.state.state_image import StateImages
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
 
 SIZE = 100_000
 ME = {"rank": 3, "epoch": 1}

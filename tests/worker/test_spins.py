@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rackrun.worker.spins import Spins, idle_loop
+from rackrun.worker.process.spin_loops import Spins, idle_loop
 
 FLAG = False
 BOX = SimpleNamespace(done=False, count=0)

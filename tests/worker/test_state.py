@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.device_digest import device_digest
-from rackrun.worker.manifest import Manifest, TensorInfo
-from rackrun.worker.restore_layout import PIECE_BYTES_MIN, Layout
-from rackrun.worker.state import TrackedState
-from rackrun.worker.tensor_bytes import digest
-from rackrun.worker.undo import Undo
+from rackrun.worker.restore.restore_layout import PIECE_BYTES_MIN, Layout
+from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.unit_undo import Undo
+from rackrun.worker.tensors.device_digest import device_digest
+from rackrun.worker.tensors.tensor_bytes import digest
 
 
 class Counter:

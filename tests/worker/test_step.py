@@ -18,11 +18,11 @@ from scripts import STEPS, Samples, adam, ddp, fit, loss_of, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from rackrun.core.ids import Position
-from rackrun.worker.data import BatchPlan
-from rackrun.worker.rng import derive, reseed
-from rackrun.worker.run import Run
-from rackrun.worker.step import Step
+from rackrun.protocol.ids import Position
+from rackrun.worker.data.loader import BatchPlan
+from rackrun.worker.data.rng import derive, reseed
+from rackrun.worker.loop.run import Run
+from rackrun.worker.steps.step import Step
 
 Train = Callable[..., Ended]
 ROOT = Path(__file__).resolve().parents[2]

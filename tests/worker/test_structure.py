@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from rackrun.errors import StepError
-from rackrun.worker.state import TrackedState
-from rackrun.worker.structure import Structure
-from rackrun.worker.undo import Undo
+from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.unit_undo import Undo
 
 
 def net() -> nn.Sequential:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rackrun.worker import tensor_bytes
-from rackrun.worker.tensor_bytes import copy_bytes, dense_bytes, digest, digests, pack
+from rackrun.worker.tensors import tensor_bytes
+from rackrun.worker.tensors.tensor_bytes import copy_bytes, dense_bytes, digest, digests, pack
 
 SQUARE = torch.arange(12.0).view(3, 4)
 IMAGES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rackrun.worker.compat import fsdp
-from rackrun.worker.image import StateImages
-from rackrun.worker.readback import Readback
-from rackrun.worker.state import TrackedState
+from rackrun.worker.state.state_image import StateImages
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.tensors.readback import Readback
+from rackrun.worker.torch_compat.data_parallel import fsdp
 from tests.worker.forked import forked
 
 

@@ -14,50 +14,50 @@ import torch
 
 import rackrun
 import rackrun.checkpoint
-from rackrun.checkpoint import device as device_module
-from rackrun.checkpoint.device import use_device
+from rackrun.checkpoint.host_memory import device_threads as device_module
+from rackrun.checkpoint.host_memory.device_threads import use_device
 
 _WORKER = Path(rackrun.__file__).parent / "worker"
 _CHECKPOINT = Path(rackrun.checkpoint.__file__).parent
 
 FIRST = {
-    ("checkpoint/pinning.py", "self._register"): "_register",
-    ("worker/builder.py", "Builder"): "run",
-    ("worker/builder.py", "self._try"): "_try",
-    ("worker/control.py", "ControlThread"): "run",
-    ("worker/device_return.py", "self._synchronise"): "_synchronise",
-    ("worker/nccl.py", "connect"): "connect",
-    ("worker/nccl.py", "self._end"): "_end",
-    ("worker/nccl_warmup.py", "_warm"): "_warm",
-    ("worker/on_demand.py", "self._build_part"): "_build_part",
-    ("worker/refill.py", "pool"): "",
-    ("worker/world.py", "_drop"): "_drop",
-    ("worker/world.py", "run"): "run",
+    ("checkpoint/host_memory/background_pinning.py", "self._register"): "_register",
+    ("worker/membership/communicator_builder.py", "Builder"): "run",
+    ("worker/membership/communicator_builder.py", "self._try"): "_try",
+    ("worker/process/control_thread.py", "ControlThread"): "run",
+    ("worker/device/device_return.py", "self._synchronise"): "_synchronise",
+    ("worker/communicators/nccl.py", "connect"): "connect",
+    ("worker/communicators/nccl.py", "self._end"): "_end",
+    ("worker/loop/nccl_warmup.py", "_warm"): "_warm",
+    ("worker/communicators/on_demand.py", "self._build_part"): "_build_part",
+    ("worker/restore/refill.py", "pool"): "",
+    ("worker/membership/worker_membership.py", "_drop"): "_drop",
+    ("worker/membership/worker_membership.py", "run"): "run",
 }
 """What a thread runs -> the function that says it in its first lines; "": the pool itself does."""
 
 BY_COPIES = {
-    ("checkpoint/saver.py", "work"): "staging.py",
-    ("worker/durable.py", "flush"): "copies.py",
-    ("worker/snapshot.py", "self._copy"): "copies.py",
+    ("checkpoint/manager/saver.py", "work"): "staging.py",
+    ("worker/snapshots/durable_checkpoints.py", "flush"): "host_copies.py",
+    ("worker/snapshots/shard_snapshots.py", "self._copy"): "host_copies.py",
 }
 """It touches the device by a copy only, and that says it."""
 
 ON_HOST = {
-    ("checkpoint/arena_slot.py", "pool"): "memory of the host",
-    ("checkpoint/digest.py", "pool"): "memory of the host",
-    ("checkpoint/image.py", "pool"): "pieces whose tensors lie on the host",
-    ("checkpoint/lease.py", "self._renew"): "files",
-    ("checkpoint/parity.py", "pool"): "memory of the host",
-    ("checkpoint/populate.py", "work"): "memory of the host",
-    ("worker/compat/loader.py", "_until_told"): "a process of a loader, which has no device",
-    ("worker/durable.py", "bar"): "files",
-    ("worker/durable.py", "self._look_at"): "files",
-    ("worker/durable.py", "self._probation.confirm"): "files",
-    ("worker/on_demand.py", "partial(_tell, futures)"): "futures",
-    ("worker/restore.py", "pool"): "from memory of the host to memory of the host",
-    ("worker/snapshot_memory.py", "make"): "memory of the host; it is pinned in another thread",
-    ("worker/tensor_bytes.py", "pool"): "tensors of the host",
+    ("checkpoint/arena/arena_slot.py", "pool"): "memory of the host",
+    ("checkpoint/base/digest.py", "pool"): "memory of the host",
+    ("checkpoint/image/safetensors_image.py", "pool"): "pieces whose tensors lie on the host",
+    ("checkpoint/durable/lease.py", "self._renew"): "files",
+    ("checkpoint/redundancy/erasure_code.py", "pool"): "memory of the host",
+    ("checkpoint/host_memory/populate.py", "work"): "memory of the host",
+    ("worker/torch_compat/dataloader_workers.py", "_until_told"): "a process of a loader, which has no device",
+    ("worker/snapshots/durable_checkpoints.py", "bar"): "files",
+    ("worker/snapshots/durable_checkpoints.py", "self._look_at"): "files",
+    ("worker/snapshots/durable_checkpoints.py", "self._probation.confirm"): "files",
+    ("worker/communicators/on_demand.py", "partial(_tell, futures)"): "futures",
+    ("worker/restore/live_restore.py", "pool"): "from memory of the host to memory of the host",
+    ("worker/snapshots/snapshot_memory.py", "make"): "memory of the host; it is pinned in another thread",
+    ("worker/tensors/tensor_bytes.py", "pool"): "tensors of the host",
 }
 """It touches none."""
 

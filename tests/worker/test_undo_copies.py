@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.checkpoint.memory import Ceiling
-from rackrun.worker import undo_copies
-from rackrun.worker.undo_copies import NoRoom, UndoCopies, place_for, same_bits
+from rackrun.checkpoint.arena.memory_plan import Ceiling
+from rackrun.worker.tensors import undo_copies
+from rackrun.worker.tensors.undo_copies import NoRoom, UndoCopies, place_for, same_bits
 
 GB = 10**9
 

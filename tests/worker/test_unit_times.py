@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rackrun.worker.pace import Pace
-from rackrun.worker.unit_times import EXITS, PEERS_LEAST_MS, UNKNOWN, UnitTimes
+from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.steps.unit_times import EXITS, PEERS_LEAST_MS, UNKNOWN, UnitTimes
 
 STEP_S = 0.05
 

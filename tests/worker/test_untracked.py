@@ -15,10 +15,10 @@ from scripts import adam, ddp, fit
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from rackrun.worker.run import Run
-from rackrun.worker.script_checks import _elements
-from rackrun.worker.state import TrackedState
-from rackrun.worker.untracked import Untracked
+from rackrun.worker.loop.run import Run
+from rackrun.worker.script.script_checks import _elements
+from rackrun.worker.script.untracked_changes import Untracked
+from rackrun.worker.state.tracked_state import TrackedState
 
 
 class Bank:

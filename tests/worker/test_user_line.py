@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-from rackrun.worker.user_line import user_frame, user_line
+from rackrun.worker.script.user_line import user_frame, user_line
 
 HERE = str(Path(__file__)).removeprefix(os.getcwd() + os.sep)
 

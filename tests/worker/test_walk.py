@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rackrun.worker import walk
-from rackrun.worker.structure import Structure
+from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.tensors import module_walk
 
 
 def tied() -> nn.Module:
@@ -49,7 +49,7 @@ def compiled() -> nn.Module:
 @pytest.mark.parametrize("build", [tied, with_buffers, attention, scripted, compiled, lambda: nn.Linear(2, 2)])
 def test_modules_parameters_and_buffers_are_those_of_torch(build: Callable[[], nn.Module]) -> None:
     root = build()
-    assert [(path, id(one)) for path, one in walk.modules(root)] == [
+    assert [(path, id(one)) for path, one in module_walk.modules(root)] == [
         (path, id(one)) for path, one in root.named_modules()
     ]
     structure = Structure({"m": root})

@@ -1,7 +1,7 @@
 """``make compat``: does rackrun work with the oldest torch that it supports, the one that is pinned, and the newest that pip gives.
 
 Each torch has an environment of its own below ``.compat`` (the oldest and the newest bring CUDA: 13 GB, some minutes once). In each,
-the trials of `rackrun.worker.compat`, the workers' tests, and whole jobs: ranks are swapped at random moments, and a world shrinks to
+the trials of `rackrun.worker.torch_compat`, the workers' tests, and whole jobs: ranks are swapped at random moments, and a world shrinks to
 one rank and grows again with ``reduction="exact"``. What came of it is the table in ``docs/torch_versions.md``.
 
     --brief      of the workers' tests, those of what touches torch's private parts: what CI runs when these, or the pin, change
@@ -50,7 +50,7 @@ JOBS = [
     "tests/faults/test_resizing.py::test_down_to_one_rank_and_up_again_it_is_the_same_training",
 ]
 TRIALS = (
-    "import json; from rackrun.worker.compat import trial; found = trial.problems();"
+    "import json; from rackrun.worker.torch_compat import feature_probe; found = feature_probe.problems();"
     "print(json.dumps([[what, found.get(need)] for need, (what, _) in trial.TRIALS.items()]))"
 )
 
@@ -115,7 +115,7 @@ def newest() -> str:
 def stamp() -> str:
     """What the table depends on, and would not show: the sources that know torch's private parts, and which versions are tried."""
     mark = hashlib.blake2b(f"{oldest()} {pinned()}".encode(), digest_size=8)
-    for source in sorted((ROOT / "rackrun" / "worker" / "compat").glob("*.py")):
+    for source in sorted((ROOT / "rackrun" / "worker" / "torch_compat").rglob("*.py")):
         mark.update(source.read_bytes())
     return mark.hexdigest()
 

@@ -32,7 +32,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # -- in workers
 @mutant
 def a_step_that_is_done_again_draws_other_random_numbers() -> None:
-    from rackrun.worker import step, units
+    from rackrun.worker.loop import unit_runner
+    from rackrun.worker.steps import step
 
     attempt = [0]
 
@@ -41,12 +42,12 @@ def a_step_that_is_done_again_draws_other_random_numbers() -> None:
         original(self, at, number, world)
 
     wrap(step.Step, "__init__", begun)
-    wrap(units, "reseed", lambda original, *parts: original(*parts, *attempt[:1] * bool(attempt[0])))
+    wrap(unit_runner, "reseed", lambda original, *parts: original(*parts, *attempt[:1] * bool(attempt[0])))
 
 
 @mutant
 def a_sample_is_used_twice() -> None:
-    from rackrun.worker import data
+    from rackrun.worker.data import loader
 
     calls = [0]
 
@@ -57,12 +58,12 @@ def a_sample_is_used_twice() -> None:
             found[1] = found[0]
         return found
 
-    wrap(data.BatchPlan, "ids", ids)
+    wrap(loader.BatchPlan, "ids", ids)
 
 
 @mutant
 def a_rank_leaves_an_update_out() -> None:
-    from rackrun.worker import units
+    from rackrun.worker.loop import unit_runner
 
     def before(original: Any, self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
         original(self, optimizer, args, kwargs)
@@ -71,14 +72,14 @@ def a_rank_leaves_an_update_out() -> None:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    wrap(units.UnitRunner, "_before_optimizer", before)
+    wrap(unit_runner.UnitRunner, "_before_optimizer", before)
 
 
 @mutant
 def a_newcomer_keeps_what_it_began_with() -> None:
     import torch
 
-    from rackrun.worker import rejoin
+    from rackrun.worker.loop import join_generation
 
     def restore(original: Any, self: Any, plan: Any, *, fresh: bool) -> None:
         tensors = self._state.tensors()
@@ -91,18 +92,18 @@ def a_newcomer_keeps_what_it_began_with() -> None:
             with torch.no_grad():
                 self._state.tensors()[first].copy_(held)
 
-    wrap(rejoin.Rejoin, "_restore", restore)
+    wrap(join_generation.Rejoin, "_restore", restore)
 
 
 # -- in agents
 @mutant
 def who_stands_still_for_a_moment_is_given_up() -> None:
-    from rackrun.agent import watch
+    from rackrun.agent.tray import worker_liveness
 
     def begin(original: Any, self: Any, tray: Any, uplink: Any, mirror: Any, _floor_ms: int) -> None:
         original(self, tray, uplink, mirror, 100)
 
-    wrap(watch.Watch, "__init__", begin)
+    wrap(worker_liveness.Watch, "__init__", begin)
 
 
 # -- in the launcher, which hosts the coordinator
@@ -110,37 +111,37 @@ def who_stands_still_for_a_moment_is_given_up() -> None:
 def a_stop_has_no_reason() -> None:
     import msgspec
 
-    from rackrun.launch import place
+    from rackrun.launch.run import run_directory
 
     def finish(original: Any, self: Any, result: Any) -> None:
         original(self, msgspec.structs.replace(result, because="", remedy=""))
 
-    wrap(place.RunPlace, "finish", finish)
+    wrap(run_directory.RunPlace, "finish", finish)
 
 
 @mutant
 def the_end_never_comes() -> None:
-    from rackrun.core import finale
+    from rackrun.core.lifecycle import shutdown
 
-    wrap(finale.Finale, "look", lambda _original, _self, _at_ms: None)
+    wrap(shutdown.Finale, "look", lambda _original, _self, _at_ms: None)
 
 
 @mutant
 def a_process_is_left() -> None:
-    from rackrun.launch import agents
+    from rackrun.launch.run import local_agents
 
     def kill(original: Any, self: Any) -> None:
         original(self)
         subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=subprocess.DEVNULL)
 
-    wrap(agents.LocalAgents, "kill", kill)
+    wrap(local_agents.LocalAgents, "kill", kill)
 
 
 @mutant
 def the_coordinator_decides_by_what_is_no_event() -> None:
-    from rackrun.core import control_plane
-    from rackrun.core.commands import Notice
-    from rackrun.core.events import WorkerExited
+    from rackrun.core.machine import control_plane
+    from rackrun.protocol.commands import Notice
+    from rackrun.protocol.events import WorkerExited
 
     def handle(original: Any, self: Any, event: Any) -> Any:
         more = [Notice(text=f"process {os.getpid()}")] if isinstance(event, WorkerExited) else []

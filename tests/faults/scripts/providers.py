@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from rackrun.coordinator.local_racks import LocalRacks
+from rackrun.coordinator.user_code.local_racks import LocalRacks
 from rackrun.provider import RackRequest
 
 

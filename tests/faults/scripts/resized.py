@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
 import rackrun
-from rackrun.link.boot import current
-from rackrun.worker import unit_times
+from rackrun.protocol.boot import current
+from rackrun.worker.steps import unit_times
 
 MODE, STEPS, FOLDER, REDUCTION = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 BATCH = sys.argv[5] if len(sys.argv) > 5 else "constant"

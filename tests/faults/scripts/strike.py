@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rackrun.chaos.points import FUNCTIONS, surround
+from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
 
 if TYPE_CHECKING:
     import rackrun
@@ -183,7 +183,7 @@ class Striker:
         tensor.data.view(dtype=torch.int32).view(-1)[0] ^= 1 << 20
 
     def _break_gpu(self, changes: dict[str, int | dict[str, int]]) -> None:
-        from rackrun.chaos.fake_nvml.fake import FakeRack
+        from rackrun.chaos.testbed.fake_nvml.fake_driver import FakeRack
 
         name, _, index = self._units._runtime.boot.slot.partition("/")  # type: ignore[union-attr]
         tray = FakeRack.open(Path(os.environ["FAKE_NVML_STATE"])).tray(name)
@@ -231,7 +231,9 @@ class Striker:
 
     # -- places inside rackrun
     def _patch_collectives(self) -> None:
-        from rackrun.worker import group, works, world
+        from rackrun.worker.membership import collective_work
+        from rackrun.worker.membership import elastic_group as group
+        from rackrun.worker.membership import worker_membership as world
 
         run, pass_gate, sum_on_host = group.ElasticGroup._run, world.World.pass_gate, group.ElasticGroup.sum_on_host
 
@@ -239,7 +241,7 @@ class Striker:
             if not self._in_gate:
                 self.here("entering a collective")
             work = run(elastic_group, *args, **more)
-            if isinstance(work, works.Guarded):
+            if isinstance(work, collective_work.Guarded):
                 self._strike_soon(IN_GATE if self._in_gate else IN_COLLECTIVE)
             return work
 
@@ -263,15 +265,15 @@ class Striker:
 
     def _patch_snapshots(self) -> None:
         """After its head; its tensors and the seal are to come."""
-        from rackrun.worker import snapshot
+        from rackrun.worker.snapshots import shard_snapshots
 
-        write_head = snapshot.write_head
+        write_head = shard_snapshots.write_head
 
         def patched(*args: Any) -> None:
             write_head(*args)
             self.here("snapshot half written")
 
-        snapshot.write_head = patched
+        shard_snapshots.write_head = patched
 
     def _strike_soon(self, place: str) -> None:
         """From another thread, when this one waits in the collective that it has just entered."""

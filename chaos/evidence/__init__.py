@@ -1,0 +1,1 @@
+"""What a run has left, and what it says."""

@@ -1,0 +1,91 @@
+"""A journal told once more: the core is a pure function of its configuration and its events, so the same commands must come."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rackrun.coordinator.journal.journal_reader import open_journal
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.errors import UsageError
+from rackrun.protocol.events import Event
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["Replayed", "replay"]
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    events: int = 0
+    commands: int = 0
+    difference: str = ""
+    """The first one; "": it said the same."""
+    unknown: str = ""
+    """Why it cannot be known."""
+
+
+def replay(journal: Path) -> Replayed:
+    """Where the journal breaks off (its writer was killed) the commands that follow from its last event may be missing."""
+    try:
+        with open_journal(journal) as (connection, meta):
+            if int(meta.get("rows_lost", 0)):
+                return Replayed(unknown=f"the journal lacks {meta['rows_lost']} rows")
+            if "config" not in meta:
+                return Replayed(unknown="the journal does not say how the job was configured")
+            return _replay(connection, msgspec.json.decode(meta["config"], type=JobConfig), whole="ended_ms" in meta)
+    except (UsageError, msgspec.MsgspecError) as error:
+        return Replayed(unknown=str(error))
+
+
+def _replay(connection: sqlite3.Connection, config: JobConfig, *, whole: bool) -> Replayed:
+    core, events, commands = ControlPlane(config), 0, 0
+    expected: list[str] = []
+    heard = "the beginning"
+    for cause, kind, body in connection.execute("SELECT cause, kind, body FROM events ORDER BY id"):
+        if kind == "command":
+            if not cause:  # the launcher has ended the job without asking
+                break
+            told = expected.pop(0) if expected else "nothing"
+            commands += 1
+            if told != body:
+                return Replayed(
+                    events=events, commands=commands, difference=f"after {heard}: {_short(body)}; now: {_short(told)}"
+                )
+            continue
+        if expected:
+            return Replayed(
+                events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(expected[0])}"
+            )
+        event = _event(body)
+        events, heard = events + 1, f"{type(event).__name__} at {event.at_ms} ms"
+        try:
+            expected = [msgspec.json.encode(command).decode() for command in core.handle(event)]
+        except Exception as error:  # noqa: BLE001 - whatever it is: the core may not raise, and did then, or does now
+            return Replayed(events=events, commands=commands, difference=f"{heard} is too much for it: {error!r}")
+    if expected and whole:
+        return Replayed(
+            events=events, commands=commands, difference=f"after {heard}: nothing; now: {_short(expected[0])}"
+        )
+    return Replayed(events=events, commands=commands)
+
+
+def _event(body: str) -> Event:
+    """JSON has no NaN: a loss that was none stands there as null."""
+    try:
+        event: Event = msgspec.json.decode(body, type=Event)
+    except msgspec.ValidationError:
+        event = msgspec.convert(_with_nan(msgspec.json.decode(body)), Event, builtin_types=(bytes,))
+    return event
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nan(inner) for key, inner in value.items()}
+    return [math.nan if inner is None else _with_nan(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _short(body: str) -> str:
+    return body if len(body) <= 160 else f"{body[:160]}..."

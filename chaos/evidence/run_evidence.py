@@ -1,0 +1,239 @@
+"""What a run has left: what it computed, as its journal and its ranks tell it, and how it ended. Oracles judge by it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sqlite3
+import struct
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rackrun.chaos.evidence.journal_replay import Replayed, replay
+from rackrun.chaos.inprocess.state_recorder import End, Held, read_ends, read_witness
+from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.plan.definition import Plan
+from rackrun.chaos.testbed.job_under_test import Ended
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.journal_reader import resume_of
+from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.coordinator.report.run_report import Goodput, read_report
+from rackrun.errors import UsageError
+from rackrun.launch.run.run_directory import Result, read_json
+from rackrun.protocol.commands import Plan as WorldPlan
+from rackrun.protocol.ids import Position, step_of
+
+__all__ = ["Evidence", "Gate", "Trace", "Verdict", "began_wall_s", "read_trace"]
+
+
+class Gate(msgspec.Struct, frozen=True, array_like=True):
+    """What the world agreed on when it committed a step or a phase, exact."""
+
+    loss: float
+    samples: float
+    digest: float
+    """Of their ids."""
+
+
+@dataclass
+class Trace:
+    """One run."""
+
+    gates: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """(step, phase) -> its `Gate`, bit for bit."""
+    samples: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Step -> rank -> ids that it counted; a rank whose agent was lost may be missing from its last steps."""
+    contradictions: list[str] = field(default_factory=list)
+    """Steps that were computed again, with another result."""
+    held: dict[str, str] = field(default_factory=dict)
+    """Rank -> digest of all that it held at its end."""
+    witness: list[Held] = field(default_factory=list)
+    """What ranks held before every step, by step and rank, where the run was looked at step by step."""
+    ends: dict[int, End] = field(default_factory=dict)
+    """Rank -> what its script reached at its end besides."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    plans: list[WorldPlan] = field(default_factory=list)
+    """In the order in which they were on disk."""
+    result: Result | None = None
+    """As the launcher wrote it."""
+    began_wall_s: float | None = None
+    """When its coordinator began: all ``*_ms`` are counted from there."""
+    goodput: Goodput | None = None
+    replayed: Replayed = field(default_factory=lambda: Replayed(unknown="there is no journal"))
+    """Its events, told to the core once more."""
+
+    unpersisted: tuple[str, ...] = ()
+    """Orders to break or to resume a generation that were carried out and are not on disk."""
+    snapshot_gap: int | None = None
+    """Steps between two snapshots that a rank had at once, when it told of them: the fewest that there were. None: nobody told of two."""
+    damaged: tuple[int, ...] = ()
+    """Generations in which a snapshot was found damaged."""
+    last_commit_ms: float | None = None
+    """When the last rank to tell of it had committed the last unit, on its coordinator's clock."""
+    began_monotonic_s: float | None = None
+    """When its coordinator began, on the host's monotonic clock."""
+    exact: bool | None = None
+    """What it computes does not depend on the number of ranks (``reduction="exact"``); None: nobody has said."""
+
+    @property
+    def steps(self) -> int:
+        return len({step for step, phase in self.gates if not phase})
+
+    @property
+    def last_step(self) -> int | None:
+        """That was committed; None: none was."""
+        return max((step for step, _ in self.gates), default=None)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(step, ranks): from that step on the world had so many, as its plans say."""
+        found: list[tuple[int, int]] = []
+        for plan in self.plans:
+            begins = (plan.committed.step if plan.rollback is None else plan.rollback) + 1
+            found = [one for one in found if one[0] < begins]
+            if not found or found[-1][1] != plan.world_size:
+                found.append((begins, plan.world_size))
+        return found
+
+    @property
+    def resized(self) -> tuple[int, int] | None:
+        """(step, ranks): the first step of a world with another number of ranks than that which began, and that number."""
+        return self.sizes[1] if len(self.sizes) > 1 else None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    plan: Plan
+    reference: Trace
+    trace: Trace
+    ended: Ended
+    limit_s: float
+    """It was killed after that."""
+    records: tuple[Record, ...]
+    nobody: tuple[str, ...]
+    """Strikes that had no target."""
+    undone: str
+    """Why the plan was not carried out to its end; "": it was."""
+    killed_coordinator: bool = False
+    places: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Strike -> the slots that it struck."""
+    began_wall_s: float | None = None
+    """When the run with faults was started: `Record.at_s` is counted from there."""
+    began_monotonic_s: float | None = None
+    """The same moment on the host's monotonic clock, which is one for all its processes."""
+    struck_s: dict[int, float] = field(default_factory=dict)
+    """Strike -> when it struck, as `Record.at_s` is counted, where the injector knows."""
+    again: Trace | None = None
+    """A second run without faults, where there was a difference to be explained."""
+    may_differ: tuple[str, ...] = ()
+    """Names of what is not tracked and need not be the same, as patterns: ``history``, ``*.cache``."""
+    late_s: float = 0.0
+    """At the most, of the harness, which wants to look at the job every 20 ms: how busy the machine was."""
+
+    def came_late(self, record: Record) -> bool:
+        """It struck when all that is committed in the run without faults had been: no training was left that it could have harmed."""
+        trace = self.trace
+        if trace.last_commit_ms is None or self.began_monotonic_s is None or trace.began_monotonic_s is None:
+            return False
+        struck_s = self.began_monotonic_s + self.struck_s.get(record.strike.number, record.at_s)
+        struck_ms = (struck_s - trace.began_monotonic_s) * 1e3
+        return self.reference.gates.keys() <= trace.gates.keys() and struck_ms > trace.last_commit_ms
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    oracle: str = ""
+    holds: bool | None
+    """None: unknown."""
+    because: str
+
+
+def gate_of(data: bytes) -> Gate:
+    return Gate(*struct.unpack("<3d", data))
+
+
+def read_trace(run: Path, inside: Path, *, whole: bool = True) -> Trace:
+    """``run``: its ``--out-dir``. What is not there is empty. ``whole``: also what only a run with faults is judged by."""
+    trace = Trace(result=read_json(run / "result.json", Result))
+    if (inside / "held").is_dir():
+        trace.held = {path.name: path.read_text() for path in (inside / "held").iterdir() if not path.suffix}
+    trace.witness, trace.ends = read_witness(inside), read_ends(inside)
+    path = run / "journal.sqlite"
+    if path.exists():
+        with closing(sqlite3.connect(path)) as journal:
+            _read_journal(journal, trace)
+        if whole:
+            trace.replayed = replay(path)
+            with contextlib.suppress(UsageError):
+                trace.goodput = read_report(path).goodput
+    return trace
+
+
+def _unpersisted(journal: sqlite3.Connection) -> tuple[str, ...]:
+    """A generation is on disk before anyone is told of it."""
+    on_disk = set(journal.execute("SELECT stage, generation FROM generations"))
+    query = "SELECT name, body FROM events WHERE kind = 'command' AND name IN ('BreakGeneration', 'ResumeGeneration')"
+    missing = []
+    for name, body in journal.execute(query):
+        told = msgspec.json.decode(body)
+        stage, of = ("break", told) if name == "BreakGeneration" else ("resume", told["plan"])
+        if (stage, of["generation"]) not in on_disk:
+            missing.append(f"{stage} of generation {of['generation']}")
+    return tuple(missing)
+
+
+def _read_snapshots(journal: sqlite3.Connection, trace: Trace) -> None:
+    query = "SELECT name, body FROM events WHERE kind = 'event' AND name IN ('WorkerParked', 'SnapshotDamaged')"
+    told = [(name, msgspec.json.decode(body)) for name, body in journal.execute(query)]
+    kept = [sorted({step_of(one) for one in of.get("snapshots", ())}) for name, of in told if name == "WorkerParked"]
+    gaps = [b - a for steps in kept for a, b in itertools.pairwise(steps) if b > a]
+    trace.snapshot_gap = min(gaps, default=None)
+    trace.damaged = tuple(int(of["generation"]) for name, of in told if name == "SnapshotDamaged")
+
+
+def began_wall_s(journal: sqlite3.Connection) -> float | None:
+    """Unix time at which the coordinator's clock was at 0: every event was written down a moment after it came. None: there was none."""
+    found = journal.execute("SELECT min(wall - at_ms / 1e3) FROM events WHERE kind = 'event'").fetchone()[0]
+    return None if found is None else float(found)
+
+
+def _read_journal(journal: sqlite3.Connection, trace: Trace) -> None:
+    def again(what: str, known: object, new: object) -> None:
+        if known != new:
+            trace.contradictions.append(f"{what}: {known!r}, and later {new!r}")
+
+    trace.began_wall_s = began_wall_s(journal)
+    found = journal.execute("SELECT value FROM meta WHERE key = 'began_monotonic_s'").fetchone()
+    trace.began_monotonic_s = None if found is None else float(found[0])
+    query = "SELECT body FROM generations WHERE stage = 'resume' ORDER BY id"
+    trace.plans = [resume_of(body).plan for (body,) in journal.execute(query)]
+    if not trace.plans:
+        return
+    ready = journal.execute("SELECT body FROM events WHERE kind = 'event' AND name = 'WorkerReady' LIMIT 1").fetchone()
+    trace.exact = None if ready is None else bool(msgspec.json.decode(ready[0]).get("exact", False))
+    trace.unpersisted = _unpersisted(journal)
+    _read_snapshots(journal, trace)
+    last = "SELECT max(committed_at_ms) FROM units WHERE (step, phase) = (SELECT step, phase FROM units ORDER BY step DESC, phase DESC LIMIT 1)"
+    trace.last_commit_ms = journal.execute(last).fetchone()[0]
+    eras = Eras({plan.generation: plan for plan in trace.plans})
+    for step, phase, gate, generation in journal.execute(
+        "SELECT step, phase, gate, generation FROM units ORDER BY generation"
+    ):
+        if not gate or not eras.counts(Position(step, phase), generation):
+            continue  # without a gate: a rank's last words, about a unit before the last one
+        agreed = bytes(gate[:24])
+        if (
+            former := trace.gates.setdefault((step, phase), agreed)
+        ) != agreed:  # by its bits: NaN does not equal itself
+            again(f"step {step}, phase {phase}", gate_of(former), gate_of(agreed))
+    for step, rank, packed, generation in journal.execute(
+        "SELECT step, rank, ids, generation FROM ledger WHERE phase = 0 AND ids IS NOT NULL ORDER BY generation"
+    ):
+        if eras.counts(Position(step), generation):
+            ids = struct.unpack(f"<{len(packed) // 8}q", packed)
+            known = trace.samples.setdefault(step, {}).setdefault(rank, ids)
+            again(f"samples of rank {rank} in step {step}", known, ids)
+    bodies = journal.execute("SELECT body FROM recoveries ORDER BY generation")
+    trace.recoveries = [msgspec.json.decode(body, type=Recovery) for (body,) in bodies]

@@ -1,0 +1,1 @@
+"""Faults as values: their kinds, targets, and what is wrong with one."""

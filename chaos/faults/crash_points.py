@@ -1,0 +1,101 @@
+"""Named points in the code of workers, agents and the coordinator, where they can be made to crash, and that plans can wait for.
+
+Each is before or after a function: ``gate.before``, ``gate.after``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rackrun.chaos.faults.fault_types import Subjects
+
+__all__ = ["FUNCTIONS", "POINTS", "points_of", "surround"]
+
+_WORKER = {
+    "gate": "worker.membership.worker_membership:World.pass_gate",
+    "commit": "worker.loop.unit_runner:UnitRunner._committed",
+    "report": "worker.process.reports:Reports.committed",
+    "snapshot": "worker.snapshots.shard_snapshots:Snapshots.take",
+    "release": "worker.membership.worker_membership:World.wait_released",
+    "compare": "worker.integrity.silent_corruption:CorruptionCheck._compare",
+    "judge": "worker.integrity.silent_corruption:CorruptionCheck._judge",
+    "differ": "worker.process.reports:Reports.differ",
+    "break": "worker.membership.worker_membership:World.on_break",
+    "await_plan": "worker.membership.worker_membership:World.wait_plan",
+    "plan": "worker.membership.worker_membership:World.on_plan",
+    "place": "worker.loop.join_generation:Rejoin._take_place",
+    "group": "worker.membership.communicator_builder:build_communicator",
+    "join": "worker.membership.worker_membership:World.join",
+    "send": "worker.restore.live_restore:_send",
+    "receive": "worker.restore.live_restore:_receive",
+    "load": "worker.snapshots.shard_snapshots:Snapshots.load",
+    "restore": "worker.loop.join_generation:Rejoin._restore",
+}
+"""In a step, after it, in a comparison of replicas, and in a recovery, in that order."""
+_AGENT = {
+    "agent_start": "agent.tray.tray:Tray._start",
+    "agent_fork": "agent.tray.tray:Tray._bring_up",
+    "agent_born": "agent.tray.tray:Tray._server_spoke",
+    "agent_report": "agent.tray.tray:Tray._report",
+    "agent_pass": "agent.tray.tray:Tray._pass_on",
+    "agent_tell": "agent.tray.tray:Tray._deliver",
+    "agent_copy": "agent.snapshots.mirror:Mirror._copy",
+    "agent_keep": "agent.snapshots.mirror:Copies.keep",
+    "agent_stop": "agent.tray.tray:Tray.stop",
+}
+"""It starts a worker, tells of its end, passes a break or a plan on to workers and their answers back, has a snapshot copied, keeps
+another's, and leaves."""
+_COORDINATOR = {
+    "coordinator_joined": "coordinator.shell.driver:Driver.joined",
+    "coordinator_lost": "coordinator.shell.driver:Driver.lost",
+    "coordinator_event": "coordinator.shell.driver:Driver._handle",
+    "coordinator_persist": "coordinator.shell.driver:Driver._persist",
+    "coordinator_send": "coordinator.shell.driver:Driver._send",
+    "coordinator_heard": "coordinator.shell.driver:Driver.heard",
+    "coordinator_close": "coordinator.server.http_server:Server.close",
+}
+FUNCTIONS = {**_WORKER, **_AGENT, **_COORDINATOR}
+"""Module, below ``rackrun``, and function."""
+
+
+def _both_sides(functions: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}.{side}" for name in functions for side in ("before", "after"))
+
+
+POINTS = _both_sides(FUNCTIONS)
+
+
+def points_of(kind: Subjects) -> tuple[str, ...]:
+    """Those that a process of this kind can come to."""
+    of = {Subjects.RANK: _WORKER, Subjects.SPARE: _WORKER, Subjects.AGENT: _AGENT, Subjects.COORDINATOR: _COORDINATOR}
+    return _both_sides(of.get(kind, {}))
+
+
+def surround(path: str, before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Have these called whenever the function ``path`` (of `FUNCTIONS`) is, in this process and those that it forks."""
+    name, _, function = path.partition(":")
+    *outer, last = function.split(".")
+    owner: Any = importlib.import_module(f"rackrun.{name}")
+    for part in outer:
+        owner = getattr(owner, part)
+    original = getattr(owner, last)
+
+    @functools.wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = original(*args, **kwargs)
+        after()
+        return result
+
+    @functools.wraps(original)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = await original(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, last, awaited if inspect.iscoroutinefunction(original) else called)

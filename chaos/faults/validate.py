@@ -1,0 +1,86 @@
+"""What of a strike means nothing, in any job: numbers that are none, targets that name nobody, errors that there are not."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections import Counter
+
+import msgspec
+
+from rackrun.chaos.faults.fault_types import CrashAt, Fault, Raise, Subjects
+from rackrun.chaos.faults.targets import NAMELESS, BuddyOf, Exactly, NeighbourOf, Several, Target
+
+__all__ = ["Nonsense", "nonsense_of", "not_finite"]
+
+Nonsense = tuple[str, str]
+"""What it is, and what to do about it."""
+_KEEPERS = (Subjects.RANK, Subjects.TRAY, Subjects.AGENT)
+
+
+def nonsense_of(fault: Fault, target: Target) -> Nonsense | None:
+    """None: there is nothing to say against it."""
+    return not_finite(fault) or _of_fault(fault) or _of_target(target)[1]
+
+
+def not_finite(value: msgspec.Struct) -> Nonsense | None:
+    for name in value.__struct_fields__:
+        number = getattr(value, name)
+        if isinstance(number, float) and not math.isfinite(number):
+            return f"{name} is {number}", "give a number"
+    return None
+
+
+def _of_fault(fault: Fault) -> Nonsense | None:
+    for name in fault.__struct_fields__:
+        value = getattr(fault, name)
+        if name.endswith("_s") and name != "by_s" and value is not None and value < 0:
+            return f"{name} is {value}", "give 0 or more"
+    match fault:
+        case CrashAt(nth=nth) if nth < 1:
+            return f"the {nth}th time of a point", "count from 1"
+        case Raise(error=error) if not _can_be_raised(error):
+            return (
+                f"there is no error {error!r}",
+                "name one of Python's own that takes a text: ValueError, OSError, ...",
+            )
+        case _:
+            return None
+
+
+def _can_be_raised(name: str) -> bool:
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return False
+    try:
+        kind("chaos")
+    except TypeError:
+        return False
+    return True
+
+
+def _of_target(target: Target) -> tuple[Subjects, Nonsense | None]:
+    """Its kind, too."""
+    match target:
+        case Exactly(kind, names):
+            return kind, _of_names(kind, names)
+        case NeighbourOf(whom):
+            kind, found = _of_target(whom)
+            alone = (f"the {kind} has no neighbour", "name a rank, a spare, an agent, a tray or a rack")
+            return kind, found or (alone if kind in NAMELESS else None)
+        case BuddyOf(whom):
+            kind, found = _of_target(whom)
+            return kind, found or (None if kind in _KEEPERS else (f"a {kind} has no buddy", "name a rank or a tray"))
+        case Several(kind, count) if count < 1:
+            return kind, (f"{count} {kind}s", "strike at least one")
+        case _:
+            return target.of, None
+
+
+def _of_names(kind: Subjects, names: tuple[str, ...]) -> Nonsense | None:
+    if kind in NAMELESS:
+        return None if names == ("",) else (f"the {kind} has no name", "leave out names")
+    if not all(names) or not names:
+        return f"{kind}s without names", "give them: ranks by number, spares by slot, agents and trays by tray"
+    name, times = Counter(names).most_common(1)[0]
+    return (f"{kind} {name} is named twice", "name it once") if times > 1 else None

@@ -1,0 +1,80 @@
+"""What every injector is: it begins at once, and is asked later what has become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from rackrun.chaos.faults.fault_types import Subjects
+from rackrun.chaos.faults.targets import Scene, Subject
+from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.machine.processes import Process
+
+__all__ = ["CONFIRM_S", "All", "Injected", "Missed", "Outcome", "whom"]
+
+CONFIRM_S = 60.0
+"""Who has not taken effect by then has not: the run's verdict is *unknown*. Machines are busy."""
+
+
+class Outcome(NamedTuple):
+    took: bool
+    detail: str
+    struck_s: float | None = None
+    """When it struck, by the host's monotonic clock, where the injector knows: to find whom to strike takes its time too."""
+
+
+class Injected(Protocol):
+    """A strike that has begun."""
+
+    def outcome(self) -> Outcome | None:
+        """None: it is not known yet whether it has taken effect."""
+
+    def take_back(self) -> None:
+        """Only of what lasts."""
+
+
+class All:
+    """Several that count as one: it has taken effect when all have."""
+
+    def __init__(self, parts: Sequence[Injected]) -> None:
+        self._parts = parts
+
+    def outcome(self) -> Outcome | None:
+        found = [part.outcome() for part in self._parts]
+        known = [outcome for outcome in found if outcome is not None]
+        if len(known) < len(found):
+            return None
+        struck = [one.struck_s for one in known if one.struck_s is not None]
+        return Outcome(
+            all(one.took for one in known), "; ".join(one.detail for one in known), min(struck, default=None)
+        )
+
+    def take_back(self) -> None:
+        for part in self._parts:
+            part.take_back()
+
+
+class Missed(Exception):
+    """There is nobody to strike."""
+
+
+def whom(job: Job, scene: Scene, subjects: tuple[Subject, ...]) -> list[Process]:
+    """The processes of ``subjects``. Raises `Missed`."""
+    found: list[Process] = []
+    for subject in subjects:
+        match subject.kind:
+            case Subjects.COORDINATOR:
+                launcher = job.launcher()
+                of = [launcher] if launcher is not None else []
+            case Subjects.AGENT:
+                agent = job.agents().get(subject.name)
+                of = [agent] if agent is not None else []
+            case Subjects.TRAY | Subjects.RACK:
+                of = [process for tray in sorted({p.tray for p in scene.of(subject)}) for process in job.tray(tray)]
+            case _:
+                workers = job.workers()
+                of = [workers[place.slot] for place in scene.of(subject) if place.slot in workers]
+        if not of:
+            raise Missed(f"there is no process of {subject}")
+        found += of
+    return found

@@ -1,0 +1,67 @@
+"""Faults from inside a process: an order that `rackrun.chaos.inprocess.inprocess_faults` takes there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rackrun.chaos.faults.fault_types import CrashAt
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.inprocess.inprocess_faults import Inside, Order, Struck
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import RemoveFile, UndoLog
+
+__all__ = ["Ordered"]
+
+
+class Ordered:
+    """It has taken effect when the process says that it begins."""
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        number: int,
+        fault: Inside,
+        seed: int,
+        inside: Path,
+        undo: UndoLog,
+    ) -> None:
+        self._began_s, self._processes, self._undo = time.monotonic(), processes, undo
+        self._done = [inside / "done" / f"{number}-{process.pid}.json" for process in processes]
+        self._patience_s = None if isinstance(fault, CrashAt) else CONFIRM_S  # a point may never be come to
+        self._records = []
+        for process in processes:
+            folder = inside / "orders" / str(process.pid)
+            folder.mkdir(exist_ok=True)
+            path = folder / f"{number}.json"
+            self._records.append(undo.record(RemoveFile(str(path))))
+            partial = path.with_suffix(".part")
+            partial.write_bytes(msgspec.json.encode(Order(number, fault, seed)))
+            partial.rename(path)
+
+    def outcome(self) -> Outcome | None:
+        if all(path.exists() for path in self._done):
+            self._withdraw()
+            told = [msgspec.json.decode(path.read_bytes(), type=Struck) for path in self._done]
+            return Outcome(True, "; ".join(one.detail for one in told), min(one.at_s for one in told))
+        gone = [p.pid for p, path in zip(self._processes, self._done, strict=True) if not p.state and not path.exists()]
+        waited_s = time.monotonic() - self._began_s
+        if gone:
+            self._withdraw()
+            return Outcome(False, f"process {gone[0]} was gone before it came to it")
+        if self._patience_s is not None and waited_s > self._patience_s:
+            self._withdraw()
+            return Outcome(False, f"not come to within {waited_s:.0f} s")
+        return None
+
+    def take_back(self) -> None:
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        for number in self._records:
+            with contextlib.suppress(FileNotFoundError):
+                self._undo.heal(number)

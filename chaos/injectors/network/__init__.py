@@ -1,0 +1,1 @@
+"""Partitions and bad links."""

@@ -1,0 +1,38 @@
+"""The link between an agent and the coordinator, made bad by who stands between them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from rackrun.chaos.faults.fault_types import Link
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.testbed.network.link_proxy import Say
+from rackrun.chaos.testbed.network.proxy_control import Links
+
+__all__ = ["BadLink"]
+
+
+class BadLink:
+    """It has taken effect when bytes or connections of every tray have met it."""
+
+    def __init__(self, trays: Sequence[str], fault: Link, number: int, seed: int, links: Links) -> None:
+        self._began_s = time.monotonic()
+        self._trays, self._number, self._links = trays, number, links
+        for index, tray in enumerate(trays):
+            links.say(Say(number, tray, fault, seed + index))
+
+    def outcome(self) -> Outcome | None:
+        found = {tray: self._links.effect(self._number, tray) for tray in self._trays}
+        if all(found.values()):
+            return Outcome(True, "; ".join(f"{tray}: {detail}" for tray, detail in found.items()))
+        if time.monotonic() - self._began_s < CONFIRM_S:
+            return None
+        return Outcome(False, f"nothing went over the link of {', '.join(t for t, seen in found.items() if not seen)}")
+
+    def take_back(self) -> None:
+        """The proxy is one of the job's processes: what it does ends with it, whoever ends it."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            for tray in self._trays:
+                self._links.say(Say(self._number, tray, None))

@@ -1,0 +1,1 @@
+"""Signals, slowness, returns and duplicates."""

@@ -1,0 +1,44 @@
+"""``python -m rackrun.chaos.injectors.processes.duty_cycle SHARE PID:STARTED...``: lets them run for ``SHARE`` of the time, in short turns.
+
+It begins when a line comes on its input, and ends, with all awake, when its input does.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+import time
+
+from rackrun.chaos.testbed.machine.processes import Process
+
+__all__: list[str] = []
+
+PERIOD_S = 0.05
+
+
+def main() -> int:
+    share = float(sys.argv[1])
+    processes = [Process(*map(int, text.split(":"))) for text in sys.argv[2:]]
+    if not sys.stdin.buffer.readline():
+        return 0
+    told = False
+    try:
+        while any([process.send(signal.SIGSTOP) for process in processes]):  # noqa: C419 - all of them, not up to the first
+            if not told:
+                sys.stdout.write("stopped\n")
+                sys.stdout.flush()
+                told = True
+            time.sleep((1 - share) * PERIOD_S)
+            for process in processes:
+                process.send(signal.SIGCONT)
+            if select.select([sys.stdin], [], [], share * PERIOD_S)[0]:
+                break
+    finally:
+        for process in processes:
+            process.send(signal.SIGCONT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

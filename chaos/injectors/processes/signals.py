@@ -1,0 +1,87 @@
+"""Faults that are signals: processes killed, stopped, told to leave."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from rackrun.chaos.injectors.common.injection import CONFIRM_S, Outcome
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import Continue, UndoLog
+
+__all__ = ["Killed", "Paused", "Preempted"]
+
+
+class Killed:
+    """All at once; it has taken effect when all are gone."""
+
+    def __init__(self, processes: Sequence[Process], number: signal.Signals) -> None:
+        self._began_s = time.monotonic()
+        self._processes, self._name = processes, number.name
+        self._missed = sum(not process.send(number) for process in processes)
+
+    def outcome(self) -> Outcome | None:
+        waited_s = time.monotonic() - self._began_s
+        if self._missed == len(self._processes):
+            return Outcome(False, "gone already")
+        left = [process.pid for process in self._processes if process.state]
+        if not left:
+            gone = f"{self._name}: {_numbers(self._processes)} gone after {waited_s:.3f} s"
+            return Outcome(True, gone, self._began_s)
+        return Outcome(False, f"{self._name}: {left} live on") if waited_s > CONFIRM_S else None
+
+    def take_back(self) -> None:
+        raise AssertionError("the dead stay dead")
+
+
+class Paused:
+    """Stopped; it has taken effect when the kernel says so of each."""
+
+    def __init__(self, processes: Sequence[Process], undo: UndoLog) -> None:
+        self._began_s = time.monotonic()
+        self._processes, self._undo = processes, undo
+        self._record = undo.record(Continue(tuple(processes)))
+        self._struck = [process for process in processes if process.send(signal.SIGSTOP)]
+
+    def outcome(self) -> Outcome | None:
+        if not self._struck:
+            return Outcome(False, "gone already")
+        # Who is gone by now got the signal for all that, which nobody can refuse, and was killed in the state.
+        if all(process.state in ("T", "t", "") for process in self._struck):
+            return Outcome(True, f"stopped: {_numbers(self._struck)}", self._began_s)
+        late = time.monotonic() - self._began_s > CONFIRM_S
+        return Outcome(False, f"not all of {_numbers(self._struck)} are stopped") if late else None
+
+    def take_back(self) -> None:
+        self._undo.heal(self._record)
+
+
+class Preempted:
+    """SIGTERM to the agent, and SIGKILL to all of the tray when the notice is over."""
+
+    def __init__(self, processes: Sequence[Process], notice_s: float) -> None:
+        """``processes``: the agent first."""
+        self._began_s, self._notice_s = time.monotonic(), notice_s
+        self._agent, self._processes = processes[0], processes
+        self._missed, self._killed = not self._agent.send(signal.SIGTERM), False
+
+    def outcome(self) -> Outcome | None:
+        waited_s = time.monotonic() - self._began_s
+        if self._missed:
+            return Outcome(False, "gone already")
+        if not self._agent.state:
+            how = "killed when the notice was over" if self._killed else "left by itself"
+            return Outcome(True, f"agent {self._agent.pid} {how}, after {waited_s:.3f} s", self._began_s)
+        if waited_s > self._notice_s and not self._killed:
+            self._killed = True
+            for process in self._processes:
+                process.send(signal.SIGKILL)
+        return Outcome(False, f"agent {self._agent.pid} lives on") if waited_s > self._notice_s + CONFIRM_S else None
+
+    def take_back(self) -> None:
+        raise AssertionError("it does not last")
+
+
+def _numbers(processes: Sequence[Process]) -> str:
+    return ", ".join(str(process.pid) for process in processes)

@@ -1,0 +1,1 @@
+"""Memory, storage, clocks, bits and GPUs."""

@@ -1,0 +1,32 @@
+"""A wall clock that jumps, of single processes: see `rackrun.chaos.testbed.machine.fake_clock`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rackrun.chaos.injectors.common.injection import Missed, Outcome
+from rackrun.chaos.testbed.machine.fake_clock import ClockPages, move
+from rackrun.chaos.testbed.machine.processes import Process
+from rackrun.chaos.testbed.machine.undo_log import SetClock, UndoLog
+
+__all__ = ["Stepped"]
+
+
+class Stepped:
+    """It has taken effect when each answers to a page that says so."""
+
+    def __init__(self, processes: Sequence[Process], by_s: float, pages: ClockPages, undo: UndoLog) -> None:
+        if not all(pages.mapped_by(process) for process in processes):
+            raise Missed("it does not have the clock that can be moved")
+        self._undo, self._by_s, self._processes, self._pages = undo, by_s, processes, pages
+        paths = [pages.path(process) for process in processes]
+        self._record = undo.record(SetClock(tuple(map(str, paths))))
+        for path in paths:
+            move(path, by_s)
+
+    def outcome(self) -> Outcome:
+        took = all(self._pages.mapped_by(process) for process in self._processes)
+        return Outcome(took, f"{self._by_s:+g} s for {', '.join(str(process.pid) for process in self._processes)}")
+
+    def take_back(self) -> None:
+        self._undo.heal(self._record)

@@ -1,0 +1,77 @@
+"""Storage that fails: where checkpoints are written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import msgspec
+
+from rackrun.chaos.faults.fault_types import DiskFails
+from rackrun.chaos.injectors.common.injection import Missed, Outcome
+from rackrun.chaos.inprocess.inprocess_faults import Order, Struck
+from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.chaos.testbed.machine.private_filesystem import SIZE_BYTES, set_size, sizes
+from rackrun.chaos.testbed.machine.undo_log import RemoveFile, SetSize, UndoLog
+
+__all__ = ["CALLS", "Failing", "Filled", "checkpoints_of"]
+
+CALLS = {
+    "write": ("EIO", "ENOSPC", "EROFS", "slow", "torn"),
+    "fsync": ("EIO", "ENOSPC", "EROFS", "slow"),
+    "rename": ("EIO", "ENOSPC", "EROFS", "slow"),
+    "read": ("EIO", "slow"),
+}
+"""In what each may end."""
+_PROBE_BYTES = 1 << 16
+
+
+def checkpoints_of(job: Job) -> Path:
+    """Raises `Missed`."""
+    if job.over or job.checkpoints is None:
+        raise Missed("there is no job that writes checkpoints")
+    return job.checkpoints
+
+
+class Filled:
+    """The file system is as large as what is in it. It has taken effect when the kernel refuses to write more."""
+
+    def __init__(self, path: Path, undo: UndoLog) -> None:
+        self._undo, self._probe = undo, path / ".rackrun-chaos-probe"
+        self._used = sizes(path)[1]
+        self._record = undo.record(SetSize(str(path), SIZE_BYTES))  # as it was, also if it is full already
+        set_size(path, None)
+
+    def outcome(self) -> Outcome:
+        try:
+            self._probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return Outcome(error.errno == errno.ENOSPC, f"{error.strerror}, with {self._used} bytes in it")
+        finally:
+            self._probe.unlink(missing_ok=True)
+        return Outcome(False, "there is room still")
+
+    def take_back(self) -> None:
+        self._undo.heal(self._record)
+
+
+class Failing:
+    """An order for whoever makes that call; it has taken effect when somebody has come to it."""
+
+    def __init__(self, fault: DiskFails, number: int, inside: Path, undo: UndoLog) -> None:
+        self._undo, self._done, self._number = undo, inside / "done", number
+        path = inside / "storage" / f"{number}.json"
+        path.parent.mkdir(exist_ok=True)
+        self._record = undo.record(RemoveFile(str(path)))
+        partial = path.with_suffix(".part")
+        partial.write_bytes(msgspec.json.encode(Order(number, fault, 0)))
+        partial.rename(path)
+
+    def outcome(self) -> Outcome | None:
+        for path in self._done.glob(f"{self._number}-*.json"):
+            told = msgspec.json.decode(path.read_bytes(), type=Struck)
+            return Outcome(True, told.detail, told.at_s)
+        return None
+
+    def take_back(self) -> None:
+        self._undo.heal(self._record)

@@ -1,0 +1,1 @@
+"""What is loaded into a job's own processes: faults, and what records the state."""

@@ -1,0 +1,304 @@
+"""Faults from inside a process of a job. Imported there by ``rackrun --preload rackrun.chaos.inprocess.inprocess_faults``; without ``RACKRUN_CHAOS_INSIDE`` it does nothing.
+
+``RACKRUN_CHAOS_INSIDE`` is a folder. Injectors put ``orders/PID/NUMBER`` there; the process takes one at the place that it is for, writes
+``done/NUMBER-PID`` first, and carries it out. ``points/NAME`` grows by a byte whenever anybody comes to that point, of those in
+``RACKRUN_CHAOS_POINTS``. What strikes whoever comes to it lies in ``storage/`` and ``poison/``. At its end each rank writes a digest of
+all that it holds to ``held/RANK``, and what its script reaches besides to ``ends/RANK.json`` (`rackrun.chaos.inprocess.state_recorder`); the launcher, at its start, how it starts each agent to ``agents/TRAY``. With ``RACKRUN_CHAOS_STEP_BY_STEP``
+each rank writes what it holds before every step, and waits there for the harness (`rackrun.chaos.inprocess.state_recorder`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rackrun.chaos.faults.crash_points import FUNCTIONS, surround
+from rackrun.chaos.faults.fault_types import (
+    CrashAt,
+    DelayCollective,
+    DiskFails,
+    ExhaustMemory,
+    FlipBit,
+    HoldGil,
+    PoisonBatch,
+    Raise,
+)
+from rackrun.chaos.inprocess.restore_times import watch_restores
+from rackrun.chaos.inprocess.state_recorder import STEP_BY_STEP, Ends, Witness
+
+if TYPE_CHECKING:
+    import torch
+
+    from rackrun.protocol.agent_config import AgentConfig
+    from rackrun.worker.loop.unit_runner import UnitRunner
+
+__all__ = ["CRASHED", "FOLDER", "POINTS", "Order", "Struck"]
+
+FOLDER, POINTS = "RACKRUN_CHAOS_INSIDE", "RACKRUN_CHAOS_POINTS"
+Inside = Raise | HoldGil | DelayCollective | CrashAt | FlipBit | ExhaustMemory | PoisonBatch | DiskFails
+CRASHED = 77
+"""Exit code of a process that has crashed at a point."""
+MEMORY_BYTES = 64 << 20
+"""What a process may allocate, in a group of its own, before the kernel ends it."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    number: int
+    """Of the strike."""
+    fault: Inside
+    seed: int
+    """Of what is drawn when it strikes."""
+
+
+class Struck(msgspec.Struct, frozen=True):
+    """What an order has come to."""
+
+    detail: str
+    at_s: float
+    """The host's monotonic clock."""
+
+
+class _Hooks:
+    """In each process of the job that is forked after the import, and that trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._visits: dict[str, int] = {}
+
+    def take(self, wanted: Callable[[Inside], bool]) -> Order | None:
+        """An order for this process; nobody gets it again."""
+        orders = self._folder / "orders" / str(os.getpid())
+        if not orders.is_dir():
+            return None
+        for path in sorted(orders.glob("*.json")):
+            with contextlib.suppress(FileNotFoundError):  # withdrawn meanwhile
+                order = msgspec.json.decode(path.read_bytes(), type=Order)
+                if wanted(order.fault):
+                    path.unlink()
+                    return order
+        return None
+
+    def tell(self, order: Order, detail: str) -> None:
+        """Before it is done: some do not come back from it."""
+        path = self._folder / "done" / f"{order.number}-{os.getpid()}"
+        partial = path.with_suffix(".part")
+        partial.write_bytes(msgspec.json.encode(Struck(detail, time.monotonic())))
+        partial.rename(path.with_suffix(".json"))
+
+    # -- places
+    def in_step(self, units: UnitRunner) -> None:
+        """At the beginning of an attempt."""
+        if order := self.take(
+            lambda fault: isinstance(fault, Raise | HoldGil | ExhaustMemory) or _flips(fault, "parameters")
+        ):
+            at = units.step_in_hand.at.step if units.step_in_hand is not None else -1
+            match order.fault:
+                case Raise(error=error):
+                    kind = getattr(importlib.import_module("builtins"), error, RuntimeError)
+                    self.tell(order, f"{error} in step {at}")
+                    raise kind(f"chaos: raised in step {at}")
+                case HoldGil(for_s=for_s):
+                    self.tell(order, f"holds the GIL for {for_s} s in step {at}")
+                    ctypes.PyDLL(None).usleep(int(for_s * 1e6))
+                case ExhaustMemory():
+                    self.tell(order, f"allocates in step {at}")
+                    taken = [
+                        b"\1" * (1 << 20) for _ in range(4 * MEMORY_BYTES >> 20)
+                    ]  # not for ever: the group may be gone
+                    del taken
+                case _:
+                    tensors = [p for module in units._state.modules.values() for p in module.parameters()]
+                    self.flip(tensors, order, f"of the parameters in step {at}")
+
+    def before_update(self, units: UnitRunner) -> None:
+        if units.step_in_hand is None:
+            return
+        if order := self.take(lambda fault: _flips(fault, "gradients")):
+            gradients = [
+                p.grad
+                for optimizer in units._state.optimizers.values()
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            self.flip(gradients, order, f"of the gradients in step {units.step_in_hand.at.step}")
+
+    def in_collective(self) -> None:
+        if order := self.take(lambda fault: isinstance(fault, DelayCollective)):
+            assert isinstance(order.fault, DelayCollective)
+            self.tell(order, f"late by {order.fault.for_s} s")
+            time.sleep(order.fault.for_s)
+
+    def at_point(self, point: str) -> None:
+        with (self._folder / "points" / point).open("ab") as file:
+            file.write(b".")
+        self._visits[point] = nth = self._visits.get(point, 0) + 1
+        if order := self.take(lambda fault: isinstance(fault, CrashAt) and fault.point == point and fault.nth <= nth):
+            self.tell(order, f"crashed at {point}, there for the {nth}. time")
+            os._exit(CRASHED)
+
+    def at_end(self, units: UnitRunner) -> None:
+        state, rank = units._state, units._world.rank
+        digest = hashlib.sha256(state.encode_plain())
+        for name, tensor in sorted(state.tensors().items()):
+            digest.update(name.encode() + _bytes(tensor))
+        partial = self._folder / "held" / f"{rank}.part"
+        partial.write_text(digest.hexdigest())
+        partial.rename(partial.with_suffix(""))
+
+    def flip(self, tensors: Sequence[torch.Tensor], order: Order, where: str) -> None:
+        import torch
+
+        draw = random.Random(order.seed)
+        local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors]
+        chosen = draw.choice([tensor for tensor in local if tensor.numel() and tensor.is_contiguous()])
+        flat = chosen.data.view(-1).view(torch.uint8)  # .data: as a fault would do it, seen by no version counter
+        byte, bit = draw.randrange(flat.numel()), draw.randrange(8)
+        flat[byte] ^= 1 << bit
+        self.tell(order, f"bit {bit} of byte {byte} {where}")
+
+
+def _flips(fault: Inside, of: str) -> bool:
+    return isinstance(fault, FlipBit) and fault.of == of
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bytes(array.tobytes())
+
+
+def _install(folder: Path, points: list[str]) -> None:
+    from rackrun.chaos.inprocess.data_faults import install_data
+    from rackrun.chaos.inprocess.file_faults import install_files
+    from rackrun.worker.loop import unit_runner as units
+    from rackrun.worker.membership import elastic_group as group
+
+    for name in ("orders", "done", "points", "held", "agents", "witness", "ends"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    hooks, runner = _Hooks(folder), units.UnitRunner
+    install_data(hooks, folder)
+    install_files(hooks, folder)
+    run, before, finish, collective = runner.run, runner._before_optimizer, runner.finish, group.ElasticGroup._run
+
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+        def struck(step: Any) -> Any:
+            if not at.phase:
+                hooks.in_step(self)
+            return body(step)
+
+        return run(self, at, struck, name)
+
+    def hooked_before(self: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        hooks.before_update(self)
+        return before(self, optimizer, args, kwargs)
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        hooks.at_end(self)
+
+    def hooked_collective(self: Any, *args: Any, **more: Any) -> Any:
+        hooks.in_collective()
+        return collective(self, *args, **more)
+
+    runner.run, runner._before_optimizer, runner.finish = hooked_run, hooked_before, hooked_finish  # type: ignore[method-assign]
+    group.ElasticGroup._run = hooked_collective  # type: ignore[method-assign]
+    _hook_launcher(folder)
+    watch_restores(folder)
+    for name in dict.fromkeys(point.partition(".")[0] for point in points):
+        surround(
+            FUNCTIONS[name],
+            functools.partial(hooks.at_point, f"{name}.before"),
+            functools.partial(hooks.at_point, f"{name}.after"),
+        )
+    if os.environ.get(STEP_BY_STEP) == "1":
+        _hook_witness(Witness(folder))
+    _hook_ends(Ends(folder))  # the outermost: it is given the user's function
+
+
+def _hook_ends(ends: Ends) -> None:
+    from rackrun.worker.loop import run
+    from rackrun.worker.loop import unit_runner as units
+
+    runner = units.UnitRunner
+    do, finish, steps = runner.run, runner.finish, run.Run.steps
+
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+        if not at.phase:
+            ends.began(at.step, body)
+        return do(self, at, body, name)
+
+    def looked_at(self: Any, total: int) -> Iterator[int]:
+        try:
+            yield from steps(self, total)
+        finally:  # also where the loop is left early
+            if not (self._units.leaving or self._world.broken):
+                caller = sys._getframe(1)
+                of_steps = caller.f_code is run.Steps.__next__.__code__
+                ends.look(self._state, caller.f_back if of_steps and caller.f_back is not None else caller)
+
+    def hooked_steps(self: Any, total: int) -> run.Steps:
+        return run.Steps(looked_at(self, total), total)
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        ends.write(self._world.rank, self._world.size)
+
+    runner.run, runner.finish, run.Run.steps = hooked_run, hooked_finish, hooked_steps  # type: ignore[method-assign]
+
+
+def _hook_witness(witness: Witness) -> None:
+    from rackrun.worker.loop import unit_runner as units
+
+    runner = units.UnitRunner
+    do, finish = runner.run, runner.finish
+
+    def hooked_run(self: Any, at: Any, body: Callable[[Any], Any], name: str = "") -> Any:
+        def seen(step: Any) -> Any:
+            if not at.phase:
+                witness.write(self, at.step, body, step.attempt)
+            return body(step)
+
+        if not at.phase:
+            witness.wait(at.step)
+        return do(self, at, seen, name)
+
+    def hooked_finish(self: Any) -> None:
+        finish(self)
+        witness.write(self, self._last_step + 1)
+
+    runner.run, runner.finish = hooked_run, hooked_finish  # type: ignore[method-assign]
+
+
+def _hook_launcher(folder: Path) -> None:
+    from rackrun.launch.run.local_agents import LocalAgents
+
+    init = LocalAgents.__init__
+
+    def hooked_init(self: LocalAgents, configs: Sequence[AgentConfig]) -> None:
+        init(self, configs)
+        for config in configs:
+            path = folder / "agents" / config.tray
+            path.touch(0o600)  # it holds the job's token
+            path.write_bytes(msgspec.json.encode(config))
+
+    LocalAgents.__init__ = hooked_init  # type: ignore[method-assign]
+
+
+_folder = os.environ.get(FOLDER, "")
+if _folder:
+    with contextlib.suppress(FileNotFoundError):  # the run is over, and its folder is gone
+        _install(Path(_folder), [point for point in os.environ.get(POINTS, "").split(",") if point])

@@ -1,0 +1,16 @@
+"""The coordinator decided what its core decides: the events of its journal, told once more, give the same commands, byte for byte."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    found = evidence.trace.replayed
+    if found.unknown:
+        return Verdict(holds=None, because=found.unknown)
+    if found.difference:
+        return Verdict(holds=False, because=found.difference)
+    return Verdict(holds=True, because=f"{found.commands} commands after {found.events} events")

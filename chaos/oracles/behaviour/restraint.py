@@ -1,0 +1,70 @@
+"""Nobody is given up whom nothing has struck, or who was only slow, or stood still for less than a lease."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.faults.fault_types import (
+    DelayCollective,
+    DiskFails,
+    DiskFull,
+    Duplicate,
+    Family,
+    HoldGil,
+    Pause,
+    PoisonBatch,
+    Return,
+    Slow,
+    StepClock,
+    Subjects,
+)
+from rackrun.chaos.plan.conductor import Record
+from rackrun.chaos.plan.survivability import SHORT_S, SHORT_TRAY_S
+
+__all__ = ["BUSY_S", "judge"]
+
+BUSY_S = 0.3
+"""Where the harness itself was held up for so long, a pause was longer than it was meant to be."""
+
+
+def judge(evidence: Evidence) -> Verdict:
+    excused: set[str] = set()
+    for record in evidence.records:
+        if _concerns_all(record):
+            return Verdict(holds=True, because="what struck may concern everybody")
+        if not _is_short(record):
+            excused.update(evidence.places.get(record.strike.number, ()))
+    lost = [one for recovery in evidence.trace.recoveries for one in recovery.lost]
+    wrong = [one for one in lost if one.slot not in excused]
+    if wrong:
+        said = (
+            f"rank {wrong[0].rank} on {wrong[0].slot} was given up ({wrong[0].how}), and nothing had struck it for long"
+        )
+        if evidence.late_s > BUSY_S:
+            return Verdict(holds=None, because=f"{said}; the machine stood still for {evidence.late_s:.1f} s")
+        return Verdict(holds=False, because=said)
+    return Verdict(holds=True, because=f"{len(lost)} ranks given up, all of them struck")
+
+
+def _concerns_all(record: Record) -> bool:
+    fault, kinds = record.strike.fault, {subject.kind for subject in record.strike.subjects}
+    return (
+        fault.family is Family.NETWORK
+        or isinstance(fault, PoisonBatch)
+        or (isinstance(fault, DiskFails) and fault.call == "read")  # whoever has to begin from a checkpoint cannot
+        or (Subjects.COORDINATOR in kinds and not _is_short(record))
+    )
+
+
+def _is_short(record: Record) -> bool:
+    """No reason to give anybody up."""
+    on_workers = {subject.kind for subject in record.strike.subjects} <= {Subjects.RANK, Subjects.SPARE}
+    lasted_s = None if record.back_s is None else record.back_s - record.at_s
+    match record.strike.fault:
+        case Slow() | StepClock() | Duplicate() | Return() | DiskFull() | DiskFails():
+            return True
+        case Pause():
+            return lasted_s is not None and lasted_s <= (SHORT_S if on_workers else SHORT_TRAY_S)
+        case HoldGil(for_s=for_s) | DelayCollective(for_s=for_s):
+            return for_s <= SHORT_S
+        case _:
+            return False

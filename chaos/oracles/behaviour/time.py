@@ -1,0 +1,14 @@
+"""It did not hang."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    ended = evidence.ended
+    if ended.exit_code is None:
+        return Verdict(holds=False, because=f"it still ran after {evidence.limit_s:.0f} s, and was killed")
+    return Verdict(holds=True, because=f"{ended.seconds:.1f} s of {evidence.limit_s:.0f} s that it may take")

@@ -1,0 +1,1 @@
+"""Whether it is the same training, and where two runs part."""

@@ -1,0 +1,33 @@
+"""Every committed step counted the samples that it counts without faults, each once."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict, gate_of
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """By the gates, which tell how many there were and a digest of which; by the ledger, as far as it goes: what a rank told an agent
+    that was lost in the same moment is not in it."""
+    trace, reference, counted = evidence.trace, evidence.reference, 0
+    for at, gate in sorted(trace.gates.items()):
+        if at in reference.gates and gate[8:] != reference.gates[at][8:]:
+            mine, theirs = gate_of(gate), gate_of(reference.gates[at])
+            numbers = f"{mine.samples:.0f} samples, {theirs.samples:.0f} without faults"
+            return Verdict(holds=False, because=f"step {at[0]} counted others: {numbers}")
+    for step, by_rank in sorted(trace.samples.items()):
+        ids = [sample for of in by_rank.values() for sample in of]
+        counted += len(ids)
+        twice = len(ids) - len(set(ids))
+        if twice:
+            return Verdict(holds=False, because=f"step {step} counted {twice} samples twice")
+        expected = {sample for of in reference.samples.get(step, {}).values() for sample in of}
+        if expected and not set(ids) <= expected:
+            return Verdict(holds=False, because=f"step {step} counted samples that are not its own")
+    if trace.gates and not any(gate_of(gate).samples for gate in trace.gates.values()):
+        why = "no step counts any samples: what is not read by run.loader is in no ledger"
+        return Verdict(holds=None, because=why)
+    if not trace.samples and trace.gates:
+        return Verdict(holds=None, because="the journal has no sample ids: leave out --ledger digest")
+    return Verdict(holds=True, because=f"{counted} in {len(trace.gates)} gates, the same, each once")

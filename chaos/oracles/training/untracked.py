@@ -1,0 +1,130 @@
+"""At its end the script of every rank reached what it reaches without faults: averages, counters, copies, whatever `run.track` was not given.
+
+A process that takes over runs the script from its beginning: what is not tracked is as it was built there, and neither a loss nor a weight need show it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+
+import msgspec
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Trace, Verdict
+from rackrun.chaos.inprocess.state_recorder import End
+
+__all__ = ["Untracked", "differences", "judge", "remedy_for"]
+
+NAMED_MAX = 4
+
+
+class Untracked(msgspec.Struct, frozen=True):
+    """One value that is not the same."""
+
+    name: str
+    rank: int
+    since: int
+    """The first step of the process that is this rank now."""
+    mine: str
+    theirs: str
+    """In what it is compared with; "": it is not there."""
+    where: str = "without faults"
+
+    def __str__(self) -> str:
+        newcomer = f", another process since step {self.since}," if self.since > 0 else ""
+        return f"{self.name} on rank {self.rank}{newcomer} is {self.mine or 'not there'}, and {self.theirs or 'not there'} {self.where}"
+
+
+def judge(evidence: Evidence) -> Verdict:
+    if evidence.plan.expect == "stops":
+        return Verdict(holds=True, because="it was to stop: there are none")
+    mine, theirs = evidence.trace.ends, evidence.reference.ends
+    if not theirs:
+        return Verdict(holds=None, because="nobody has looked at what the run without faults reached")
+    if not mine:
+        return Verdict(holds=None, because="no rank came to its end")
+    found = differences(evidence)
+    if not found:
+        counted = sum(len(end.reached) for end in mine.values())
+        return Verdict(holds=True, because=f"{counted} values on {len(mine)} ranks")
+    first = {one.name: one for one in reversed(found)}
+    names = list(dict.fromkeys(one.name for one in found))
+    told = [str(first[name]) for name in names[:NAMED_MAX]]
+    more = [f"and {len(names) - NAMED_MAX} more"] * (len(names) > NAMED_MAX)
+    return Verdict(holds=False, because="not tracked: " + "; ".join([*told, *more]))
+
+
+def differences(evidence: Evidence) -> list[Untracked]:
+    """Newcomers first. What two runs without faults do not have alike is left out, where there are two."""
+    theirs, ends = evidence.reference.ends, evidence.trace.ends
+    noise = _noise(evidence.reference, evidence.again)
+    alike = _alike(theirs)
+    found: list[Untracked] = []
+    for rank, end in sorted(ends.items()):
+        other = theirs.get(rank)
+        if other is not None and other.world == end.world and _never_resized(evidence.trace):
+            found += [
+                Untracked(name, rank, end.since, mine, their)
+                for name, mine, their in _unlike(end.reached, other.reached)
+            ]
+            continue
+        # ranks have changed places, and may have had more to do: a newcomer is compared with the oldest, in what all had alike without faults
+        oldest = min(ends.values(), key=lambda end: (end.since, end.rank))
+        found += [
+            Untracked(name, rank, end.since, mine, their, f"on rank {oldest.rank}")
+            for name, mine, their in _unlike(end.reached, oldest.reached)
+            if end.since > oldest.since and name in alike
+        ]
+    entries = [one for one in found if one.name not in noise and not _may_differ(one.name, evidence.may_differ)]
+    return sorted(entries, key=lambda one: (one.since <= 0, one.rank))
+
+
+def remedy_for(found: list[Untracked]) -> str:
+    name = found[0].name
+    owner = name.partition(".")[0].partition("[")[0]
+    keep = (
+        f"run.track({owner}={owner})"
+        if owner.isidentifier() and owner != name
+        else "run.track of an object that holds it"
+    )
+    return (
+        f"{keep}; what is of your own needs state_dict and load_state_dict that have all of it, or belongs into a buffer of a tracked module. "
+        f"If it goes into no training (a list for a plot, a cache), say so: --may-differ {owner}, or may_differ=[...] of the fixture."
+    )
+
+
+# -- helpers
+def _unlike(mine: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """A variable that is not bound on one side cannot be read there, so it differs from nothing."""
+    bound = {_variable(name) for name in mine} & {_variable(name) for name in theirs}
+    for name in dict.fromkeys([*theirs, *mine]):
+        if mine.get(name) != theirs.get(name) and _variable(name) in bound:
+            yield name, mine.get(name, ""), theirs.get(name, "")
+
+
+def _variable(name: str) -> str:
+    return name.partition(".")[0].partition("[")[0]
+
+
+def _noise(reference: Trace, again: Trace | None) -> set[str]:
+    if again is None:
+        return set()
+    pairs = [(end, again.ends[rank]) for rank, end in reference.ends.items() if rank in again.ends]
+    return {name for one, other in pairs for name, _, _ in _unlike(one.reached, other.reached)}
+
+
+def _alike(ends: dict[int, End]) -> set[str]:
+    """Names of what all ranks of a run have, and have alike."""
+    first, *others = [end.reached for end in ends.values()]
+    return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _never_resized(trace: Trace) -> bool:
+    return len({plan.world_size for plan in trace.plans}) <= 1
+
+
+def _may_differ(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(
+        fnmatch.fnmatchcase(name, pattern) or name == pattern or name.startswith((f"{pattern}.", f"{pattern}["))
+        for pattern in patterns
+    )

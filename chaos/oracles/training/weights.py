@@ -1,0 +1,30 @@
+"""At its end every rank held what it holds without faults: parameters, buffers, optimizers, schedulers, bit for bit."""
+
+from __future__ import annotations
+
+from rackrun.chaos.evidence.run_evidence import Evidence, Verdict
+from rackrun.chaos.oracles.training.losses import resized_because
+
+__all__ = ["judge"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    if evidence.plan.expect == "stops":
+        return Verdict(holds=True, because="it was to stop: there are none")
+    mine, theirs = evidence.trace.held, evidence.reference.held
+    if not theirs:
+        return Verdict(holds=None, because="no rank of the run without faults came to its end")
+    same = set(theirs.values())
+    if mine.keys() != theirs.keys() and not (mine and len(same) == 1):  # where all hold the same, any of them tells
+        missing = ", ".join(sorted(theirs.keys() - mine.keys(), key=int)) or "none"
+        return Verdict(
+            holds=None, because=f"{len(mine)} ranks at the end, {len(theirs)} without faults; missing: {missing}"
+        )
+    other = sorted((rank for rank in mine if mine[rank] != theirs.get(rank, min(same))), key=int)
+    if other and evidence.trace.resized is not None and not evidence.trace.exact:
+        if len(same) == 1 and len(set(mine.values())) > 1:
+            return Verdict(holds=False, because="replicas do not hold the same any more")
+        return Verdict(holds=None, because=resized_because(evidence.trace))
+    if other:
+        return Verdict(holds=False, because=f"rank {', '.join(other)} held something else")
+    return Verdict(holds=True, because=f"{len(mine)} ranks, bit for bit")

@@ -1,0 +1,96 @@
+"""Smaller plans that fail still: fewer faults first, then simpler ones, then shorter ones. Whether a plan fails is asked of somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from rackrun.chaos.faults.fault_types import DelayCollective, Fault, HoldGil, Kill, Pause, Slow, Subjects
+from rackrun.chaos.faults.targets import Exactly
+from rackrun.chaos.plan.definition import AtStep, Heal, Inject, Par, Part, Plan, Seq
+
+__all__ = ["fewest", "shrink"]
+
+P = TypeVar("P")
+T = TypeVar("T")
+FOR_S_MIN = 0.25
+
+
+def fewest(parts: list[P], best: T, fails: Callable[[list[P]], T | None], tries: int) -> tuple[list[P], T]:
+    """Leave out halves, then quarters, ... then single ones, as long as that fails still. ``best`` is what came of ``parts``; so many ``tries`` at
+    most. Returns what is left, and what came of it."""
+    size = max(len(parts) // 2, 1)
+    while parts and tries > 0:
+        for at in range(0, len(parts), size):
+            rest = parts[:at] + parts[at + size :]
+            tries -= 1
+            if (found := fails(rest)) is not None:
+                parts, best = rest, found
+                size = min(size, max(len(parts), 1))
+                break
+            if tries <= 0:
+                break
+        else:
+            if size == 1:
+                break
+            size //= 2
+    return parts, best
+
+
+def shrink(plan: Plan, best: T, fails: Callable[[Plan], T | None], tries: int = 200) -> tuple[Plan, T]:
+    """The smallest that is found, and what came of it. ``plan`` fails, with ``best``. The same answers of ``fails`` lead the same way, so who remembers
+    them can stop and go on later."""
+    whole = plan.plan
+    parts: list[Part] = list(whole.parts) if isinstance(whole, Par | Seq) else [whole]
+    holds = Seq if isinstance(whole, Seq) else Par
+
+    def of(some: list[Part]) -> Plan:
+        return msgspec.structs.replace(plan, plan=holds(parts=tuple(some)) if some else Heal())
+
+    asked = 0
+
+    def ask(some: list[Part]) -> T | None:
+        nonlocal asked
+        asked += 1
+        return fails(of(some))
+
+    parts, best = fewest(parts, best, ask, tries)
+    moved = True
+    while moved and asked < tries:
+        moved = False
+        for index, part in enumerate(parts):
+            for candidate in _simpler(part):
+                changed = [*parts[:index], candidate, *parts[index + 1 :]]
+                found = ask(changed) if asked < tries else None
+                if found is not None:
+                    parts, best, moved = changed, found, True
+                    break
+            if moved:
+                break
+    return of(parts), best
+
+
+def _simpler(part: Part) -> Iterator[Part]:
+    """Each is simpler than ``part`` by one thing, so that no way leads back to it."""
+    if not isinstance(part, Inject):
+        return
+    for fault in _simpler_faults(part.fault, part.target.kind if isinstance(part.target, Exactly) else None):
+        yield msgspec.structs.replace(part, fault=fault)
+    if isinstance(part.target, Exactly) and len(part.target.names) > 1:
+        for name in part.target.names:
+            yield msgspec.structs.replace(part, target=Exactly(part.target.kind, (name,)))
+    if isinstance(part.when, AtStep) and part.when.plus_s > 0:
+        yield msgspec.structs.replace(part, when=AtStep(step=part.when.step))
+
+
+def _simpler_faults(fault: Fault, kind: Subjects | None) -> Iterator[Fault]:
+    if fault.loses and fault != Kill() and (kind is None or kind in Kill.strikes):
+        yield Kill()
+    if isinstance(fault, Pause | HoldGil | DelayCollective | Slow):
+        for_s = fault.for_s
+        if for_s is None:
+            yield msgspec.structs.replace(fault, for_s=4.0)
+        elif for_s / 2 >= FOR_S_MIN:
+            yield msgspec.structs.replace(fault, for_s=round(for_s / 2, 3))

@@ -1,0 +1,350 @@
+"""Whether a job can survive a plan, judged before anything starts: *survivable*, *beyond*, or *unclear*.
+
+Only what is certain gets one of the first two labels. *Survivable*: whatever the moments at which the faults strike, spares, free slots and
+copies of the state are left for all of them, and the job must end with the bits that it has without faults. *Beyond*: it cannot go on, and must
+stop with a reason. What depends on the moment, or is promised by nobody, is *unclear*: such a plan runs as it says itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias, assert_never
+
+from rackrun.chaos.base.errors import PlanError
+from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.faults.fault_types import (
+    CrashAt,
+    DiskFails,
+    DiskFull,
+    Duplicate,
+    Family,
+    Fault,
+    FlipBit,
+    Kill,
+    Link,
+    Partition,
+    Pause,
+    PoisonBatch,
+    Preempt,
+    Raise,
+    Return,
+    Slow,
+    StepClock,
+    Subjects,
+    name_of,
+)
+from rackrun.chaos.faults.targets import BuddyOf, Exactly, Last, Majority, Minority, NeighbourOf, One, Several, Target
+from rackrun.chaos.plan.definition import (
+    AtStep,
+    Burst,
+    Every,
+    FlipFlop,
+    Inject,
+    Part,
+    Plan,
+    Seq,
+    Swizzle,
+    Trigger,
+    kind_of,
+    parts_of,
+)
+from rackrun.chaos.plan.definition import Par as Together
+
+__all__ = [
+    "BEGUN_STEPS",
+    "SHORT_S",
+    "SHORT_TRAY_S",
+    "Judgement",
+    "Label",
+    "check_budget",
+    "check_targets",
+    "judge_plan",
+]
+
+SHORT_S = 0.7
+"""Nobody is given up who stands still for so long: rackrun looks after a second."""
+SHORT_TRAY_S = 10.0
+"""Nor a tray, or the coordinator: their lease is 15 s."""
+BEGUN_STEPS = 10
+"""A job that has committed fewer begins again by itself when all is lost."""
+_STRIKES_A_SLOT = 3
+"""A slot that has failed so often stays out."""
+_LOSSES_MAX = 7
+"""Eight recoveries without a step are too many, and all might come at once."""
+
+
+class Label(StrEnum):
+    SURVIVABLE = "survivable"
+    BEYOND = "beyond"
+    UNCLEAR = "unclear"
+
+
+class Judgement(NamedTuple):
+    label: Label
+    because: str
+
+
+class _Toll(NamedTuple):
+    """What one strike takes."""
+
+    workers: int = 0
+    """At the most, for as long as others take to start in their slots."""
+    slots: int = 0
+    """At the most, for good."""
+    trays: int = 0
+    """At the most."""
+    surely: bool = True
+    """No less, and all at once."""
+
+
+def judge_plan(plan: Plan, layout: Layout) -> Judgement:
+    """By what the plan may take, and what the job has."""
+    strikes = list(_strikes(plan.plan, 1))
+    for fault, target, _, _ in strikes:
+        if why := _ends(fault, kind_of(target)):
+            return Judgement(Label.BEYOND, why)
+    for fault, target, _, times in strikes:
+        if why := _unsure(fault, kind_of(target), times, alone=len(strikes) == 1):
+            return Judgement(Label.UNCLEAR, why)
+    if why := _alike(strikes, layout):
+        return Judgement(Label.UNCLEAR, why)
+    tolls = [(_toll(fault, target, layout), when, times or 1) for fault, target, when, times in strikes]
+    workers, slots, trays = (sum(toll[i] * times for toll, _, times in tolls) for i in range(3))
+    for toll, when, times in tolls:
+        if _takes_all(toll, layout):
+            alone = times == 1 and workers <= toll.workers and trays <= toll.trays and not slots
+            return _all_lost(toll, when, layout, alone=alone)
+    if trays:
+        surely = any(toll.trays and toll.surely for toll, _, _ in tolls)
+        return _trays_lost(trays, workers + slots, layout, surely=surely)
+    return _workers_lost(workers, slots, layout)
+
+
+def check_budget(plan: Plan, layout: Layout | None) -> None:
+    """Raises `PlanError` for a plan that expects what cannot be. ``layout``: None is not judged."""
+    if layout is None:
+        return
+    label, because = judge_plan(plan, layout)
+    if label is Label.BEYOND and plan.expect == "survives":
+        raise PlanError(
+            f"the plan expects that the job survives, which cannot be: {because}.",
+            remedy="say expect: stops, or give the job more spares, trays or a --checkpoint-dir.",
+        )
+    if label is Label.SURVIVABLE and plan.expect == "stops":
+        raise PlanError(
+            f"the plan expects that the job stops, and it has all it takes to go on: {because}.",
+            remedy="say expect: survives, or take more from it.",
+        )
+
+
+def check_targets(plan: Plan, *, ranks: int, spares: int, trays: int | None) -> None:
+    """Raises `PlanError` for a target that such a job never has."""
+    there = {
+        Subjects.RANK: [str(rank) for rank in range(ranks)],
+        Subjects.TRAY: [f"tray-{tray:02d}" for tray in range(trays or 1)],
+    }
+    there[Subjects.AGENT] = there[Subjects.TRAY]
+
+    def refuse(what: str, kind: Subjects) -> None:
+        names = there.get(kind)
+        has = f"its {kind}s are {', '.join(names)}" if names else f"it has {spares} spare{'' if spares == 1 else 's'}"
+        raise PlanError(f"the job never has {what}: {has}.", remedy="name one that there is, or make the job larger.")
+
+    def look(target: Target) -> None:
+        match target:
+            case Exactly(kind, names) if kind in there:
+                for name in names:
+                    if name not in there[kind]:
+                        refuse(f"a {kind} {name}", kind)
+            case One(Subjects.SPARE) if not spares:
+                refuse("a spare", Subjects.SPARE)
+            case Several(kind, count):
+                most = spares if kind is Subjects.SPARE else len(there.get(kind, ())) or count
+                if count > most:
+                    refuse(f"{count} {kind}s", kind)
+            case NeighbourOf(whom) | BuddyOf(whom):
+                look(whom)
+            case _:
+                pass
+
+    for part in parts_of(plan.plan):
+        if isinstance(part, Inject | FlipFlop | Swizzle):
+            look(part.target)
+
+
+# -- what strikes
+_Struck: TypeAlias = tuple[Fault, Target, Trigger | None, int | None]
+
+
+def _strikes(part: Part, times: int | None) -> Iterator[_Struck]:
+    """Each with its trigger, and how often it comes; None: nobody knows."""
+    match part:
+        case Inject(fault=fault, target=target, when=when):
+            yield fault, target, when, times
+        case FlipFlop(fault=fault, target=target):
+            yield fault, target, None, times and times * part.times
+        case Swizzle(fault=fault, target=target):
+            yield fault, target, None, times
+        case Seq(parts=parts) | Together(parts=parts):
+            for inner in parts:
+                yield from _strikes(inner, times)
+        case Every(part=inner) | Burst(part=inner):
+            yield from _strikes(inner, times and part.times and times * part.times)
+        case _:
+            pass
+
+
+def _ends(fault: Fault, kind: Subjects) -> str:
+    """Why no job survives it."""
+    if kind is Subjects.COORDINATOR and fault.loses:
+        return "the coordinator and the launcher are one process, and nobody takes its place"
+    if isinstance(fault, PoisonBatch) and fault.how == "raises":
+        return "a sample that raises wherever it is computed is the script's own error"
+    return ""
+
+
+def _unsure(fault: Fault, kind: Subjects, times: int | None, *, alone: bool) -> str:
+    """Why nobody can know."""
+    if times is None:
+        return f"{name_of(fault)} comes again for as long as the job runs"
+    match fault:
+        case FlipBit(of="parameters" | "gradients" as of):
+            return f"a flipped bit of the {of} is found by some jobs only"
+        case FlipBit(of=of) if not alone:
+            return f"the {of} may be the copy that the other faults leave"
+        case PoisonBatch():
+            return "what a script makes of a NaN is its own"
+        case DiskFails() if fault.error in ("torn", "slow") or fault.call == "read":
+            return "it depends on whether a checkpoint is needed"
+        case Pause() if kind is Subjects.COORDINATOR and not _short(fault.for_s, SHORT_TRAY_S):
+            return "agents may give a coordinator up that stands still for long"
+        case _:
+            return ""
+
+
+def _alike(strikes: list[_Struck], layout: Layout) -> str:
+    """The same error of two ranks in one step is taken for the script's, which stops the job."""
+    crashes: Counter[str] = Counter()
+    for fault, target, _, times in strikes:
+        crash = _trace_of(fault)
+        if kind_of(target) is Subjects.RANK and crash not in ("", "KILL", "TERM"):
+            crashes[crash] += _count(target, layout) * (times or 1)
+    return next(
+        (f"{crash} of two ranks in one step would be the script's" for crash, n in crashes.items() if n > 1), ""
+    )
+
+
+def _trace_of(fault: Fault) -> str:
+    """How a rank's end looks afterwards: a signal, an exception, an exit code."""
+    match fault:
+        case Kill(signal=signal):
+            return signal
+        case Raise(error=error):
+            return error
+        case CrashAt():
+            return "the exit code"
+        case _:
+            return ""
+
+
+def _toll(fault: Fault, target: Target, layout: Layout) -> _Toll:
+    kind = kind_of(target)
+    if kind in (Subjects.COORDINATOR, Subjects.STORAGE):
+        return _Toll()
+    on_trays = kind in (Subjects.AGENT, Subjects.TRAY, Subjects.RACK)
+    count = _count(target, layout)
+    match fault:
+        case Slow() | StepClock() | Duplicate() | Return() | DiskFull() | DiskFails() | FlipBit():
+            return _Toll()
+        case Pause(for_s=for_s) if _short(for_s, SHORT_TRAY_S if on_trays else SHORT_S):
+            return _Toll()
+        case _ if fault.family is Family.HARDWARE and not isinstance(fault, Preempt):
+            return _Toll(slots=count, surely=False)
+        case Partition() | Link():
+            return _Toll(trays=layout.trays if kind is Subjects.RACK else count, surely=False)
+        case _:
+            surely = isinstance(fault, Kill)
+            if not on_trays:
+                return _Toll(workers=count, surely=surely)
+            return _Toll(trays=layout.trays if kind is Subjects.RACK else count, surely=surely)
+
+
+def _short(for_s: float | None, than_s: float) -> bool:
+    return for_s is not None and for_s <= than_s
+
+
+def _count(target: Target, layout: Layout) -> int:
+    match target:
+        case Exactly(names=names):
+            return len(names)
+        case Several(count=count):
+            return count
+        case One() | Last():
+            return 1
+        case NeighbourOf(whom=whom) | BuddyOf(whom=whom):
+            return _count(whom, layout)
+        case Minority(of=kind):
+            return max((_there(kind, layout) - 1) // 2, 0)
+        case Majority(of=kind):
+            return _there(kind, layout) // 2 + 1
+        case _:
+            assert_never(target)
+
+
+def _there(kind: Subjects, layout: Layout) -> int:
+    counts = {Subjects.RANK: layout.ranks, Subjects.SPARE: layout.spares, Subjects.RACK: 1}
+    return counts.get(kind, layout.trays)
+
+
+# -- what that comes to
+def _takes_all(toll: _Toll, layout: Layout) -> bool:
+    return toll.trays >= layout.trays or toll.workers >= layout.ranks
+
+
+def _all_lost(toll: _Toll, when: Trigger | None, layout: Layout, *, alone: bool) -> Judgement:
+    """One strike that may take all ranks. Snapshots outlive a worker where its agent does."""
+    what = "every tray is lost" if toll.trays else "every rank is lost"
+    if not toll.surely or not alone or (not toll.trays and (layout.sharded is not False or layout.ranks < 2)):
+        return Judgement(Label.UNCLEAR, f"{what}, perhaps")
+    step = when.step if isinstance(when, AtStep) else None
+    begun = step is not None and step >= BEGUN_STEPS
+    may_begin_again = layout.starts_over and layout.max_restarts > 0
+    if begun and not layout.starts_over:
+        return Judgement(Label.BEYOND, f"{what} after step {step}, with the last copy of the state")
+    if may_begin_again and layout.checkpoints:
+        return Judgement(Label.SURVIVABLE, f"{what}, and a checkpoint is on disk")
+    if toll.trays and not layout.max_restarts:
+        return Judgement(Label.BEYOND, f"{what}, and no agent is started again (--max-restarts 0)")
+    return Judgement(Label.UNCLEAR, f"{what}; it depends on when")
+
+
+def _trays_lost(trays: int, workers: int, layout: Layout, *, surely: bool) -> Judgement:
+    lost = trays * layout.slots
+    what = f"{trays} of {layout.trays} trays"
+    if not layout.shrinks and not layout.max_restarts and layout.slots > layout.spares and surely:
+        why = (
+            f"{what} are lost, {layout.slots} slots in each, with {layout.spares} spares; nothing comes back or shrinks"
+        )
+        return Judgement(Label.BEYOND, why)
+    if lost + workers > layout.spares:
+        return Judgement(Label.UNCLEAR, f"{what} may be lost, and {layout.spares} spares do not replace them")
+    if layout.sharded is not False and (layout.copies == "local" or trays > 1):
+        return Judgement(Label.UNCLEAR, f"{what} may be lost, and with them the last copy of some shard")
+    if layout.ranks <= lost + workers:
+        return Judgement(Label.UNCLEAR, f"{what} may be lost, and with them every rank")
+    return Judgement(Label.SURVIVABLE, f"{what} may be lost, and {layout.spares} spares can replace them")
+
+
+def _workers_lost(workers: int, slots: int, layout: Layout) -> Judgement:
+    if not workers and not slots:
+        return Judgement(Label.SURVIVABLE, "nobody is lost")
+    what = f"{workers + slots} workers at the most are lost"
+    if workers + slots > _LOSSES_MAX:
+        return Judgement(Label.UNCLEAR, f"{what}, perhaps without a step between")
+    if slots + workers // _STRIKES_A_SLOT > layout.spares:
+        return Judgement(Label.UNCLEAR, f"{what}; a slot that stays out has no spare")
+    if layout.sharded is not True and workers + slots >= layout.ranks:
+        return Judgement(Label.UNCLEAR, f"{what}, of {layout.ranks} ranks: perhaps all replicas at once")
+    return Judgement(Label.SURVIVABLE, f"{what}, and others take their places")

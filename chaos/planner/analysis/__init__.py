@@ -1,0 +1,1 @@
+"""What the planner makes of simulated runs: formulas, sensitivity, recommendations."""

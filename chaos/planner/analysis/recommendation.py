@@ -1,0 +1,361 @@
+"""The question of a planner, answered: how many spares, where; which policy; how often to save; and what the answer hangs on.
+
+1. Every number of spares of a rack and of spare racks, over the same seeds: the grid.
+2. Of the best of these: other policies, other intervals, and each assumption halved and doubled. Costs are halved and doubled by arithmetic
+   (`rackrun.chaos.planner.analysis.sensitivity`), and so are intervals where nothing ever goes back to a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from rackrun.chaos.planner.analysis.applicable_formulas import Formula, restart_only, takeovers_only, whole_share
+from rackrun.chaos.planner.analysis.closed_forms import daly, multi_level_waste, two_levels, young
+from rackrun.chaos.planner.analysis.parallel_runs import Runs
+from rackrun.chaos.planner.analysis.seed_statistics import Spread, spread_of
+from rackrun.chaos.planner.analysis.sensitivity import applies, resaved, rescaled
+from rackrun.chaos.planner.analysis.simulation_case import Case, chosen_intervals, rates
+from rackrun.chaos.planner.inputs.option_values import spell
+from rackrun.chaos.planner.model.job_state import Intervals
+from rackrun.chaos.planner.model.outcome import Outcome, Where
+
+__all__ = ["COSTS", "POLICIES", "Compared", "Grid", "Point", "Survey", "Swing", "survey"]
+
+Tell = Callable[[str], None]
+POLICIES = ("", "swap,move,wait,shrink", "shrink", "restart")
+"""What is compared with the policy that was asked for."""
+ADVISED_S_MAX = 3600.0
+"""Between checkpoints on disk, at the most: a site loses its power too, which no model here knows of."""
+COSTS = (
+    "detect_s",
+    "takeover_s",
+    "regroup_s",
+    "reenter_s",
+    "start_s",
+    "load_s",
+    "checkpoint_s",
+    "snapshot_s",
+    "step_s",
+)
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan."""
+
+    spares_per_rack: int
+    spare_racks: int
+    policy: str
+    intervals: Intervals
+    ranks: int
+    gpus: int
+    goodput: Spread
+    """Productive GPU-time over all that is paid for."""
+    wall: Spread
+    """Productive time over wall time (ETTR)."""
+    whole: Spread
+    """The share of time in which the world was not smaller than whole, and waited for nothing."""
+    rungs: dict[str, float]
+    """A run's, in the mean."""
+    where: Where
+    """Seconds of a run, in the mean."""
+    formulas: dict[str, Formula]
+    """By the figure that they stand beside: ``wall``, ``whole``."""
+    front: bool = False
+    """No other plan of the grid has at least this goodput over wall time for at most this price, and one of them better."""
+
+    @property
+    def price(self) -> float:
+        """GPU-hours that are paid for, for each productive one."""
+        return 1 / self.goodput.mean if self.goodput.mean > 0 else float("inf")
+
+
+class Swing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the goodput is when one assumption is another; all else, spares too, stays."""
+
+    what: str
+    low: str
+    low_goodput: float
+    high: str
+    high_goodput: float
+    simulated: bool = True
+    """False: by arithmetic, with the decisions of the best plan's run."""
+
+    @property
+    def size(self) -> float:
+        return abs(self.high_goodput - self.low_goodput)
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    goodput: Spread
+    wall: Spread
+    formulas: tuple[Formula, ...] = ()
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """Every number of spares that was tried."""
+
+    gpus: int
+    racks: int
+    days: float
+    seeds: tuple[int, ...]
+    points: tuple[Point, ...]
+
+
+class Survey(Grid, frozen=True, kw_only=True):
+    """The grid, and what its best plan hangs on."""
+
+    breaks_a_day: float
+    """Of the best plan."""
+    advice: str
+    """How often to save."""
+    advised: Intervals
+    interval_formulas: dict[str, float]
+    """Seconds of work between two, by formula and level; ``waste``: the share of time that goes into saving and what is done again."""
+    best: Point
+    policies: tuple[Compared, ...]
+    intervals: tuple[Compared, ...]
+    usual: float
+    """The best plan's goodput with the first seed, with which assumptions are swung."""
+    tornado: tuple[Swing, ...]
+    guessed: tuple[str, ...]
+    """Costs that nobody has measured."""
+
+
+def survey(
+    case: Case,
+    spares: Iterable[int],
+    racks: Iterable[int],
+    seeds: Sequence[int],
+    *,
+    given: Intervals | None = None,
+    processes: int = 1,
+    tell: Tell = lambda line: None,  # noqa: ARG005
+    show: Callable[[Grid], None] = lambda grid: None,  # noqa: ARG005
+) -> Survey:
+    """``case``: its job's spares are not looked at. ``given``: intervals that are not to be chosen, where they are not 0. ``show`` is called with
+    the grid as soon as it is there. Raises PlannerError before anything is simulated."""
+    cases = [_given(_with(case, spares_per_rack=each, spare_racks=whole), given) for each in spares for whole in racks]
+    for one in cases:
+        one.job.ranks(one.fleet)
+        one.source(0)
+    tell(f"{len(cases)} plans x {len(seeds)} seeds")
+    with Runs(processes) as runs:
+        runs.fetch((one, seed) for one in cases for seed in seeds)
+        outcomes = [runs.outcomes(one, seeds) for one in cases]
+        points = _front([_point(one, found) for one, found in zip(cases, outcomes, strict=True)])
+        grid = Grid(
+            gpus=case.fleet.total_gpus,
+            racks=case.fleet.racks,
+            days=case.horizon_s / 86400,
+            seeds=tuple(seeds),
+            points=tuple(points),
+        )
+        show(grid)
+        best_at = max(range(len(points)), key=lambda at: (points[at].goodput.mean, -at))
+        best, chosen, usual = points[best_at], cases[best_at], outcomes[best_at]
+        tell(f"the best has {best.spares_per_rack} spares a rack and {best.spare_racks} spare racks; what it hangs on")
+        advised, advice, formulas = _advice(chosen, usual)
+        _fetch_ahead(runs, chosen, advised, usual, seeds)
+        return Survey(
+            **msgspec.structs.asdict(grid),
+            breaks_a_day=sum(one.breaks for one in usual) / len(seeds) / grid.days,
+            advice=advice,
+            advised=advised,
+            interval_formulas=formulas,
+            best=best,
+            policies=_policies(chosen, seeds, runs),
+            intervals=_intervals(chosen, advised, usual, seeds, runs),
+            usual=usual[0].goodput,
+            tornado=_tornado(chosen, usual[0], seeds[0], runs),
+            guessed=tuple(case.costs.guessed()),
+        )
+
+
+def _fetch_ahead(runs: Runs, case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int]) -> None:
+    """All that is simulated for the best plan, at once, so that no processor waits for the last run of a table."""
+    several = [*reversed(_policy_cases(case).values()), *_interval_cases(case, advised, usual).values()]
+    single = [one for _, low, high, simulated in _swung(case, usual[0]) if simulated for one in (low[1], high[1])]
+    runs.fetch([(one, seed) for one in several for seed in seeds] + [(one, seeds[0]) for one in single])
+
+
+def _point(case: Case, outcomes: Sequence[Outcome]) -> Point:
+    intervals = case.intervals or chosen_intervals(case)
+    first, count = outcomes[0], len(outcomes)
+    names = sorted({name for one in outcomes for name in one.rungs})
+    rungs = {name: sum(one.rungs.get(name, 0) for one in outcomes) / count for name in names}
+    where = Where(
+        **{name: sum(getattr(one.where, name) for one in outcomes) / count for name in Where.__struct_fields__}
+    )
+    return Point(
+        spares_per_rack=case.job.spares_per_rack,
+        spare_racks=case.job.spare_racks,
+        policy=case.policy,
+        intervals=intervals,
+        ranks=first.ranks,
+        gpus=first.gpus,
+        goodput=spread_of([one.goodput for one in outcomes]),
+        wall=spread_of([one.wall_goodput for one in outcomes]),
+        whole=spread_of([1 - (one.short_s + one.where.waiting + one.where.stopped) / one.wall_s for one in outcomes]),
+        rungs=rungs,
+        where=where,
+        formulas={"wall": takeovers_only(case, intervals, rungs), "whole": whole_share(case)},
+    )
+
+
+def _front(points: Sequence[Point]) -> list[Point]:
+    def beaten(one: Point) -> bool:
+        mine = (one.wall.mean, -one.price)
+        others = [(other.wall.mean, -other.price) for other in points]
+        return any(wall >= mine[0] and price >= mine[1] and (wall, price) != mine for wall, price in others)
+
+    return [msgspec.structs.replace(one, front=not beaten(one)) for one in points]
+
+
+def _policy_cases(case: Case) -> dict[str, Case]:
+    names = dict.fromkeys([case.policy, *POLICIES])
+    return {name: msgspec.structs.replace(case, policy=name) for name in names}
+
+
+def _policies(case: Case, seeds: Sequence[int], runs: Runs) -> tuple[Compared, ...]:
+    found = []
+    for name, one in _policy_cases(case).items():
+        only_disk = msgspec.structs.replace(one, job=msgspec.structs.replace(one.job, state="disk"))
+        intervals = one.intervals or chosen_intervals(one)
+        formulas = restart_only(only_disk, intervals) if name == "restart" else ()
+        found.append(_compared(name or "cheapest", runs.outcomes(one, seeds), formulas))
+    return tuple(found)
+
+
+def _advice(case: Case, outcomes: Sequence[Outcome]) -> tuple[Intervals, str, dict[str, float]]:
+    """Checkpoints by Daly, for how often the simulated job went back to one; one time more, as nobody knows that it never will."""
+    now, costs = case.intervals or chosen_intervals(case), case.costs
+    times = sum(one.rungs.get("restart", 0) + one.rungs.get("relaunch", 0) for one in outcomes)
+    mtbf_s = sum(one.wall_s for one in outcomes) / (times + 1)
+    every_s = min(max(daly(costs.checkpoint_s, mtbf_s), costs.write_s), max(ADVISED_S_MAX, costs.write_s))
+    steps = max(round(every_s / costs.step_s), 1)
+    snapshots = (
+        f"snapshots in memory every {now.snapshot} steps, as the runtime chooses by itself; " if now.snapshot else ""
+    )
+    told = (
+        f"{snapshots}a checkpoint on disk every {steps} steps ({spell(steps * costs.step_s)}): the job went back to one {times} times in "
+        f"{spell(sum(one.wall_s for one in outcomes))}"
+    )
+    formulas = {"Young": young(costs.checkpoint_s, mtbf_s), "Daly": daly(costs.checkpoint_s, mtbf_s)}
+    levels, often = [costs.snapshot_s, costs.checkpoint_s], [rates(case)[0], 1 / mtbf_s]
+    if now.snapshot and all(often):
+        memory, disk = two_levels(levels, often)
+        formulas |= {"two levels, memory": memory, "two levels, disk": disk, "waste": multi_level_waste(levels, often)}
+    return Intervals(snapshot=now.snapshot, checkpoint=steps), told, formulas
+
+
+def _tried_intervals(case: Case, advised: Intervals) -> dict[str, Intervals]:
+    now = case.intervals or chosen_intervals(case)
+    tried = {
+        f"checkpoint every {steps} steps": Intervals(snapshot=now.snapshot, checkpoint=steps)
+        for steps in sorted({max(now.checkpoint // 2, 1), now.checkpoint, now.checkpoint * 2, advised.checkpoint})
+    }
+    if now.snapshot:
+        tried |= {
+            f"snapshot every {steps} steps": Intervals(snapshot=steps, checkpoint=now.checkpoint)
+            for steps in sorted({max(now.snapshot // 2, 1), now.snapshot * 2})
+        }
+    return tried
+
+
+def _interval_cases(case: Case, advised: Intervals, usual: Sequence[Outcome]) -> dict[str, Case]:
+    """Those that have to be simulated: none where nothing ever goes back to a save."""
+    if not any(one.where.redone for one in usual):
+        return {}
+    tried = _tried_intervals(case, advised)
+    return {name: msgspec.structs.replace(case, intervals=one) for name, one in tried.items()}
+
+
+def _intervals(
+    case: Case, advised: Intervals, usual: Sequence[Outcome], seeds: Sequence[int], runs: Runs
+) -> tuple[Compared, ...]:
+    cases = _interval_cases(case, advised, usual)
+    return tuple(
+        _compared(
+            name,
+            runs.outcomes(cases[name], seeds) if cases else [resaved(case, one, intervals) for one in usual],
+            (),
+        )
+        for name, intervals in _tried_intervals(case, advised).items()
+    )
+
+
+def _compared(what: str, outcomes: Sequence[Outcome], formulas: tuple[Formula, ...]) -> Compared:
+    return Compared(
+        what=what,
+        goodput=spread_of([one.goodput for one in outcomes]),
+        wall=spread_of([one.wall_goodput for one in outcomes]),
+        formulas=formulas,
+    )
+
+
+def _tornado(case: Case, usual: Outcome, seed: int, runs: Runs) -> tuple[Swing, ...]:
+    """Intervals are chosen anew where they were not given."""
+    found = []
+    for what, low, high, simulated in _swung(case, usual):
+        if simulated:
+            ends = [runs.outcomes(one, [seed])[0].goodput for one in (low[1], high[1])]
+        else:
+            ends = [rescaled(case, usual, what, factor).goodput for factor in (0.5, 2.0)]
+        found.append(
+            Swing(
+                what=what,
+                low=low[0],
+                low_goodput=ends[0],
+                high=high[0],
+                high_goodput=ends[1],
+                simulated=simulated,
+            )
+        )
+    changes = [one for one in found if {one.low_goodput, one.high_goodput} != {usual.goodput}]
+    return tuple(sorted(changes, key=lambda one: -one.size))
+
+
+def _swung(case: Case, usual: Outcome) -> Iterable[tuple[str, tuple[str, Case], tuple[str, Case], bool]]:
+    """Each assumption, what it is at the low and at the high end, and whether that has to be simulated."""
+    replace = msgspec.structs.replace
+    for name in ("mtbf_s", "repair_s"):
+        if any(getattr(process, name) for process in case.processes) and not (
+            name == "repair_s" and any(2 * process.repair_s >= case.horizon_s for process in case.processes)
+        ):
+            low, high = (
+                tuple(replace(process, **{name: getattr(process, name) * factor}) for process in case.processes)
+                for factor in (0.5, 2.0)
+            )
+            yield (
+                name.removesuffix("_s"),
+                ("half", replace(case, processes=low)),
+                ("twice", replace(case, processes=high)),
+                True,
+            )
+    for name in COSTS:
+        if value := getattr(case.costs, name):
+            low_costs, high_costs = (replace(case.costs, **{name: value * factor}) for factor in (0.5, 2.0))
+            yield (
+                name,
+                (f"{value / 2:g}", replace(case, costs=low_costs)),
+                (f"{2 * value:g}", replace(case, costs=high_costs)),
+                not applies(name, usual),
+            )
+    if case.crews is not None:
+        fewer, more = max(case.crews // 2, 1), 2 * case.crews
+        yield "crews", (str(fewer), replace(case, crews=fewer)), (str(more), replace(case, crews=more)), True
+
+
+def _with(case: Case, **job: int) -> Case:
+    return msgspec.structs.replace(case, job=msgspec.structs.replace(case.job, **job))
+
+
+def _given(case: Case, given: Intervals | None) -> Case:
+    if given is None or not (given.snapshot or given.checkpoint):
+        return case
+    chosen = chosen_intervals(case)
+    snapshot, checkpoint = given.snapshot or chosen.snapshot, given.checkpoint or chosen.checkpoint
+    return msgspec.structs.replace(case, intervals=Intervals(snapshot=snapshot, checkpoint=checkpoint))

@@ -1,0 +1,1 @@
+"""What the planner is given: the fleet, failures, costs, options."""

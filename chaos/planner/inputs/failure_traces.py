@@ -1,0 +1,90 @@
+"""Failures that somebody has written down, struck again: a CSV file of ``hours,where,kind,repair_hours``.
+
+``where`` is ``RACK`` or ``RACK/TRAY``, each from 0. ``kind``: ``hardware`` (it is repaired for ``repair_hours``, and cannot be used until
+then), ``process`` (its workers die, the hardware is fine), ``stall`` (nobody dies, the step is done again). Lines may stand in any order;
+empty ones and those that begin with ``#`` are passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.inputs.failures import Strike
+from rackrun.chaos.planner.inputs.fleet import Fleet
+
+__all__ = ["HEADER", "Trace", "read_trace"]
+
+HEADER = ("hours", "where", "kind", "repair_hours")
+_REMEDY = "write hours,where,kind,repair_hours: 12.5,3/17,hardware,6 is tray 17 of rack 3; kinds are hardware, process, stall."
+
+
+class Trace:
+    """As a `rackrun.chaos.planner.inputs.failures.Source`."""
+
+    def __init__(self, strikes: Iterable[tuple[float, Strike]], horizon_s: float) -> None:
+        self._strikes = [(at_s, strike) for at_s, strike in strikes if at_s < horizon_s]
+
+    def begin(self) -> list[tuple[float, Strike]]:
+        return list(self._strikes)
+
+    def again(self, strike: Strike, since_s: float) -> tuple[float, Strike] | None:  # noqa: ARG002
+        return None
+
+
+def read_trace(path: Path, fleet: Fleet) -> list[tuple[float, Strike]]:
+    """Seconds and strikes. Raises PlannerError, with the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PlannerError(f"{path} cannot be read: {why}.", remedy=_REMEDY) from error
+    found = []
+    for number, row in enumerate(csv.reader(text.splitlines()), start=1):
+        words = [word.strip() for word in row]
+        if not any(words) or words[0].startswith("#") or tuple(words) == HEADER:
+            continue
+        try:
+            found.append(_strike(words, fleet))
+        except ValueError as error:
+            raise PlannerError(f"{path}, line {number}: {error}.", remedy=_REMEDY) from error
+    if not found:
+        raise PlannerError(f"{path} has no failure.", remedy=_REMEDY)
+    return sorted(found)
+
+
+def _strike(words: list[str], fleet: Fleet) -> tuple[float, Strike]:
+    if len(words) != len(HEADER):
+        raise ValueError(f"{len(words)} fields instead of {len(HEADER)}")
+    hours, where, kind, repair = words
+    at_s = 3600 * _number(hours, "hours")
+    if kind not in ("hardware", "process", "stall"):
+        raise ValueError(f"there is no kind {kind!r}")
+    repair_s = 3600 * _number(repair or "0", "repair_hours")
+    if (kind == "hardware") != (repair_s > 0):
+        raise ValueError(f"{kind} with a repair of {repair or '0'} h")
+    rack, slash, tray = where.partition("/")
+    number = _whole(rack, fleet.racks, "rack")
+    if not slash:
+        return at_s, Strike(0, "rack", number, repair_s, kind == "stall")
+    unit = number * fleet.trays + _whole(tray, fleet.trays, "tray")
+    return at_s, Strike(0, "tray", unit, repair_s, kind == "stall")
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{what} {text!r} is no number from 0")
+    return found
+
+
+def _whole(text: str, count: int, what: str) -> int:
+    if not text.isdecimal() or int(text) >= count:
+        raise ValueError(f"there is no {what} {text!r} among {count}")
+    return int(text)

@@ -1,0 +1,68 @@
+"""Failure rates that somebody has published. Each counts what interrupted large synchronous jobs, on 8-GPU hosts of other generations
+than a rack of 72: they are a start, until there are figures of one's own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rackrun.chaos.base.errors import PlannerError
+
+__all__ = ["PRESETS", "Preset", "preset"]
+
+_DAY_S = 86400.0
+
+
+class Preset(NamedTuple):
+    name: str
+    per_gpu_day: float
+    """Interruptions of a GPU a day."""
+    title: str
+    source: str
+    figure: str
+    """What is said there, and how the rate follows."""
+
+    def mtbf_s(self, gpus: int) -> float:
+        """Of a unit of so many GPUs."""
+        return _DAY_S / (self.per_gpu_day * gpus)
+
+
+PRESETS = {
+    one.name: one
+    for one in (
+        Preset(
+            "llama3",
+            419 / (54 * 16384),
+            "The Llama 3 Herd of Models",
+            "arXiv:2407.21783, section 3.3.4",
+            "419 unexpected interruptions of 16,384 H100 in 54 days",
+        ),
+        Preset(
+            "rsc-1",
+            6.50e-3 / 8,
+            "Revisiting Reliability in Large-Scale Machine Learning Research Clusters",
+            "arXiv:2410.21680, HPCA 2025",
+            "6.50 failures per 1,000 node-days, nodes of 8 A100; 1.8 h for 16,384 GPUs",
+        ),
+        Preset(
+            "rsc-2",
+            2.34e-3 / 8,
+            "Revisiting Reliability in Large-Scale Machine Learning Research Clusters",
+            "arXiv:2410.21680, HPCA 2025",
+            "2.34 failures per 1,000 node-days, nodes of 8 A100",
+        ),
+        Preset(
+            "ant-a100",
+            0.08 / 30,
+            "DLRover's documentation (Ant Group)",
+            "github.com/intelligent-machine-learning/dlrover, docs/",
+            "8 % of A100 GPUs a month",
+        ),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """Raises PlannerError."""
+    if name not in PRESETS:
+        raise PlannerError(f"there is no preset {name!r}.", remedy=f"presets are {', '.join(PRESETS)}.")
+    return PRESETS[name]

@@ -1,0 +1,40 @@
+"""Who repairs: so many crews, first come, first served."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.inputs.failures import Strike
+
+__all__ = ["Crews"]
+
+
+@dataclass(slots=True)
+class Crews:
+    count: int | None = None
+    """None: always enough."""
+    busy: int = 0
+    queued_max: int = 0
+    _queue: deque[Strike] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise PlannerError(f"{self.count} repair crews.", remedy="give --crews 1 or more, or leave it out.")
+
+    def take(self, strike: Strike) -> bool:
+        """Whether a crew begins now; else it waits for one."""
+        if self.count is not None and self.busy >= self.count:
+            self._queue.append(strike)
+            self.queued_max = max(self.queued_max, len(self._queue))
+            return False
+        self.busy += 1
+        return True
+
+    def done(self) -> Strike | None:
+        """A crew is free; what it begins next."""
+        if self._queue:
+            return self._queue.popleft()
+        self.busy -= 1
+        return None

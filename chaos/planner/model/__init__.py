@@ -1,0 +1,1 @@
+"""The simulated fleet and its job."""

@@ -1,0 +1,336 @@
+"""Which slot is in order, and who sits there. The placement's own rules seat the ranks: `rackrun.topology.placement.rank_assignment` at the start,
+`rackrun.topology.placement.solver` when ranks are lost, as `rackrun.core.placement.seating` asks them.
+
+Most losses concern one rack that has spares enough. Then nobody else moves (`solver` says why), and each lost rank takes the free slot
+that `rackrun.topology.placement.slot_assignment.preference` names; the solver is asked about all else. ``shortcut=False`` asks it each time: the answers
+are the same, which a test holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.inputs.fleet import Fleet, Job, board_of
+from rackrun.chaos.planner.model.rack_counts import RackCounter, RackCounts
+from rackrun.topology.model.errors import DoesNotFit
+from rackrun.topology.model.mesh import Ints, Mesh
+from rackrun.topology.placement.exhaustive import RANKS_MAX
+from rackrun.topology.placement.objective import Fitness, Known, Question
+from rackrun.topology.placement.rank_assignment import place
+from rackrun.topology.placement.slot_assignment import preference
+from rackrun.topology.placement.solver import solve
+
+__all__ = ["Hall", "Staff", "Stamps"]
+
+
+class Staff(NamedTuple):
+    """Slots by rank."""
+
+    takeovers: dict[int, int]
+    uprooted: dict[int, int]
+    """Ranks that live, and move with their group."""
+
+
+class Stamps(NamedTuple):
+    """(slots,) each."""
+
+    slots: Ints
+    stamps: Ints
+
+
+class Hall:
+    def __init__(self, fleet: Fleet, job: Job, *, shortcut: bool = True) -> None:
+        self.fleet, self.job = fleet, job
+        self.board = board_of(fleet)
+        self._shortcut = shortcut
+        slots = fleet.total_gpus
+        self._down = np.zeros(slots, np.int16)
+        """So many repairs are under way, or waited for."""
+        self._ready = np.zeros(slots, bool)
+        """A worker waits there as a spare."""
+        self._held = np.zeros(slots, bool)
+        """A rank lives there."""
+        self._stamp = np.zeros(slots, np.int64)
+        """Of the last thing that happened there: a start that is overtaken comes to nothing."""
+        self._beginnings = 0
+        """How often all have started at once: part of each slot's stamp."""
+        self._lemons = np.zeros(slots, np.int64)
+        self._states: Ints = np.full(slots, int(Fitness.BAD), np.int64)
+        """Usable: where a rank or a spare is."""
+        self.full = job.replicas(fleet)
+        """Replicas of the whole world."""
+        self.replicas = self.full
+        self.lost: dict[int, None] = {}
+        self.seats: Ints = _first(fleet, job).copy()
+        self._held[self.seats] = True
+        self._ready[:] = ~self._held
+        self._states[:] = int(Fitness.USABLE)
+        self._homes: Ints = self._found_homes()
+        """(groups,): the rack of each group of the world."""
+        self._counter = RackCounter(self.board)
+
+    # -- what there is
+    @property
+    def ranks(self) -> int:
+        """Of the world as it is, the lost ones too."""
+        return len(self.seats)
+
+    @property
+    def ready(self) -> int:
+        return int(np.count_nonzero(self._ready))
+
+    @property
+    def starting(self) -> int:
+        return self.usable - (self.ranks - len(self.lost)) - self.ready
+
+    @property
+    def usable(self) -> int:
+        """Slots in order, whoever is there."""
+        return len(self._down) - int(np.count_nonzero(self._down))
+
+    def tray_of(self, slot: int) -> int:
+        return slot // self.fleet.gpus
+
+    def is_down(self, tray: int) -> bool:
+        return bool(self._down[tray * self.fleet.gpus : (tray + 1) * self.fleet.gpus].any())
+
+    # -- what happens
+    def strike(self, slots: range, *, hardware: bool) -> list[int]:
+        """Who is there is gone. Returns the ranks among them. ``slots`` are of one rack."""
+        at = slice(slots.start, slots.stop)
+        found = self._ranks_on(slots)
+        self._held[at] = False
+        self._ready[at] = False
+        self._states[at] = int(Fitness.BAD)
+        self._stamp[at] += 1
+        self._down[at] += hardware
+        self._counter.touch(slots[:1])
+        self.lost.update(dict.fromkeys(found))
+        return found
+
+    def repaired(self, slots: range) -> None:
+        self._down[slots.start : slots.stop] -= 1
+        self._counter.touch(slots[:1])
+
+    def in_order(self, slots: range) -> list[int]:
+        found: list[int] = (np.flatnonzero(self._down[slots.start : slots.stop] == 0) + slots.start).tolist()
+        return found
+
+    def stamps(self, slots: Sequence[int]) -> Stamps:
+        """A worker starts on each: for `started`."""
+        at = np.array(slots, np.int64)
+        return Stamps(at, self._stamp[at] + self._beginnings)
+
+    def started(self, stamps: Stamps) -> int:
+        """So many of them are spares now."""
+        slots, before = stamps
+        meant = (self._stamp[slots] + self._beginnings == before) & ~self._held[slots] & (self._down[slots] == 0)
+        slots = slots[meant]
+        self._ready[slots] = True
+        self._states[slots] = int(Fitness.USABLE)
+        self._counter.touch(slots)
+        return len(slots)
+
+    # -- who takes over
+    def staff(self) -> Staff | None:
+        """For all lost ranks; None when spares are too few, or in the wrong racks."""
+        usable = self._counted().usable
+        question = self._question(self._states, usable)
+        if self._shortcut:
+            if self._groups_that_fit(usable) * self.job.group < self.ranks:
+                return None
+            found = self._near(question) if self.ranks > RANKS_MAX else None
+            if found is not None:
+                return Staff(found, {})
+        try:
+            seats = solve(question)
+        except DoesNotFit:
+            return None
+        moved = np.flatnonzero(seats != self.seats).tolist()
+        uprooted = {rank: int(seats[rank]) for rank in moved if rank not in self.lost}
+        return Staff({rank: int(seats[rank]) for rank in self.lost}, uprooted)
+
+    def take(self, staff: Staff) -> list[int]:
+        """Slots that are left by it: workers start there."""
+        left = [int(self.seats[rank]) for rank in staff.uprooted]
+        self._leave(left)
+        moving = staff.takeovers | staff.uprooted
+        ranks, slots = np.array([*moving], np.int64), np.array([*moving.values()], np.int64)
+        self.seats[ranks] = slots
+        self._homes[ranks // self.job.group] = self.board.clique[slots]
+        self._held[slots] = True
+        self._ready[slots] = False
+        self._states[slots] = int(Fitness.USABLE)
+        self._stamp[slots] += 1
+        self._counter.touch(slots)
+        self.lost.clear()
+        return [slot for slot in left if not self._held[slot]]
+
+    # -- fewer, and more again
+    def hit(self) -> list[int]:
+        """Replicas with a lost rank."""
+        return sorted({rank // self.job.replica for rank in self.lost})
+
+    def drop(self, replicas: Collection[int]) -> list[int]:
+        """The others go on, under new numbers. Returns the slots of those that lived: workers start there."""
+        rows = self.seats.reshape(-1, self.job.replica)
+        going = np.zeros(len(rows), bool)
+        going[list(replicas)] = True
+        slots = rows[going].ravel()
+        freed: list[int] = slots[self._held[slots]].tolist()
+        self.seats = rows[~going].ravel()
+        self._homes = self._homes.reshape(len(rows), -1)[~going].ravel()
+        self._leave(freed)
+        self.replicas = len(rows) - len(replicas)
+        self.lost.clear()
+        return freed
+
+    def joinable(self) -> int:
+        """So many replicas could come back now: their groups find spares, each group in one rack."""
+        room = self.full - self.replicas
+        if room <= 0 or self.lost:
+            return 0
+        return min(room, self._groups_that_fit(self._counted().ready) * self.job.group // self.job.replica)
+
+    def join(self, replicas: int) -> None:
+        of_rack = self._ready.reshape(self.fleet.racks, -1)
+        wanted = replicas * self.job.replica
+        taken: list[int] = []
+        for rack in np.flatnonzero(self._counted().ready >= self.job.group).tolist():
+            free = (np.flatnonzero(of_rack[rack]) + rack * self.fleet.rack_gpus).tolist()
+            taken += free[: len(free) // self.job.group * self.job.group][: wanted - len(taken)]
+            if len(taken) == wanted:
+                break
+        slots = np.array(taken, np.int64)
+        self._held[slots] = True
+        self._ready[slots] = False
+        self._stamp[slots] += 1
+        self._counter.touch(slots)
+        self.seats = np.concatenate([self.seats, slots])
+        self._homes = np.concatenate([self._homes, self.board.clique[slots[:: self.job.group]]])
+        self.replicas += replicas
+
+    # -- from nothing
+    def may_begin(self) -> bool:
+        """All ranks of the world as it is find a slot."""
+        return self._groups_that_fit(self._counted().in_order) * self.job.group >= self.ranks
+
+    def begin_again(self) -> None:
+        """Every rank starts once more, on its own slot where that is in order; all other workers do too."""
+        states = self._in_order()
+        self._all_start(solve(self._question(states, self._counted().in_order)), states)
+
+    def relaunch(self) -> int:
+        """As many replicas as fit now, all where the size is fixed; 0: too few do, and nothing has changed."""
+        groups = self._groups_that_fit(self._counted().in_order)
+        replicas = min(self.full, groups * self.job.group // self.job.replica)
+        enough = replicas * self.job.replica >= self.job.min_ranks if self.job.min_ranks else replicas == self.full
+        if replicas and enough:
+            self.replicas = replicas
+            states = self._in_order()
+            self._all_start(solve(Question(self.board, self._mesh(replicas), states, self._lemons)), states)
+            return replicas
+        return 0
+
+    def check(self) -> None:
+        """What always holds."""
+        held = np.flatnonzero(self._held)
+        assert not (self._ready[held]).any(), "a spare where a rank sits"
+        assert not (self._down[held]).any(), "a rank on what is broken"
+        assert not (self._ready & (self._down > 0)).any(), "a spare on what is broken"
+        living = [rank for rank in range(self.ranks) if rank not in self.lost]
+        assert (np.sort(self.seats[living]) == held).all(), "seats and slots differ"
+        there = self._ready | self._held
+        assert ((self._states == int(Fitness.USABLE)) == there).all(), "what the solver is told is not so"
+        assert self.starting == int(((self._down == 0) & ~there).sum()), "starting workers are miscounted"
+        assert (self._homes == self._found_homes()).all(), "groups are not where their ranks are"
+        for counted, which in zip(self._counted(), (there, self._ready, self._down == 0), strict=True):
+            assert (counted == which.reshape(self.fleet.racks, -1).sum(1)).all(), "slots of a rack are miscounted"
+
+    def _near(self, question: Question) -> dict[int, int] | None:
+        """Each lost rank's slot in its own rack; None when a rack has too few."""
+        by_rack: dict[int, list[int]] = {}
+        for rank in sorted(self.lost):
+            by_rack.setdefault(int(self.seats[rank]) // self.fleet.rack_gpus, []).append(rank)
+        found: dict[int, int] = {}
+        for rack, ranks in by_rack.items():
+            first = rack * self.fleet.rack_gpus
+            free: Ints = np.flatnonzero(self._ready[first : first + self.fleet.rack_gpus]) + first
+            if len(free) < len(ranks):
+                return None
+            own = {rank: int(self.seats[rank]) for rank in ranks if self._ready[self.seats[rank]]}
+            found |= own
+            free = free[~np.isin(free, list(own.values()))]
+            for rank in (rank for rank in ranks if rank not in own):
+                best = int(free[np.lexsort(preference(question, rank, free))[0]])
+                found[rank] = best
+                free = free[free != best]
+        return found
+
+    def _question(self, states: Ints, usable: Ints) -> Question:
+        """``usable``, (racks,): how many slots of each ``states`` calls so."""
+        known = None
+        if self._shortcut and self.job.group > 1:
+            lost = np.array(sorted(self.lost), np.int64)
+            known = Known(self._homes, lost[states[self.seats[lost]] == Fitness.BAD], usable)
+        return Question(self.board, self._mesh(self.replicas), states, self._lemons, previous=self.seats, known=known)
+
+    def _all_start(self, seats: Ints, states: Ints) -> None:
+        """Spares are there when the ranks are: they start together. ``states``: who is in order is usable."""
+        self.seats, self._states = seats.copy(), states
+        self.lost.clear()
+        self._held[:] = False
+        self._held[seats] = True
+        self._ready = (self._down == 0) & ~self._held
+        self._beginnings += 1
+        self._homes = self._found_homes()
+        self._counter.all_start(self._homes, self.job.group)
+
+    def _in_order(self) -> Ints:
+        return np.where(self._down == 0, int(Fitness.USABLE), int(Fitness.BAD))
+
+    def _leave(self, slots: list[int]) -> None:
+        self._held[slots] = False
+        self._states[slots] = int(Fitness.BAD)
+        self._stamp[slots] += 1
+        self._counter.touch(slots)
+
+    def _ranks_on(self, slots: range) -> list[int]:
+        """Who lives there, in the order of slots. ``slots`` are of one rack."""
+        groups = np.flatnonzero(self._homes == self.board.clique[slots.start])
+        ranks = (groups[:, None] * self.job.group + np.arange(self.job.group)).ravel()
+        seats = self.seats[ranks]
+        there = (seats >= slots.start) & (seats < slots.stop)
+        return [rank for rank in ranks[there][np.argsort(seats[there])].tolist() if rank not in self.lost]
+
+    def _counted(self) -> RackCounts:
+        return self._counter.counts(self._states, self._ready, self._down)
+
+    def _found_homes(self) -> Ints:
+        """Cliques of the board are racks, in their order."""
+        return self.board.clique[self.seats[:: self.job.group]]
+
+    def _groups_that_fit(self, slots: Ints) -> int:
+        """On so many slots of each rack, each group in one. The solver finds room for so many, and for no more."""
+        return int((slots // self.job.group).sum())
+
+    def _mesh(self, replicas: int) -> Mesh:
+        return _mesh(self.job.group, self.job.replica, replicas)
+
+
+@lru_cache(maxsize=8)
+def _first(fleet: Fleet, job: Job) -> Ints:
+    try:
+        return place(board_of(fleet), job.mesh(job.replicas(fleet)), spares=job.spares_per_rack).seats
+    except DoesNotFit as error:
+        raise PlannerError(error.what, remedy="give fewer spares, or smaller groups (--group).") from error
+
+
+@lru_cache(maxsize=8)
+def _mesh(group: int, replica: int, replicas: int) -> Mesh:
+    return Job(group=group, replica=replica).mesh(replicas)

@@ -1,0 +1,108 @@
+"""How far the job is, and where its state lies: live, in snapshots, on disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.inputs.fleet import Fleet, Job
+from rackrun.chaos.planner.inputs.operation_costs import PlanCosts
+from rackrun.chaos.planner.model.fleet_state import Hall
+from rackrun.chaos.planner.model.outcome import Where
+from rackrun.chaos.planner.model.undisturbed_training import Pace, progress
+
+__all__ = ["Intervals", "State"]
+
+
+class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+    """In steps; 0: never. Snapshots are taken only where state has no live replica (``mirror``)."""
+
+    snapshot: int
+    checkpoint: int
+
+    def __post_init__(self) -> None:
+        if min(self.snapshot, self.checkpoint) < 0:
+            raise PlannerError(
+                f"intervals of {self.snapshot} and {self.checkpoint} steps.", remedy="give steps from 1; 0 is never."
+            )
+
+
+@dataclass(slots=True)
+class State:
+    fleet: Fleet
+    job: Job
+    costs: PlanCosts
+    intervals: Intervals
+    where: Where
+    steps: int = 0
+    """Committed."""
+    snapshot: int = 0
+    """The newest is of the state after so many steps; 0 is where everybody began."""
+    checkpoint: int = 0
+    _gone: dict[int, None] = field(default_factory=dict)
+    """Trays whose memory is gone since the newest snapshot."""
+
+    def slow(self, replicas: int, full: int) -> float:
+        """By what a step takes longer with so many replicas: some have a micro-batch more, and all wait for those."""
+        share = self.job.micro_batches
+        return full / replicas if not share else math.ceil(share * full / replicas) / share
+
+    def train(self, seconds: float, slow: float) -> None:
+        """Nothing disturbs it for so long."""
+        costs, where = self.costs, self.where
+        pace = Pace(
+            step_s=costs.step_s * slow + costs.between_steps_s,
+            snapshot_every=self.intervals.snapshot if self.job.state == "mirror" else 0,
+            snapshot_s=costs.snapshot_s,
+            copy_s=costs.copy_s,
+            checkpoint_every=self.intervals.checkpoint,
+            checkpoint_s=costs.checkpoint_s,
+            write_s=costs.write_s,
+        )
+        done = progress(pace, self.steps, seconds, self.snapshot, self.checkpoint)
+        self.steps += done.steps
+        if done.snapshot > self.snapshot:
+            self._gone.clear()
+        self.snapshot, self.checkpoint = done.snapshot, done.checkpoint
+        where.productive += done.steps * costs.step_s
+        where.slowed += done.steps * costs.step_s * (slow - 1)
+        where.between += done.steps * costs.between_steps_s
+        where.saving += done.saving_s
+        where.broken += done.rest_s
+
+    def tray_gone(self, tray: int) -> None:
+        self._gone[tray] = None
+
+    def rollback(self, hall: Hall) -> int | None:
+        """Steps to go back for those that are lost, with state from memory. None: some of it is nowhere there."""
+        if not hall.lost:
+            return 0
+        if self.job.state == "disk" or len(hall.lost) == hall.ranks:
+            return None
+        if self.job.state == "replicas":
+            return 0
+        trays = {hall.tray_of(int(hall.seats[rank])) for rank in hall.lost}
+        copies = all(tray not in self._gone or self._holder(tray, hall) not in self._gone for tray in trays)
+        return self.steps - self.snapshot if copies else None
+
+    def go_back(self, steps: int) -> None:
+        self.steps -= steps
+        self.where.productive -= steps * self.costs.step_s
+        self.where.between -= steps * self.costs.between_steps_s
+        self.where.redone += steps * (self.costs.step_s + self.costs.between_steps_s)
+
+    def from_disk(self) -> None:
+        self.go_back(self.steps - self.checkpoint)
+        self.snapshot = self.checkpoint
+        self._gone.clear()
+
+    def _holder(self, tray: int, hall: Hall) -> int:
+        """Who keeps its copies: the next tray in order that was there (`rackrun.core.members.rack.RackMachine.mirrors`)."""
+        for after in range(1, self.fleet.total_trays):
+            other = (tray + after) % self.fleet.total_trays
+            if other in self._gone or not hall.is_down(other):
+                return other
+        return tray

@@ -1,0 +1,230 @@
+"""How long a swap takes on GPUs, stage by stage: predicted, for a number of ranks, groups, and bytes of state. Pure.
+
+A swap is: notice, break and revoke, decide, build the groups again, restore the newcomer. What is computed again afterwards is a matter of
+the step, and not counted. Nor is a host that falls silent: its lease comes before all of this.
+
+Groups are built again by all of their members at the same moment, so a rank waits for its own groups, not for all there are. The world's own
+group is built only where it is used, if it is large. Hosts sum the gate then, in a tree of small groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from rackrun.chaos.base.errors import PlannerError
+from rackrun.chaos.planner.swap_model.stage_costs import (
+    EAGER_RANKS,
+    FIGURES,
+    GATE_FANOUT,
+    GROWN_BY_S,
+    SHRUNK_BY_S,
+    Figure,
+    Figures,
+    Link,
+    Source,
+    between,
+    built_s,
+    cold_s,
+)
+
+__all__ = ["Question", "Row", "Swap", "predict_swap"]
+
+_EDGES = ("low", "likely", "high")
+_HONESTY: tuple[Source, ...] = ("reasoned", "public", "measured")
+"""A sum is as sure as the least sure of its parts."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    ranks: int
+    groups: Mapping[str, int]
+    """Axis -> ranks of one group on it, as of a mesh: ``{"tp": 8, "dp": 128}``. A rank is in one of each."""
+    state_bytes: float
+    """Of one rank."""
+    link: Link = "nvlink"
+    """What a newcomer is restored over: a replica's GPU, a snapshot on its own host, a replica on another host."""
+    gate: str = "host"
+    """``host``: no communicator on GPUs is as large as the world; ``gpu``: the gate's is."""
+    at_once: bool = False
+    """A rank's groups are built at the same time; else one after another."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise PlannerError(f"{self.ranks} ranks swap nobody.", remedy="give 2 or more.")
+        if not 0 <= self.state_bytes < math.inf:
+            raise PlannerError(f"{self.state_bytes} bytes are no state.", remedy="give bytes from 0.")
+        if self.gate not in ("host", "gpu"):
+            raise PlannerError(f"there is no gate on {self.gate}.", remedy="give host or gpu.")
+        for name, size in self.groups.items():
+            if not 1 <= size <= self.ranks or self.ranks % size:
+                raise PlannerError(
+                    f"groups of {size} ranks ({name}) do not divide {self.ranks} ranks.",
+                    remedy="give sizes that do, from 1.",
+                )
+        if math.prod(self.groups.values()) > self.ranks:
+            sizes = " x ".join(map(str, self.groups.values()))
+            raise PlannerError(
+                f"{sizes} are more than {self.ranks} ranks.", remedy="give the sizes of the mesh's axes."
+            )
+
+    def on_gpus(self) -> dict[str, int]:
+        """Communicators that a rank is in."""
+        world = {"world": self.ranks} if self.gate == "gpu" else {}
+        return {name: size for name, size in {**self.groups, **world}.items() if size > 1}
+
+    def on_hosts(self) -> int:
+        """Connections of rank 0, which has the most: to all others of a small world, and in the blocks of the gate's tree of a large one."""
+        whole = self.ranks - 1 if self.ranks <= EAGER_RANKS or self.gate == "gpu" else 0
+        return whole + sum(
+            min(GATE_FANOUT, math.ceil(self.ranks / math.pow(GATE_FANOUT, level))) - 1
+            for level in range(math.ceil(math.log(self.ranks, GATE_FANOUT)))
+            if self.ranks > GATE_FANOUT
+        )
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the table. Seconds."""
+
+    stage: str
+    low: float
+    likely: float
+    high: float
+    source: Source
+    where: str
+    counts: bool = False
+    """It is a part of the whole swap."""
+
+
+class Swap(msgspec.Struct, frozen=True, kw_only=True):
+    question: Question
+    rows: tuple[Row, ...]
+    calibration: str
+    """Whose measurements the figures are; "not calibrated"."""
+    held_against: tuple[str, ...] = ()
+    """Measurements that are not put into the model, beside what it says of the same."""
+
+    def row(self, stage: str) -> Row:
+        return next(row for row in self.rows if row.stage == stage)
+
+
+WARM, COLD = "build groups, all warm", "build groups, the spare cold"
+
+
+def predict_swap(question: Question, figures: Figures = FIGURES, calibration: str = "not calibrated") -> Swap:
+    notice = _row("notice a dead process", _notice(question, figures), *_noticed(question, figures), counts=True)
+    revoke = _row("break, revoke, device quiet", _each(figures.revoke), figures.revoke, counts=True)
+    decide = _row("decide, persist", _each(figures.decide), figures.decide, counts=True)
+    warm = _row(WARM, _build(question, figures, cold=False), *_builders(figures, cold=False), counts=True)
+    cold = _row(COLD, _build(question, figures, cold=True), *_builders(figures, cold=True))
+    restore = _restore(question, figures)
+    parts = [notice, revoke, decide, warm, restore]
+    rows = [
+        notice, revoke, decide, warm, cold, *_other_ways(question), restore,
+        _sum("whole swap, spare warm", parts), _sum("whole swap, spare cold", [*parts[:3], cold, restore]),
+    ]  # fmt: skip
+    return Swap(question=question, rows=tuple(rows), calibration=calibration)
+
+
+def _each(figure: Figure) -> tuple[float, float, float]:
+    return figure.low, figure.likely, figure.high
+
+
+def _notice(question: Question, figures: Figures) -> tuple[float, ...]:
+    doublings = max(math.log2(question.ranks / 64), 0.0)
+    return tuple(
+        base + doublings * more
+        for base, more in zip(_each(figures.notice), _each(figures.notice_doubling), strict=True)
+    )
+
+
+def _noticed(question: Question, figures: Figures) -> tuple[Figure, ...]:
+    return (figures.notice, figures.notice_doubling) if question.ranks > 64 else (figures.notice,)
+
+
+def _build(question: Question, figures: Figures, *, cold: bool) -> tuple[float, ...]:
+    """A rank's communicators on GPUs, and beside them what hosts connect for the world's group and its gate."""
+    join = max if question.at_once else sum
+    out = []
+    for edge in _EDGES:
+        build, growth = getattr(figures.build, edge), getattr(figures.build_growth, edge)
+        sizes = question.on_gpus().values()
+        gpus = join([built_s(build, growth, size) for size in sizes] or [0.0])
+        if cold and sizes:
+            first, doubling = getattr(figures.first_build, edge), getattr(figures.first_build_doubling, edge)
+            gpus += cold_s(first, doubling, max(sizes))
+        hosts = getattr(figures.host_pair, edge) * question.on_hosts()
+        out.append(join([gpus, hosts]))
+    return tuple(out)
+
+
+def _builders(figures: Figures, *, cold: bool) -> tuple[Figure, ...]:
+    more = (figures.first_build, figures.first_build_doubling) if cold else ()
+    return figures.build, figures.build_growth, figures.host_pair, *more
+
+
+def _restore(question: Question, figures: Figures) -> Row:
+    rate, start = figures.restore[question.link], figures.restore_start
+    values = [
+        start.low + question.state_bytes / rate.high,
+        start.likely + question.state_bytes / rate.likely,
+        start.high + question.state_bytes / rate.low,
+    ]
+    return _row(f"restore over {question.link}", values, rate, counts=True)
+
+
+def _other_ways(question: Question) -> Iterable[Row]:
+    """What NCCL has besides a fresh build, of the largest group: for comparison. It renumbers ranks, so it serves the world that shrinks."""
+    size = max(question.on_gpus().values(), default=0)
+    shrunk, grown = between(SHRUNK_BY_S, size), between(GROWN_BY_S, size)
+    if size < 2:
+        return
+    if shrunk is None or grown is None:
+        yield Row(
+            stage="shrink and grow instead",
+            low=math.nan,
+            likely=math.nan,
+            high=math.nan,
+            source="public",
+            where=f"nobody has published it for {size} ranks",
+        )
+        return
+    low, high = shrunk[0] + grown[0], shrunk[1] + grown[1]
+    yield Row(
+        stage="shrink and grow instead",
+        low=low,
+        likely=(low + high) / 2,
+        high=high,
+        source="public",
+        where=f"NVIDIA-NeMo/RL #3186, #3334, at {size} ranks; the first use costs 1.5 to 2.2 s more there",
+    )
+
+
+def _row(stage: str, values: Iterable[float], *figures: Figure, counts: bool = False) -> Row:
+    low, likely, high = values
+    sources = dict.fromkeys(figure.source for figure in figures)
+    where = "; ".join(dict.fromkeys(figure.where for figure in figures[:2]))
+    return Row(
+        stage=stage,
+        low=low,
+        likely=likely,
+        high=high,
+        source=min(sources, key=_HONESTY.index),
+        where=where,
+        counts=counts,
+    )
+
+
+def _sum(stage: str, rows: Iterable[Row]) -> Row:
+    rows = list(rows)
+    sources = [row.source for row in rows]
+    shares = ", ".join(f"{sources.count(source)} {source}" for source in _HONESTY[::-1] if source in sources)
+    return Row(
+        stage=stage,
+        low=math.fsum(row.low for row in rows),
+        likely=math.fsum(row.likely for row in rows),
+        high=math.fsum(row.high for row in rows),
+        source=min(sources, key=_HONESTY.index),
+        where=f"of {len(rows)} stages {shares}",
+    )

@@ -1,0 +1,1 @@
+"""What the reports are computed from."""

@@ -1,0 +1,251 @@
+"""One job's journal, on the clock of the harness: seconds since the harness started the job.
+
+Both clocks are the host's monotonic one, so the journal's is moved and never guessed. What an agent or a worker tells is stamped when it
+arrives; commits travel in batches, and may be stamped 20 ms late.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rackrun.chaos.evidence.run_evidence import gate_of
+from rackrun.chaos.inprocess.restore_times import Restored, read_restores
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
+from rackrun.coordinator.observe.recoveries import Recovery, describe_exit
+from rackrun.errors import UsageError
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.events import WorkerExited
+from rackrun.protocol.ids import Position
+
+__all__ = ["Happened", "Life", "Planned", "RankUnit", "Recorded", "Unit", "read_recorded", "units_by_rank"]
+
+SEEN = (
+    "DepartureAnnounced",
+    "DeviceChecked",
+    "DeviceJudged",
+    "LossNotRepeated",
+    "ReplicasDiffer",
+    "SlowRanksChanged",
+    "SnapshotDamaged",
+    "StopRequested",
+    "TrayLost",
+    "WorkerExited",
+    "WorkerSevered",
+    "WorkerStalled",
+)
+"""Events by which a job notices that something is wrong."""
+_SAID = ("Decided", "Notice", "Answer", "ResumeGeneration", "StopJob")
+
+
+class Happened(NamedTuple):
+    """An event or a command of the core."""
+
+    id: int
+    cause: int | None
+    name: str
+    at_s: float
+    body: dict[str, Any]
+
+    @property
+    def slot(self) -> str:
+        return str(self.body.get("slot", ""))
+
+    @property
+    def tray(self) -> str:
+        return str(self.body.get("tray", "")) or self.slot.partition("/")[0]
+
+    @property
+    def how(self) -> str:
+        """In a few words."""
+        match self.name:
+            case "WorkerExited":
+                return describe_exit(msgspec.convert(self.body, WorkerExited))
+            case "WorkerStalled":
+                return f"no progress for {self.body['for_ms'] / 1e3:.1f} s"
+            case _:
+                return str(self.body.get("because", ""))
+
+
+class Planned(NamedTuple):
+    """A generation, when its plan was on disk."""
+
+    at_s: float
+    plan: Plan
+
+
+class Life(NamedTuple):
+    """A worker, from the order to start it to its end."""
+
+    slot: str
+    incarnation: int
+    began_s: float
+    ended_s: float | None
+    """None: it lived as long as the job."""
+    how: str
+    """It ended; "": by itself, or with the job."""
+
+
+class Unit(NamedTuple):
+    """A step or a phase, as the world committed it in one generation."""
+
+    step: int
+    phase: int
+    generation: int
+    at_s: float
+    """Of the last rank that told."""
+    attempt: int
+    gate: bytes
+    """See `rackrun.chaos.evidence.run_evidence.Gate`; b"": not known."""
+    counts: bool
+    """No plan has taken it back before others knew of it."""
+
+    @property
+    def loss(self) -> float | None:
+        return gate_of(self.gate).loss if self.gate else None
+
+
+class RankUnit(NamedTuple):
+    """What one rank told of one unit."""
+
+    rank: int
+    step: int
+    phase: int
+    generation: int
+    attempt: int
+    at_s: float
+    seconds: float
+
+
+@dataclass
+class Recorded:
+    """One run."""
+
+    folder: Path
+    zero_s: float = 0.0
+    """The coordinator's clock was 0 then."""
+    end_s: float = 0.0
+    slots: dict[str, int] = field(default_factory=dict)
+    """Tray -> its slots."""
+    hosts: dict[str, str] = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
+    plans: list[Planned] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    seen: list[Happened] = field(default_factory=list)
+    said: list[Happened] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+    """By step and phase, then by generation."""
+    restores: dict[int, list[Restored]] = field(default_factory=dict)
+    """By generation."""
+
+    def at_s(self, ms: float) -> float:
+        """Of a moment in the journal."""
+        return round(self.zero_s + ms / 1e3, 6)
+
+    def losses(self) -> dict[tuple[int, int], bytes]:
+        """(step, phase) -> the gate with which it was first committed."""
+        found: dict[tuple[int, int], bytes] = {}
+        for unit in self.units:
+            if unit.counts and unit.gate:
+                found.setdefault((unit.step, unit.phase), unit.gate)
+        return found
+
+
+def read_recorded(folder: Path, started_s: float | None) -> Recorded:
+    """``folder``: of a `rackrun.chaos.testbed.job_under_test.Job`. ``started_s``: the host's monotonic clock when it was started; None: not known, then the
+    coordinator's begin is 0. Raises `UsageError` when there is no journal."""
+    found = Recorded(folder)
+    with open_journal(folder / "run" / "journal.sqlite") as (journal, meta):
+        began_s = float(meta.get("began_monotonic_s", 0.0))
+        found.zero_s = began_s - started_s if started_s is not None and began_s else 0.0
+        _read_events(journal, found)
+        _read_units(journal, found)
+        found.recoveries = [
+            msgspec.json.decode(body, type=Recovery)
+            for (body,) in journal.execute("SELECT body FROM recoveries ORDER BY generation")
+        ]
+        last_ms = journal.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
+        found.end_s = found.at_s(float(meta.get("ended_ms") or last_ms))
+    shift_s = found.zero_s - began_s if began_s else 0.0
+    for one in read_restores(folder / "inside"):
+        moved = one._replace(began_s=one.began_s + shift_s, ended_s=one.ended_s + shift_s)
+        found.restores.setdefault(one.generation, []).append(moved)
+    return found
+
+
+@contextmanager
+def units_by_rank(recorded: Recorded) -> Iterator[Iterator[RankUnit]]:
+    """All that ranks told of what they committed, by rank and in time. There may be millions: look at each once."""
+    with open_journal(recorded.folder / "run" / "journal.sqlite") as (journal, _):
+        rows = journal.execute(
+            "SELECT rank, step, phase, generation, attempt, committed_at_ms, seconds FROM units "
+            "ORDER BY rank, committed_at_ms, step, phase"
+        )
+        yield (
+            RankUnit(rank, step, phase, generation, attempt, recorded.at_s(at_ms), seconds or 0.0)
+            for rank, step, phase, generation, attempt, at_ms, seconds in rows
+        )
+
+
+def maybe_recorded(folder: Path, started_s: float | None) -> Recorded | None:
+    """None when there is nothing to read: it ended before it began, or somebody has removed it."""
+    try:
+        return read_recorded(folder, started_s)
+    except UsageError:
+        return None
+
+
+def _read_events(journal: sqlite3.Connection, found: Recorded) -> None:
+    names = ("TrayJoined", "StartWorker", *SEEN, *_SAID)
+    rows = journal.execute(
+        f"SELECT id, cause, name, at_ms, body FROM events WHERE name IN ({', '.join('?' * len(names))}) ORDER BY id",  # noqa: S608 - marks only
+        names,
+    )
+    living: dict[str, Life] = {}
+    for number, cause, name, at_ms, text in rows:
+        one = Happened(number, cause, name, found.at_s(at_ms), msgspec.json.decode(text))
+        match name:
+            case "TrayJoined":
+                found.slots[one.tray], found.hosts[one.tray] = int(one.body["slots"]), str(one.body["host"])
+            case "StartWorker":
+                _end(found, living, one.slot, one.at_s, "")
+                living[one.slot] = Life(one.slot, int(one.body["incarnation"]), one.at_s, None, "")
+            case "ResumeGeneration":
+                found.said.append(one)
+                found.plans.append(Planned(one.at_s, resume_of(text).plan))
+            case _ if name in _SAID:
+                found.said.append(one)
+            case _:
+                found.seen.append(one)
+        if name == "WorkerExited":
+            life = living.get(one.slot)
+            if life is not None and life.incarnation == one.body["incarnation"]:
+                _end(found, living, one.slot, one.at_s, one.how)
+        elif name == "TrayLost":
+            for slot in [slot for slot in living if slot.partition("/")[0] == one.tray]:
+                _end(found, living, slot, one.at_s, one.how)
+    found.lives += living.values()
+
+
+def _end(found: Recorded, living: dict[str, Life], slot: str, at_s: float, why: str) -> None:
+    life = living.pop(slot, None)
+    if life is not None:
+        found.lives.append(life._replace(ended_s=at_s, how=why))
+
+
+def _read_units(journal: sqlite3.Connection, found: Recorded) -> None:
+    eras = Eras({one.plan.generation: one.plan for one in found.plans}) if found.plans else None
+    for step, phase, generation, at_ms, attempt, gate in journal.execute(
+        "SELECT step, phase, generation, max(committed_at_ms), max(attempt), max(gate) FROM units "
+        "GROUP BY step, phase, generation ORDER BY step, phase, generation"
+    ):
+        counts = eras is None or eras.counts(Position(step, phase), generation)
+        agreed = bytes(gate[:24]) if gate and len(gate) >= 24 else b""
+        found.units.append(Unit(step, phase, generation, found.at_s(at_ms), attempt, agreed, counts))

@@ -1,0 +1,1 @@
+"""Runs of a job under faults: one plan, a campaign, a soak."""

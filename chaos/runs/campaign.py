@@ -1,0 +1,275 @@
+"""Many runs, each drawn from its seed, judged, and told in one line of a tally. What the tally has already is not run again.
+
+::
+
+    TALLY                 JSON lines: `Head`, then a `Line` for each seed
+    TALLY.runs/ racks/               rack files of jobs whose GPUs fail
+                references/NAME/     runs without faults: one for all seeds that compute the same
+                seed-000012/         kept only of what was not as it must be: as `rackrun.chaos.runs.run_plan` leaves it
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.chaos.base.job_command import check_script
+from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.faults.fault_types import all_faults, name_of
+from rackrun.chaos.runs.draw_run import FLAGS, Drawn, draw_flags, draw_run
+from rackrun.chaos.runs.reference_run import Twin, run_reference, writable
+from rackrun.chaos.runs.run_plan import Summary, run_plan
+from rackrun.errors import UsageError
+
+__all__ = ["Head", "Line", "Sums", "read_tally", "run_campaign"]
+
+FORMAT = 1
+_DRAWN_OPTIONS = (
+    "--nproc-per-node",
+    "--spares",
+    "--trays",
+    "--checkpoint-dir",
+    "--checkpoint-every",
+    "--max-restarts",
+    "--min-ranks",
+)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    campaign: int = FORMAT
+    command: tuple[str, ...]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seed came to."""
+
+    seed: int
+    label: str
+    """As `rackrun.chaos.plan.survivability.Label` has it."""
+    holds: bool | None
+    faults: tuple[str, ...]
+    struck: int
+    """Faults that took effect."""
+    layout: str
+    """``2x2-2 ddp exact``: trays x slots - spares; + disk: with checkpoints."""
+    recoveries: int
+    steps: int
+    seconds: float
+    because: str
+    """How it ended."""
+    wrong: dict[str, str] = {}
+    """Oracle -> what it says, of those that do not say *true*."""
+
+
+@dataclass
+class Sums:
+    """By family of faults; a run counts for each family that it has."""
+
+    runs: Counter[tuple[str, str, bool | None]] = field(default_factory=Counter)
+    """(family, label, holds)"""
+    seeds: int = 0
+    faults: int = 0
+    seconds: float = 0.0
+    wrong: list[Line] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        self.seeds += 1
+        self.faults += line.struck
+        self.seconds += line.seconds
+        for family in dict.fromkeys(_FAMILIES[name] for name in line.faults):
+            self.runs[family, line.label, line.holds] += 1
+        self.runs["all", line.label, line.holds] += 1
+        if line.holds is not True:
+            self.wrong.append(line)
+
+    def families(self) -> list[str]:
+        return [*sorted({family for family, _, _ in self.runs} - {"all"}), "all"]
+
+
+_FAMILIES = {name_of(kind): kind.family.value for kind in all_faults()}
+
+
+class _Same(NamedTuple):
+    """What decides about the bits: who computes the same is compared with the same run."""
+
+    ranks: int
+    wrap: str
+    reduction: str
+    flags: str
+
+
+class _References:
+    """Made when somebody needs them; meanwhile others who need the same wait."""
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self._folder, self._command = folder, command
+        self._locks: dict[_Same, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def of(self, drawn: Drawn) -> Twin:
+        """Raises `UsageError` when the script fails without faults."""
+        same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
+        alone = Layout(slots=same.ranks)
+        command = _command(self._command, alone, same)
+        name = f"{same.ranks}-{same.wrap}-{same.reduction}"
+        folder = self._folder / (f"{name}-{same.flags.replace(',', '+')}" if same.flags else name)
+        with self._lock:
+            lock = self._locks.setdefault(same, threading.Lock())
+        with lock:
+            if not (folder / "reference.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                run_reference(command, folder)
+        return Twin(folder, command)
+
+
+def run_campaign(  # noqa: PLR0913 - all but three have a default
+    seeds: Iterable[int],
+    command: Sequence[str],
+    *,
+    tally: Path,
+    limit_s: float | None = None,
+    jobs: int = 2,
+    tell: Callable[[str], None] = lambda _line: None,
+    draw: Callable[[int], Drawn] | None = None,
+    flags: Sequence[str] = FLAGS,
+    sums: Sums | None = None,
+) -> Sums:
+    """The sums of the whole tally, with what was there before. ``command``: rackrun's options that hold for all, the script, its arguments;
+    ``{wrap}``, ``{reduction}`` and ``{flags}`` in it become what is drawn, the flags from ``flags``. ``limit_s``: no seed is begun after that. ``jobs``: so many side by side.
+    ``sums``: they grow here, so that they are known also where this is interrupted, or fails. Raises `UsageError`."""
+    for word in command:
+        if word.replace("_", "-").partition("=")[0] in _DRAWN_OPTIONS:
+            raise UsageError(f"{word} is drawn by the campaign.", remedy="leave it out.")
+    sums, known = Sums() if sums is None else sums, set()
+    for line in read_tally(tally, command):
+        sums.add(line)
+        known.add(line.seed)
+    check_script(command)
+    _open_tally(tally)
+    runs = Path(f"{tally}.runs")
+    draw = draw or partial(draw_run, racks=runs / "racks")
+    with_flags = any("{flags}" in word for word in command)
+    references = _References(runs / "references", command)
+    began_s, one_writer = time.monotonic(), threading.Lock()
+    pending = iter([seed for seed in seeds if seed not in known])
+    trouble: list[BaseException] = []
+
+    def work() -> None:
+        while not trouble and (limit_s is None or time.monotonic() - began_s < limit_s):
+            with one_writer:
+                seed = next(pending, None)
+            if seed is None:
+                return
+            try:
+                drawn = draw(seed)
+                drawn = (
+                    drawn._replace(flags=draw_flags(seed, flags, reduction=drawn.reduction)) if with_flags else drawn
+                )
+                line = _one(drawn, seed, command, references, runs)
+            except BaseException as error:  # noqa: BLE001 - the others end what they are at, then it is raised
+                trouble.append(error)
+                return
+            with one_writer:
+                _append(tally, command, line)
+                sums.add(line)
+                tell(_told(line))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            wait([pool.submit(work) for _ in range(jobs)])
+        except KeyboardInterrupt as error:
+            trouble.append(error)  # those that run end first, and are told
+    if trouble:
+        raise trouble[0]
+    return sums
+
+
+def read_tally(path: Path, command: Sequence[str] | None = None) -> list[Line]:
+    """Raises `UsageError` for a tally of another command, or of something else."""
+    if not path.exists() or not path.stat().st_size:
+        return []
+    try:
+        head, *rest = (
+            path.read_bytes().rpartition(b"\n")[0].split(b"\n")
+        )  # a last line without an end was being written
+        found = msgspec.json.decode(head, type=Head)
+        lines = [msgspec.json.decode(line, type=Line) for line in rest]
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} is no tally: {error}.", remedy="name another tally.") from error
+    if found.campaign != FORMAT or (command is not None and found.command != tuple(command)):
+        raise UsageError(
+            f"{path} is the tally of another campaign: {' '.join(found.command)}.", remedy="name another tally."
+        )
+    return lines
+
+
+def _open_tally(tally: Path) -> None:
+    """Cuts off a line that was being written. Raises `UsageError`."""
+    writable(tally.absolute().parent, option="--tally")
+    try:
+        whole = tally.read_bytes().rpartition(b"\n") if tally.exists() else (b"", b"", b"")
+        with tally.open("ab") as file:
+            file.truncate(len(whole[0]) + len(whole[1]))
+    except OSError as error:
+        raise UsageError(f"{tally} cannot be written: {error.strerror}.", remedy="choose another --tally.") from error
+
+
+def _append(path: Path, command: Sequence[str], line: Line) -> None:
+    with path.open("ab") as file:
+        if not file.tell():
+            file.write(msgspec.json.encode(Head(command=tuple(command))) + b"\n")
+        file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _one(drawn: Drawn, seed: int, command: Sequence[str], references: _References, runs: Path) -> Line:
+    reference = references.of(drawn)
+    out = runs / f"seed-{seed:06}"
+    shutil.rmtree(out, ignore_errors=True)  # of a campaign that was ended in the middle
+    same = _Same(drawn.layout.ranks, drawn.wrap, drawn.reduction, drawn.flags)
+    words = _command(command, drawn.layout, same)
+    summary = run_plan(drawn.plan, words, out=out, reference=reference)
+    if summary.holds is True:
+        shutil.rmtree(out)
+    return _line(drawn, seed, summary)
+
+
+def _line(drawn: Drawn, seed: int, summary: Summary) -> Line:
+    layout = drawn.layout
+    size = f"{layout.trays}x{layout.slots}-{layout.spares}{' on a rack' * bool(layout.rack)}{' + disk' * layout.checkpoints}"
+    return Line(
+        seed=seed,
+        label=drawn.label.value,
+        holds=summary.holds,
+        faults=drawn.faults,
+        struck=sum(strike.took is True for strike in summary.strikes),
+        layout=f"{size} {drawn.wrap} {drawn.reduction}{' ' * bool(drawn.flags)}{drawn.flags}",
+        recoveries=len(summary.recoveries),
+        steps=summary.steps,
+        seconds=summary.seconds,
+        because=next(verdict.because for verdict in summary.verdicts if verdict.oracle == "ending"),
+        wrong={one.oracle: one.because for one in summary.verdicts if one.holds is not True},
+    )
+
+
+def _command(command: Sequence[str], layout: Layout, same: _Same) -> list[str]:
+    drawn = {"{wrap}": same.wrap, "{reduction}": same.reduction, "{flags}": same.flags}
+    words = list(command)
+    for name, value in drawn.items():
+        words = [word.replace(name, value) for word in words]
+    return [*layout.options(), *words]
+
+
+def _told(line: Line) -> str:
+    verdict = {True: "as it must", False: "WRONG", None: "unknown"}[line.holds]
+    end = "; ".join(f"{name}: {why}" for name, why in line.wrong.items()) or line.because
+    return f"seed {line.seed}: {line.label}, {', '.join(line.faults)} ({line.layout}): {verdict}, {end}"

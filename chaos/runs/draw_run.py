@@ -1,0 +1,329 @@
+"""A job and a plan out of a seed, for campaigns of real runs: what the machine can inject, and whose end is known beforehand.
+
+A fault that gets an injector is drawn from then on: `VARIANTS` names all that there are, and the doctor says which can be had.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.chaos.base.job_layout import Layout
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.faults.fault_types import (
+    CrashAt,
+    DelayCollective,
+    DiskFails,
+    DiskFull,
+    Duplicate,
+    ExhaustMemory,
+    Family,
+    Fault,
+    FlipBit,
+    HoldGil,
+    Kill,
+    Link,
+    Partition,
+    Pause,
+    PoisonBatch,
+    Preempt,
+    Raise,
+    Return,
+    Slow,
+    StepClock,
+    Subjects,
+    Xid,
+    all_faults,
+    name_of,
+)
+from rackrun.chaos.faults.targets import Last, NeighbourOf, One, Several, Target
+from rackrun.chaos.plan.definition import (
+    AtPoint,
+    AtStep,
+    Inject,
+    Now,
+    Par,
+    Part,
+    Plan,
+    Seq,
+    faults_of,
+    kind_of,
+    parts_of,
+)
+from rackrun.chaos.plan.survivability import BEGUN_STEPS, Label, judge_plan
+from rackrun.chaos.runs.run_plan import check_run
+from rackrun.errors import UsageError
+
+__all__ = ["FLAGS", "STEPS", "VARIANTS", "Drawn", "draw_flags", "draw_run"]
+
+STEPS = 40
+"""As many a script should do, each of some tens of milliseconds: faults strike after steps 2 to 14."""
+_LAST_STEP = 12
+_BEYOND = 0.25
+_TRIES, _TRIES_EACH = 200, 60
+RANK, SPARE, AGENT, TRAY, RACK = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY, Subjects.RACK
+COORDINATOR, STORAGE = Subjects.COORDINATOR, Subjects.STORAGE
+
+SHAPES = ((1, 3, 1), (1, 4, 1), (1, 4, 2), (1, 5, 2), (2, 2, 2), (3, 1, 1), (3, 2, 2), (4, 1, 2), (2, 2, 0))
+"""Trays, slots of each, spares."""
+_ON_A_RACK = ((5, 1, 1), (5, 1, 2))
+"""The same, of jobs whose GPUs fail."""
+_RACK_FILE = """format: 1
+name: {trays} trays of {slots}
+racks:
+  - serial: campaign
+    trays: {{count: {trays}, gpus: {slots}}}
+"""
+_IN_STEPS = ("gate.before", "gate.after", "commit.before", "commit.after", "report.before")
+_IN_AGENTS = ("agent_pass.before", "agent_pass.after", "agent_tell.before", "agent_report.after")
+"""Where agents come to in a recovery."""
+_BY_SURVIVORS = ("break.before", "break.after", "plan.before", "plan.after", "group.before", "group.after")
+
+
+class Drawn(NamedTuple):
+    layout: Layout
+    wrap: str
+    """``ddp``, ``fsdp``"""
+    reduction: str
+    """``fast``, ``exact``"""
+    plan: Plan
+    label: Label
+    because: str
+    faults: tuple[str, ...]
+    """Their names, in order."""
+    flags: str = ""
+    """What the script has besides, with commas between them (`FLAGS`)."""
+
+
+FLAGS = ("average", "random", "workers", "batchnorm", "early_scheduler", "two_optimizers", "skip")
+"""What real scripts have, and a script of a campaign is told to have by ``{flags}``: see ``examples/chaos/small.py``."""
+_FLAGS_MAX = 3
+
+
+def draw_flags(seed: int, allowed: Sequence[str] = FLAGS, *, reduction: str = "fast") -> str:
+    """None to three of them: a stream of its own, so that the run of a seed stays what it was. A world that may go on with fewer ranks (``exact``) has no
+    statistics of each rank's own: those of who left are gone."""
+    draw = stream(seed, "script flags")
+    usual = [flag for flag in allowed if flag != "batchnorm" or reduction == "fast"]
+    return ",".join(sorted(draw.sample(usual, min(draw.randint(0, _FLAGS_MAX), len(usual)))))
+
+
+def _one_of(draw: random.Random, *targets: Target) -> Target:
+    return draw.choice(targets)
+
+
+def _gpu_fails(draw: random.Random) -> tuple[Fault, Target]:
+    """Where there is such a fault."""
+    says = draw.choice(["lost", "reset", "reboot", "row", "sram", "ecc", "link"])
+    fault: Fault = msgspec.convert({"fault": "gpu_fails", "says": says, "for_s": 2.0}, Fault)
+    return fault, One(RANK)
+
+
+VARIANTS: dict[str, Callable[[random.Random], tuple[Fault, Target]]] = {
+    "kill": lambda d: (
+        Kill(signal=d.choice(["KILL", "KILL", "SEGV", "ABRT", "BUS", "TERM"])),
+        _one_of(d, One(RANK), One(RANK), Several(RANK, 2), One(SPARE), One(AGENT), One(TRAY)),
+    ),
+    "raise": lambda d: (Raise(error=d.choice(["RuntimeError", "ValueError", "OSError", "MemoryError"])), One(RANK)),
+    "exhaust_memory": lambda _: (ExhaustMemory(), One(RANK)),
+    "crash_at": lambda d: (CrashAt(point=d.choice(_IN_STEPS), nth=d.randint(1, 6)), One(RANK)),
+    "return": lambda _: (Return(), Last(TRAY)),
+    "pause": lambda d: d.choice(
+        [
+            (Pause(for_s=d.choice([0.3, 0.6, 1.5, 3.0])), One(d.choice([RANK, RANK, SPARE]))),
+            (Pause(for_s=d.choice([0.5, 2.0, 4.0])), One(d.choice([AGENT, TRAY, COORDINATOR]))),
+        ]
+    ),
+    "hold_gil": lambda d: (HoldGil(for_s=d.choice([0.3, 1.0, 2.0])), One(RANK)),
+    "delay_collective": lambda d: (DelayCollective(for_s=d.choice([0.3, 1.0, 2.0])), One(RANK)),
+    "slow": lambda d: (
+        Slow(share=d.choice([0.2, 0.5]), for_s=d.choice([0.5, 1.5])),
+        One(d.choice([RANK, RANK, SPARE, TRAY])),
+    ),
+    "xid": lambda d: (Xid(code=d.choice([13, 31, 48, 63, 79, 94, 95]), for_s=2.0), One(d.choice([RANK, RANK, SPARE]))),
+    "gpu_fails": _gpu_fails,
+    "preempt": lambda d: (Preempt(notice_s=d.choice([0.0, 2.0, 10.0])), One(TRAY)),
+    "partition": lambda d: (
+        Partition(
+            shape=d.choice(["isolated", "one_way", "from_coordinator", "from_peers"]),
+            loud=d.random() < 0.3,
+            for_s=d.choice([0.3, 1.0, 3.0]),
+        ),
+        One(TRAY),
+    ),
+    "link": lambda d: d.choice(
+        [
+            (Link(latency_s=0.1 * d.random(), jitter_s=0.1 * d.random(), for_s=2.0), One(AGENT)),
+            (Link(lost=0.2, for_s=2.0), One(AGENT)),
+            (Link(reset=True, for_s=1.0), One(AGENT)),
+            (Link(half_open=True, for_s=1.0), One(AGENT)),
+            (Link(bytes_per_s=20_000.0, for_s=2.0), One(AGENT)),
+        ]
+    ),
+    "disk_full": lambda d: (DiskFull(for_s=d.choice([0.5, 2.0])), One(STORAGE)),
+    "disk_fails": lambda d: (
+        DiskFails(call=d.choice(["write", "fsync", "rename"]), error=d.choice(["EIO", "ENOSPC", "EROFS"]), for_s=1.0),
+        One(STORAGE),
+    ),
+    "flip_bit": lambda d: d.choice(
+        [(FlipBit(of="snapshot"), One(RANK)), (FlipBit(of="checkpoint"), One(STORAGE))],
+    ),
+    "step_clock": lambda d: (
+        StepClock(by_s=d.choice([-3600.0, -1.0, 5.0, 86_400.0]), for_s=2.0),
+        One(d.choice([AGENT, COORDINATOR])),
+    ),
+    "duplicate": lambda d: (Duplicate(for_s=20.0), One(d.choice([COORDINATOR, AGENT]))),
+    "poison_batch": lambda _: (PoisonBatch(), One(RANK)),
+}
+"""Of each fault, what may be drawn of it."""
+_OF_FAMILY = {
+    family.value: [
+        name
+        for kind in all_faults()
+        if kind.family is family and (name := name_of(kind)) in VARIANTS and name != "return"
+    ]
+    for family in Family
+}
+_RECOVERY = "in a recovery"
+_KINDS = [*_OF_FAMILY, _RECOVERY]
+_SPARES_OF_SHARDS = 2
+_NEEDS_A_RACK = ("xid", "gpu_fails")
+
+
+def draw_run(seed: int, *, racks: Path | None = None, allowed: Callable[[Plan, Layout], bool] | None = None) -> Drawn:
+    """The run of this seed. ``racks``: where rack files may be written; without it no GPU fails. ``allowed``: which plans can be carried out in
+    which jobs here; default: what `check_run` lets pass. Another machine, or a fault more, may draw other runs."""
+    draw = stream(seed, "campaign")
+    allowed = allowed or _here
+    beyond = draw.random() < _BEYOND
+    for _ in range(_TRIES):
+        wanted = draw.sample(_KINDS, draw.choice([1, 2, 2, 3]))
+        for _ in range(_TRIES_EACH):
+            drawn = _beyond(seed, draw) if beyond else _within(seed, draw, wanted, racks)
+            if drawn is not None and allowed(drawn.plan, drawn.layout):
+                return drawn
+    raise AssertionError("kills are allowed everywhere, and are drawn often")
+
+
+def _here(plan: Plan, layout: Layout) -> bool:
+    try:
+        check_run(plan, [*layout.options(), "train.py"])
+    except UsageError:
+        return False
+    return True
+
+
+def _within(seed: int, draw: random.Random, wanted: Sequence[str], racks: Path | None) -> Drawn | None:
+    """Survivable, or None. ``wanted``: families of faults, of which all are there."""
+    parts: list[Part] = []
+    for family in wanted:
+        if family == _RECOVERY:
+            parts.append(_in_a_recovery(draw))
+            continue
+        fault, target = VARIANTS[draw.choice(_OF_FAMILY[family])](draw)
+        when = AtStep(step=draw.randint(2, _LAST_STEP), plus_s=round(0.1 * draw.random(), 3))
+        parts.append(Inject(fault=fault, target=target, when=when))
+    if any(isinstance(part, Inject) and isinstance(part.fault, Preempt) for part in parts) and draw.random() < 0.5:
+        parts.append(Inject(fault=Return(), target=Last(TRAY), when=AtStep(step=_LAST_STEP + 2)))
+    strikes = [part for part in parts if isinstance(part, Inject)]
+    needs_rack = any(name_of(part.fault) in _NEEDS_A_RACK for part in strikes)
+    needs_disk = any(kind_of(part.target) is STORAGE for part in strikes)
+    needs_shards = any(isinstance(part.fault, FlipBit) and part.fault.of == "snapshot" for part in strikes)
+    if needs_rack and racks is None:
+        return None
+    trays, slots, spares = draw.choice(_ON_A_RACK if needs_rack else SHAPES)
+    checkpoints = needs_disk or draw.random() < 0.3
+    wrap, reduction = draw.choice(["ddp", "ddp", "fsdp"]), draw.choice(["fast", "exact"])
+    wrap = "fsdp" if needs_shards else wrap
+    if wrap == "fsdp" and spares < _SPARES_OF_SHARDS:
+        reduction = "fast"  # "exact" goes on with fewer ranks, whose shards cannot be compared at the end
+    layout = Layout(
+        trays=trays,
+        slots=slots,
+        spares=spares,
+        sharded=wrap == "fsdp",
+        checkpoints=checkpoints,
+        starts_over=checkpoints,
+        rack=_rack_file(racks, trays, slots) if needs_rack and racks is not None else "",
+    )
+    plan = Plan(plan=Par(parts=tuple(parts)), seed=seed)
+    return _told(layout, wrap, reduction, plan, Label.SURVIVABLE)
+
+
+def _rack_file(racks: Path, trays: int, slots: int) -> str:
+    path = racks / f"{trays}x{slots}.yaml"
+    if not path.exists():
+        racks.mkdir(parents=True, exist_ok=True)
+        path.write_text(_RACK_FILE.format(trays=trays, slots=slots))
+    return str(path.resolve())
+
+
+def _in_a_recovery(draw: random.Random) -> Part:
+    """A rank is lost, and while the others recover from that another fault strikes one of them."""
+    first = Inject(
+        fault=Kill(),
+        target=One(RANK),
+        when=AtStep(step=draw.randint(3, _LAST_STEP), plus_s=round(0.05 * draw.random(), 3)),
+    )
+    if draw.random() < 0.4:
+        kind = draw.choice([RANK, RANK, AGENT])
+        point = draw.choice(_BY_SURVIVORS if kind is RANK else _IN_AGENTS)
+        armed = Inject(fault=CrashAt(point=point), target=One(kind), when=AtStep(step=1))
+        if kind is RANK:  # whoever is killed is another
+            first = msgspec.structs.replace(first, target=NeighbourOf(Last(RANK)))
+        return Par(parts=(armed, first))
+    second: Fault = Pause(for_s=1.5) if draw.random() < 0.25 else Kill(signal=draw.choice(["KILL", "SEGV"]))
+    whom = One(draw.choice([RANK, RANK, SPARE]))
+    if draw.random() < 0.5:
+        when = AtPoint(point=draw.choice(["break.before", "break.after"]))
+        return Par(parts=(first, Inject(fault=second, target=whom, when=when)))
+    return Seq(parts=(first, Inject(fault=second, target=whom, when=Now(plus_s=round(0.3 * draw.random(), 3)))))
+
+
+def _beyond(seed: int, draw: random.Random) -> Drawn | None:
+    """It has to stop."""
+    step = draw.randint(BEGUN_STEPS, _LAST_STEP + 2)
+    when = AtStep(step=step, plus_s=round(0.05 * draw.random(), 3))
+    wrap, reduction = draw.choice(["ddp", "fsdp"]), draw.choice(["fast", "exact"])
+    trays, slots, spares = draw.choice(SHAPES)
+    layout = Layout(trays=trays, slots=slots, spares=spares, sharded=wrap == "fsdp")
+    how = draw.choice(["coordinator", "ranks", "rack", "tray", "sample"])
+    fault: Fault = Kill()
+    target: Target
+    match how:
+        case "coordinator":
+            crash = CrashAt(point="coordinator_heard.before", nth=draw.randint(1, 40))
+            fault = crash if draw.random() < 0.3 else Kill(signal=draw.choice(["KILL", "ABRT"]))
+            target = One(COORDINATOR)
+            when = AtStep(step=draw.randint(0, _LAST_STEP), plus_s=when.plus_s)
+        case "ranks":
+            target = Several(RANK, layout.ranks)
+        case "rack":
+            target = One(RACK)
+        case "tray":
+            target = One(draw.choice([TRAY, AGENT]))
+            layout = msgspec.structs.replace(layout, max_restarts=0, shrinks=False)
+        case _:
+            fault, target = PoisonBatch(), One(RANK)
+    plan = Plan(plan=Inject(fault=fault, target=target, when=when), seed=seed, expect="stops")
+    return _told(layout, wrap, reduction, plan, Label.BEYOND)
+
+
+def _told(layout: Layout, wrap: str, reduction: str, plan: Plan, wanted: Label) -> Drawn | None:
+    """None: it is not what was wanted, or some fault would have nobody to strike."""
+    kinds = [
+        part.target.of for part in parts_of(plan.plan) if isinstance(part, Inject) and isinstance(part.target, One)
+    ]
+    if SPARE in kinds and not layout.spares:
+        return None
+    if layout.sharded is not True and FlipBit(of="snapshot") in faults_of(plan):
+        return None  # replicas need none
+    label, because = judge_plan(plan, layout)
+    if label is not wanted:
+        return None
+    faults = tuple(name_of(part.fault) for part in parts_of(plan.plan) if isinstance(part, Inject))
+    return Drawn(layout, wrap, reduction, plan, label, because, faults)

@@ -1,0 +1,117 @@
+"""The run without faults, which one with faults is compared with.
+
+``reference.json`` in its folder says of which command it is; `rackrun.chaos.runs.run_plan` says what else is there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.chaos.base.job_command import arguments, check_script
+from rackrun.chaos.evidence.explanations import last_words
+from rackrun.chaos.evidence.run_evidence import Trace, read_trace
+from rackrun.chaos.testbed.job_under_test import Job
+from rackrun.errors import UsageError
+
+__all__ = ["Reference", "Twin", "make_folder", "read_reference", "run_reference", "writable"]
+
+REFERENCE_LIMIT_S = 3600.0
+
+
+class Twin(NamedTuple):
+    """A run without faults, of another command that must compute the same."""
+
+    folder: Path
+    command: Sequence[str]
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """``reference.json``"""
+
+    command: tuple[str, ...]
+    seconds: float
+    monotonic_s: float = 0.0
+    """The host's clock when it was started."""
+    step_by_step: bool = False
+
+
+def run_reference(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    step_by_step: bool = False,
+    limit_s: float | None = None,
+) -> Trace:
+    """The run without faults. Raises `UsageError` when it fails, does not end in ``limit_s`` (an hour), or commits nothing."""
+    check_script(command)
+    make_folder(folder)
+    with Job(folder, arguments(command, folder), env=env, step_by_step=step_by_step) as job:
+        job.let_go_on()
+        ended = job.finish(REFERENCE_LIMIT_S if limit_s is None else limit_s)
+    trace = read_trace(folder / "run", folder / "inside")
+    said = last_words(folder, trace)
+    look = f"mend the script first: run it by hand, and look at {folder / 'stderr.txt'}."
+    if ended.exit_code is None:
+        where = f"stood after step {trace.steps - 1}" if trace.steps else "had not done a step"
+        raise UsageError(
+            f"the run without faults did not end within {ended.seconds:.0f} s; it {where}.{said}",
+            remedy=f"give it more time (limit_s, --limit), or fewer steps; if it hangs, look at {folder / 'stderr.txt'}.",
+        )
+    if ended.exit_code != 0:
+        raise UsageError(f"the run without faults ended with exit code {ended.exit_code}.{said}", remedy=look)
+    if not trace.steps:
+        raise UsageError(
+            "the run without faults committed no step, so there is nothing to compare.",
+            remedy=f"use @rackrun.elastic and run.steps() in the script; {look}",
+        )
+    told = Reference(
+        command=tuple(command), seconds=ended.seconds, monotonic_s=job.started_s, step_by_step=step_by_step
+    )
+    (folder / "reference.json").write_bytes(msgspec.json.encode(told))
+    return trace
+
+
+def read_reference(folder: Path, command: Sequence[str], *, step_by_step: bool) -> Reference:
+    """Raises `UsageError` where it is none, or of another command."""
+    try:
+        found = msgspec.json.decode((folder / "reference.json").read_bytes(), type=Reference)
+    except (OSError, msgspec.MsgspecError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UsageError(
+            f"{folder} is no run without faults: reference.json: {why}.",
+            remedy="name the folder reference/ of an earlier run.",
+        ) from error
+    if found.command != tuple(command):
+        raise UsageError(
+            f"{folder} is a run of another command: {shlex.join(found.command)}.", remedy="compare like with like."
+        )
+    if step_by_step and not found.step_by_step:
+        raise UsageError(
+            f"{folder} was not looked at step by step.", remedy="leave out --reference, or --step-by-step."
+        )
+    return found
+
+
+def make_folder(folder: Path) -> None:
+    """For a run. Raises `UsageError` where there was one, or nothing can be written."""
+    writable(folder)
+    if any(path.name in ("summary.json", "reference", "faulted", "run") for path in folder.iterdir()):
+        raise UsageError(f"{folder} holds an earlier run.", remedy="name another --out, or remove that one.")
+
+
+def writable(folder: Path, *, option: str = "--out") -> None:
+    """It is there afterwards. Raises `UsageError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".probe").touch()
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}.", remedy=f"choose another {option}."
+        ) from error

@@ -1,0 +1,438 @@
+"""A plan, carried out in a real job, and judged against the same job without faults.
+
+::
+
+    OUT/ plan.yaml        as it was given, with its seed
+         reference/       the run without faults: stdout.txt, stderr.txt, run/ (rackrun's --out-dir), reference.json
+         faulted/         the run with them, the same
+         history.jsonl    what happened, on the clock of the run with faults
+         resolved.json    what was struck, by name: a plan that repeats it
+         summary.json     `Summary`
+         again/           a second run without faults, where there was a difference to be explained
+         repro.sh         does it again
+         report.html, trace.json, report.md      for people (`rackrun.chaos.report`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+
+from rackrun.chaos.base.job_command import ENTER, arguments, check_command, check_script, preloading
+from rackrun.chaos.base.job_layout import layout_of
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.evidence.history import History
+from rackrun.chaos.evidence.run_evidence import Evidence, Trace, read_trace
+from rackrun.chaos.evidence.summary import StrikeTold, Summary, host_facts, write_summary
+from rackrun.chaos.faults.crash_points import POINTS
+from rackrun.chaos.faults.fault_types import CrashAt, DiskFull, StepClock, Subjects, name_of
+from rackrun.chaos.faults.targets import Place
+from rackrun.chaos.injectors import Injected, Missed, Outcome, inject
+from rackrun.chaos.injectors.doctor import check_plan
+from rackrun.chaos.injectors.resources.gpu_errors import driver_for
+from rackrun.chaos.oracles import judge, overall
+from rackrun.chaos.oracles.training.diagnosis import judge_script, judge_untracked
+from rackrun.chaos.plan.conductor import Conductor, Order, Record, See, Strike, TakeBack
+from rackrun.chaos.plan.definition import (
+    AtPoint,
+    FlipFlop,
+    Inject,
+    Plan,
+    Swizzle,
+    check,
+    faults_of,
+    is_endless,
+    kind_of,
+    parts_of,
+    write_plan,
+)
+from rackrun.chaos.plan.survivability import check_budget, check_targets
+from rackrun.chaos.report.write_reports import report_on
+from rackrun.chaos.runs.reference_run import Reference, Twin, make_folder, read_reference, run_reference
+from rackrun.chaos.runs.repro_script import write_repro
+from rackrun.chaos.testbed.host_placement import check_hosts, hosts_needed, links_needed, trays_of
+from rackrun.chaos.testbed.job_under_test import Ended, Job, Sight, checkpoints_in
+from rackrun.chaos.testbed.network.hosts import Spread
+from rackrun.errors import UsageError
+
+__all__ = ["Performance", "StrikeTold", "Summary", "check_run", "run_plan"]
+
+POLL_S = 0.02
+COMPARED = ("losses", "samples", "weights", "untracked")
+"""Oracles that hold a run against the one without faults."""
+
+
+def run_plan(  # noqa: PLR0913 - all but two have a default
+    plan: Plan,
+    command: Sequence[str],
+    *,
+    out: Path,
+    seed: int | None = None,
+    reference: Path | Twin | None = None,
+    limit_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    step_by_step: bool = False,
+    repeat: Callable[[], Trace] | None = None,
+    may_differ: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _line: None,
+) -> Summary:
+    """``command``: rackrun's options, the script, its arguments; ``{out}`` in it becomes the folder of the run. ``reference``: the folder of
+    such a run without faults, else there is one first. ``limit_s``: how long a run may take; default, of the one with faults: a minute, and ten times
+    the reference. ``step_by_step``: what ranks hold is written down before every step, so that the first difference is named, and no step begins before
+    that of the plan which belongs behind the one before it has. ``repeat`` gives a second run without faults, where there is a difference to be
+    explained; default: it is done then. ``may_differ``: names of what is not tracked and goes into no training, as patterns. Raises `UsageError`, before anything is started, for what cannot be; and when the script fails without faults."""
+    if seed is not None:
+        plan = msgspec.structs.replace(plan, seed=seed)
+    check_run(plan, command)
+    check_script(command)
+    twin = reference if isinstance(reference, Twin) else Twin(reference or out / "reference", command)
+    if reference is not None:
+        read_reference(twin.folder, twin.command, step_by_step=step_by_step)
+    make_folder(out)
+    (out / "plan.yaml").write_text(write_plan(plan))
+    if reference is None:
+        tell("the run without faults")
+        run_reference(command, twin.folder, env=env, step_by_step=step_by_step, limit_s=limit_s)
+    known = read_reference(twin.folder, twin.command, step_by_step=step_by_step)
+    limit_s = 60.0 + 10 * known.seconds if limit_s is None else limit_s
+    tell(f"the run with faults, seed {plan.seed}")
+    reference_trace = read_trace(twin.folder / "run", twin.folder / "inside", whole=False)
+    performance = Performance(
+        plan, command, out, env, tell, step_by_step=step_by_step, last_step=reference_trace.last_step
+    )
+    try:
+        ended = performance.play(limit_s)
+    except KeyboardInterrupt:
+        for line in performance.so_far():
+            tell(line)
+        raise
+    conductor = performance.conductor
+    evidence = Evidence(
+        plan,
+        reference_trace,
+        read_trace(performance.folder / "run", performance.folder / "inside"),
+        ended,
+        limit_s,
+        tuple(conductor.records),
+        tuple(conductor.nobody),
+        _undone(conductor, ended),
+        any(
+            s.kind is Subjects.COORDINATOR and r.strike.fault.loses
+            for r in conductor.records
+            if r.took
+            for s in r.strike.subjects
+        ),
+        performance.places,
+        performance.began_wall_s,
+        began_monotonic_s=performance.began_monotonic_s,
+        struck_s=performance.struck_s,
+        may_differ=tuple(may_differ),
+        late_s=performance.late_s,
+    )
+    summary = _summary(evidence, known, command, out, twin.folder)
+    if any(verdict.oracle in COMPARED and verdict.holds is False for verdict in summary.verdicts):
+        tell("they differ: the run without faults once more")
+        again = repeat or (
+            lambda: run_reference(twin.command, out / "again", env=env, step_by_step=step_by_step, limit_s=limit_s)
+        )
+        evidence = dataclasses.replace(evidence, again=again())
+        summary = _summary(evidence, known, command, out, twin.folder)
+        summary = msgspec.structs.replace(summary, diagnosis=_diagnosis(evidence))
+    write_summary(out, summary)
+    (out / "resolved.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(conductor.resolved()), indent=1) + b"\n"
+    )
+    options = ["--step-by-step"] if step_by_step else []
+    options += [word for name in may_differ for word in ("--may-differ", name)]
+    write_repro(out / "repro.sh", "resolved.json", command, options=options, env=env or {})
+    return report_on(out, summary, tell)
+
+
+class Performance:
+    """The run with faults: what is seen goes to the conductor, what it orders to the injectors, what came of it back."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        command: Sequence[str],
+        out: Path,
+        env: Mapping[str, str] | None,
+        tell: Callable[[str], None],
+        *,
+        step_by_step: bool = False,
+        last_step: int | None = None,
+    ) -> None:
+        self.conductor, self._step_by_step = Conductor(plan, last_step=last_step), step_by_step
+        self.folder = out / "faulted"
+        make_folder(self.folder)
+        self._plan, self._command, self._env, self._tell = plan, command, env, tell
+        self._out = out
+        self._placed: set[str] = set()
+        self._under_way: dict[int, Injected] = {}
+        """Strikes of which it is not known yet whether they took effect."""
+        self._lasting: dict[int, Injected] = {}
+        """Those to be taken back."""
+        self._close: Callable[[], None] = lambda: None
+        """After the job: of what was made for it."""
+        self._sight: Sight | None = None
+        self.places: dict[int, tuple[str, ...]] = {}
+        self.began_wall_s = 0.0
+        self.began_monotonic_s = 0.0
+        self.struck_s: dict[int, float] = {}
+        self.late_s = 0.0
+        self.begun_s: dict[int, float] = {}
+        """Strike -> when it was done; finding whom it strikes takes a moment."""
+
+    def play(self, limit_s: float) -> Ended:
+        with (
+            (self._out / "history.jsonl").open("w", encoding="utf-8") as file,
+            self._start() as job,
+        ):
+            self._job, self._history, self.began_wall_s = job, History(file), time.time() - job.now_s
+            self.began_monotonic_s = job.started_s
+            self._write("started", 0.0, pid=job.process.pid, monotonic_s=job.started_s, wall_s=self.began_wall_s)
+            while not job.over and job.now_s < limit_s:
+                self._look()
+                self._hear()
+                self._let_go_on()
+                asked_s = time.monotonic()
+                time.sleep(POLL_S)
+                self.late_s = max(self.late_s, time.monotonic() - asked_s - POLL_S)
+            self._hear()
+            self._take_all_back()  # helpers of ours: they are not what the job leaves
+            ended = job.finish(limit_s - job.now_s)
+            self._hear()
+            self._let_time_pass()
+            self._take_all_back()
+            self._history.give_up(job.now_s)
+            self._write("ended", exit_code=ended.exit_code, left=list(ended.left))
+        self._close()
+        return ended
+
+    def so_far(self) -> list[str]:
+        """Of a run that was interrupted."""
+        step = -1 if self._sight is None else self._sight.step
+        words = {True: "took effect", False: "took no effect", None: "nobody knows whether it took effect"}
+        struck = [
+            f"struck after step {one.step}: {name_of(one.strike.fault)} of {', '.join(map(str, one.strike.subjects))}: {words[one.took]}"
+            for one in self.conductor.records
+        ]
+        where = f"after step {step}" if step >= 0 else "before the first step"
+        return [f"it was interrupted {where}", *(struck or ["nothing was struck"])]
+
+    def _start(self) -> Job:
+        rack, env = driver_for(self._plan, self._command, self.folder) or (None, {})
+        if rack is not None:
+            self._close = rack.close
+        words, spread = arguments(self._command, self.folder), None
+        if hosts_needed(self._plan):
+            trays, words = trays_of(preloading(words, ENTER))
+            spread = Spread(trays, links_needed(self._plan))
+        faults = list(faults_of(self._plan))
+        return Job(
+            self.folder,
+            words,
+            points=_points(self._plan),
+            env={**(self._env or {}), **env},
+            driver=rack,
+            own_disk=any(isinstance(fault, DiskFull) for fault in faults),
+            own_clocks=any(isinstance(fault, StepClock) for fault in faults),
+            spread=spread,
+            step_by_step=self._step_by_step,
+        )
+
+    def _look(self) -> None:
+        sight = self._job.sight()
+        if sight is not None:
+            if self._sight is None or sight.step > self._sight.step:
+                self._write("committed", step=sight.step)
+            self._sight = sight
+            for place in sight.scene.places:
+                self._place(place)
+        if self._sight is not None:  # a coordinator that stands still hides the job, and the plan goes on
+            see = See(self._job.now_s, self._sight.step, self._sight.scene, self._job.points())
+            self._obey(self.conductor.see(see))
+
+    def _let_go_on(self) -> None:
+        """The step after the one that was seen; a job that nothing more is to happen to, or whose coordinator stands still, does not wait."""
+        if self.conductor.done or any(self._hides(record) for record in self.conductor.records):
+            self._job.let_go_on()
+        elif self._sight is not None:
+            self._job.let_go_on(self._sight.step + 1)
+
+    def _hides(self, record: Record) -> bool:
+        """What is struck cannot be seen."""
+        of_coordinator = any(subject.kind is Subjects.COORDINATOR for subject in record.strike.subjects)
+        return of_coordinator and record.took is not False and record.back_s is None
+
+    def _place(self, place: Place) -> None:
+        if place.slot not in self._placed:
+            self._placed.add(place.slot)
+            self._write("placed", slot=place.slot, tray=place.tray, clique=place.clique, rack=place.rack)
+
+    def _hear(self) -> None:
+        """Of what was struck."""
+        for number, injected in list(self._under_way.items()):
+            try:
+                outcome = injected.outcome()
+            except OSError as error:  # what it would be seen by has gone with the job
+                outcome = Outcome(False, f"nobody knows: {error}")
+            if outcome is not None:
+                del self._under_way[number]
+                self._confirm(number, outcome)
+
+    def _let_time_pass(self) -> None:
+        """The job is over: what only waited to be taken back needs not be waited for. What was still to be done has nobody to be done to."""
+        if self._sight is None or is_endless(self._plan):
+            return
+        while (wake_s := self.conductor.wake_s) is not None and not self._under_way:
+            see = See(max(wake_s, self._job.now_s), self._sight.step, self._sight.scene, self._job.points())
+            self._obey(self.conductor.see(see))
+
+    def _obey(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            match order:
+                case Strike():
+                    self._strike(order)
+                case TakeBack(number) if number in self._lasting:
+                    self._lasting.pop(number).take_back()
+                    self._write("taken back", strike=number)
+                case TakeBack():
+                    pass  # with the job
+
+    def _take_all_back(self) -> None:
+        while self._lasting:
+            self._lasting.popitem()[1].take_back()
+
+    def _strike(self, strike: Strike) -> None:
+        assert self._sight is not None, "orders follow from what is seen"
+        whom = [str(subject) for subject in strike.subjects]
+        slots = [(p.slot, p.incarnation) for subject in strike.subjects for p in self._sight.scene.of(subject)]
+        self._write("strike", strike=strike.number, fault=msgspec.to_builtins(strike.fault), whom=whom, slots=slots)
+        self._tell(f"after step {self._sight.step}: {name_of(strike.fault)} of {', '.join(whom)}")
+        scene = self._sight.scene
+        self.places[strike.number] = tuple(place.slot for one in strike.subjects for place in scene.of(one))
+        draw = stream(self._plan.seed, "strike", strike.number)
+        try:
+            injected = inject(strike, self._sight.scene, self._job, lambda: draw.getrandbits(32))
+        except (Missed, OSError) as error:
+            self._confirm(strike.number, Outcome(False, str(error)))
+        else:
+            self._under_way[strike.number] = injected
+            self.begun_s[strike.number] = self._job.now_s
+            if strike.fault.lasts:
+                self._lasting[strike.number] = injected
+            self._write("begun", strike=strike.number)
+            self._hear()
+
+    def _confirm(self, number: int, outcome: Outcome) -> None:
+        struck_s = None if outcome.struck_s is None else outcome.struck_s - self._job.started_s
+        if struck_s is not None:
+            self.struck_s[number] = struck_s
+        self._write("confirmed", strike=number, took=outcome.took, detail=outcome.detail, struck_s=struck_s)
+        if not outcome.took:
+            self._tell(f"it did not take effect: {outcome.detail}")
+        self._obey(self.conductor.confirm(number, took=outcome.took, detail=outcome.detail))
+
+    def _write(self, what: str, at_s: float | None = None, **more: object) -> None:
+        self._history.tell(what, self._job.now_s if at_s is None else at_s, **more)
+
+
+# -- before
+def check_run(plan: Plan, command: Sequence[str]) -> None:
+    """Raises `UsageError` for what cannot be: on this machine, of this command, or at all."""
+    check(plan)
+    check_plan(plan)
+    layout = layout_of(command)
+    if layout is not None:
+        check_targets(plan, ranks=layout.ranks, spares=layout.spares, trays=layout.trays)
+    check_budget(plan, layout)
+    check_hosts(plan, command)
+    check_command(command)
+    _check_storage(plan, command)
+    driver_for(plan, command, None)
+
+
+def _check_storage(plan: Plan, command: Sequence[str]) -> None:
+    for part in parts_of(plan.plan):
+        if (
+            isinstance(part, Inject | FlipFlop | Swizzle)
+            and kind_of(part.target) is Subjects.STORAGE
+            and checkpoints_in(command) is None
+        ):
+            raise UsageError(
+                f"{name_of(part.fault)} strikes checkpoints, and the job writes none.",
+                remedy="say --checkpoint-dir {out}/checkpoints, and how often: --checkpoint-every STEPS.",
+            )
+
+
+def _points(plan: Plan) -> list[str]:
+    """That it names."""
+    named = list(plan.watch)
+    for part in parts_of(plan.plan):
+        if isinstance(part, Inject):
+            named += [part.when.point] if isinstance(part.when, AtPoint) else []
+            named += [part.fault.point] if isinstance(part.fault, CrashAt) else []
+    return [point for point in POINTS if point in named]
+
+
+# -- after
+def _diagnosis(evidence: Evidence) -> str:
+    """ "": nothing differs, but for what two runs without faults do not have alike either."""
+    found = judge_script(evidence.reference, evidence.trace, evidence.again)
+    return str(found or judge_untracked(evidence) or "")
+
+
+def _undone(conductor: Conductor, ended: Ended) -> str:
+    stops = conductor.plan.expect == "stops" and ended.exit_code != 0
+    if stops or not conductor.owes:
+        return ""
+    return f"the job ended (exit code {ended.exit_code}) before the plan was carried out"
+
+
+def _summary(
+    evidence: Evidence, reference: Reference, command: Sequence[str], out: Path, reference_folder: Path
+) -> Summary:
+    verdicts = judge(evidence)
+    result, ended = evidence.trace.result, evidence.ended
+    began = datetime.now(UTC) - timedelta(seconds=ended.seconds)
+    return Summary(
+        plan=evidence.plan.name,
+        seed=evidence.plan.seed,
+        expect=evidence.plan.expect,
+        holds=overall(verdicts),
+        verdicts=tuple(verdicts),
+        strikes=tuple(
+            StrikeTold(
+                number=record.strike.number,
+                family=record.strike.fault.family,
+                fault=name_of(record.strike.fault),
+                whom=tuple(map(str, record.strike.subjects)),
+                step=record.step,
+                at_s=round(record.at_s, 3),
+                took=record.took,
+                detail=record.detail,
+                back_s=None if record.back_s is None else round(record.back_s, 3),
+            )
+            for record in evidence.records
+        ),
+        recoveries=result.recoveries if result is not None else (),
+        steps=evidence.trace.steps,
+        reference_steps=evidence.reference.steps,
+        seconds=round(ended.seconds, 3),
+        reference_seconds=round(reference.seconds, 3),
+        exit_code=ended.exit_code,
+        because=result.because if result is not None else "",
+        remedy=result.remedy if result is not None else "",
+        host=host_facts(),
+        began=f"{began:%Y-%m-%dT%H:%M:%SZ}",
+        command=tuple(command),
+        reference=str(reference_folder),
+        out=str(out),
+        may_differ=evidence.may_differ,
+    )

@@ -1,0 +1,1 @@
+"""What all models of the simulator share: virtual time, connections, the truth."""

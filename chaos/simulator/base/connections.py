@@ -1,0 +1,73 @@
+"""Connections between agents and the coordinator: first in, first out each, in any order between them; and who reaches whom.
+
+What is sent into a partition waits, as TCP sends again, until the partition heals or the connection is given up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rackrun.chaos.simulator.base.coverage_marks import Buggify, Marks
+from rackrun.chaos.simulator.base.virtual_time import NS, Engine
+
+__all__ = ["Cuts", "Wire"]
+
+
+@dataclass(slots=True)
+class Cuts:
+    """What is cut off for one tray: how many faults cut it each way."""
+
+    up: int = 0
+    down: int = 0
+    peers: int = 0
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Pings are not answered."""
+        return self.up > 0 or self.down > 0
+
+
+@dataclass(slots=True)
+class Wire:
+    """One direction of one connection."""
+
+    engine: Engine
+    draw: random.Random
+    buggify: Buggify
+    marks: Marks
+    latency_s: float
+    cuts: Cuts
+    is_cut: Callable[[], bool]
+    deliver: Callable[[Any], None]
+    closed: bool = False
+    _last_ns: int = 0
+    _waiting: deque[object] = field(default_factory=deque)
+
+    def send(self, message: object) -> None:
+        if self.closed:
+            return
+        if self._waiting or self.is_cut():
+            self.marks.sometimes("a message waited for a partition to heal")
+            self._waiting.append(message)
+            return
+        late = self.cuts.latency_s + self.cuts.jitter_s * self.draw.random()
+        seconds = self.latency_s * (0.5 + self.draw.random()) + late
+        if self.buggify("network: a slow message"):
+            seconds += self.draw.random() * 2.0
+        self._last_ns = max(self._last_ns, self.engine.now_ns + round(seconds * NS))
+        self.engine.at(self._last_ns, self._arrive, message)
+
+    def heal(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for message in waiting:
+            self.send(message)
+
+    def _arrive(self, message: object) -> None:
+        if not self.closed:
+            self.deliver(message)

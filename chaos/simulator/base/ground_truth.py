@@ -1,0 +1,190 @@
+"""What has really happened, whoever knows of it; and what must hold of that at every step.
+
+Training state is the history of the units that were applied, each with the generation whose gate it passed. Two members that
+took different histories for the same never become equal again, so one comparison finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rackrun.protocol.commands import Plan
+
+__all__ = ["History", "Truth", "Violation"]
+
+
+class Violation(AssertionError):
+    """Something is not as it must be."""
+
+
+def must(holds: object, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+class History:
+    """A state, as what led to it. Equal histories are one object.
+
+    A state that a GPU has changed by itself is another one than that of its replicas: it has a flaw, and what is computed with its gradients
+    has that flaw as well (`then`). ``plain`` is the history without its flaws: members of one generation share it, right or wrong.
+    """
+
+    __slots__ = ("_next", "before", "bits", "flaws", "generation", "plain", "unit", "world")
+
+    def __init__(self, before: History | None, unit: int, generation: int, world: int) -> None:
+        self.before, self.unit, self.generation, self.world = before, unit, generation, world
+        self.plain: History = self
+        self.flaws: frozenset[str] = frozenset()
+        """Of this state; those that others had when it was computed are among them."""
+        self.bits: object = None if before is None else (hash(before.bits), unit, world)
+        """What a digest sees. Who computes the same once more, in whatever generation, has the same bits."""
+        self._next: dict[object, History] = {}
+
+    def then(self, generation: int, world: int, of: Collection[History] = ()) -> History:
+        """After one unit more, that ``world`` ranks have computed. ``of``: the states that they had computed its gradients with."""
+        spoilt = frozenset(one for one in of if one.flaws)
+        key = (generation, world, spoilt)
+        if key not in self._next:
+            after = History(self, self.unit + 1, generation, world)
+            if self.flaws or spoilt:
+                after.plain = self.plain.then(generation, world)
+                after.flaws = self.flaws.union(*(one.flaws for one in spoilt))
+                after.bits = (after.bits, frozenset(one.bits for one in spoilt))
+            self._next[key] = after
+        return self._next[key]
+
+    def changed(self, flaw: str, bits: str = "") -> History:
+        """The same with other bits: ``bits`` says which, where another flaw may change the same."""
+        if flaw not in self._next:
+            wrong = History(self.before, self.unit, self.generation, self.world)
+            wrong.plain, wrong.flaws, wrong.bits = self.plain, self.flaws | {flaw}, (self.bits, bits or flaw)
+            self._next[flaw] = wrong
+        return self._next[flaw]
+
+    def at(self, unit: int) -> History:
+        """What it was after ``unit``."""
+        one = self
+        while one.unit > unit and one.before is not None:
+            one = one.before
+        return one
+
+    @property
+    def digest(self) -> int:
+        return hash(self.bits) & (2**62 - 1)
+
+    def units(self) -> list[int]:
+        """All that were applied, oldest first."""
+        return [one.unit for one in self._applied()]
+
+    def worlds(self) -> list[int]:
+        """How many ranks computed each unit: with a reduction that is not exact, its bits depend on that."""
+        return [one.world for one in self._applied()]
+
+    def _applied(self) -> list[History]:
+        found: list[History] = []
+        at: History | None = self
+        while at is not None and at.before is not None:
+            found.append(at)
+            at = at.before
+        return found[::-1]
+
+    def __repr__(self) -> str:
+        flaws = f" with {', '.join(sorted(self.flaws))}" if self.flaws else ""
+        return f"after {self.unit} in generation {self.generation}{flaws}"
+
+
+class Truth:
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self.began = History(None, -1, 0, 0)
+        self.committed = -1
+        """The newest unit that anybody has seen pass, in this world."""
+        self.plans: dict[int, Plan] = {}
+        self.announced = 0
+        self.acting = 0
+        """The newest generation that a gate was full in."""
+        self._states: dict[tuple[int, int], History] = {}
+        self._floor = -1
+        self.good = -1
+        """The last unit that may be trusted, by what the coordinator was told last."""
+        self.late: set[str] = set()
+        """Flaws that came when all that is compared had been compared."""
+        self.distrusted: frozenset[str] = frozenset()
+        """Flaws that the coordinator was told of: no state with one of them is taken any more."""
+        self._equal: dict[int, frozenset[str]] = {}
+        """Flaws of all, where all were found equal after a unit: nobody can see them."""
+
+    # -- generations
+    def announces(self, generation: int) -> None:
+        must(generation > self.announced, "generations are strictly monotone")
+        self.announced = generation
+
+    def planned(self, plan: Plan, *, launch: bool) -> None:
+        must(plan.generation not in self.plans, "two plans of one generation")
+        must(plan.generation >= self.announced, "a plan of an older generation")
+        self.announced = plan.generation
+        self.plans[plan.generation] = plan
+        members = plan.members
+        must([m.rank for m in members] == list(range(plan.world_size)), "a plan without each rank once")
+        must(len({m.slot for m in members}) == plan.world_size, "two ranks in one slot")
+        must(len({m.incarnation for m in members}) == plan.world_size, "two ranks in one process")
+        if launch:
+            self._floor = self.committed = -1
+            return
+        back = plan.rollback is not None or plan.reshard is not None  # which says where to as what is committed
+        must(back or plan.committed.step >= self._floor, f"{self._floor} is committed no more: {plan.committed}")
+        self._floor = plan.committed.step if plan.rollback is None else plan.rollback
+        must(self._floor <= plan.committed.step, "a rollback to what is not committed")
+        if plan.reshard is not None:
+            must(not plan.restores and all(plan.reshard.images), "a reshard without all images")
+            return
+        restored = {restore.rank for restore in plan.restores}
+        must(restored == {m.rank for m in members if m.fresh}, "a fresh member without a source")
+        for restore in plan.restores:
+            ways = [bool(restore.sources), bool(restore.snapshot), bool(restore.rebuild)]
+            must(ways.count(True) == 1, "not one source")
+            must(not set(restore.sources) & restored, "a source without state")
+
+    # -- gates
+    def gate_full(self, generation: int, unit: int, ranks: Sequence[int], world: int, *, heard: bool) -> None:
+        """``heard``: somebody of them has a connection to the coordinator. A world that was given up as a whole, because nobody of it was
+        heard any more, may go on alone: what it does is told to nobody."""
+        must(generation >= self.acting or not heard, f"generations {generation} and {self.acting} both act")
+        self.acting = max(generation, self.acting)
+        must(sorted(ranks) == list(range(world)), f"unit {unit} was computed by {ranks}: samples lost or doubled")
+
+    def state(self, generation: int, history: History) -> None:
+        """A member of ``generation`` stands there."""
+        known = self._states.setdefault((generation, history.unit), history.plain)
+        must(known is history.plain, f"two histories in generation {generation} at unit {history.unit}")
+        self.committed = max(self.committed, history.unit)
+
+    # -- state that is not to be trusted
+    def found_equal(self, unit: int, history: History) -> None:
+        self._equal[unit] = history.flaws
+
+    def flaws_then(self, unit: int, began: History) -> frozenset[str]:
+        """What may have been in everybody's state after ``unit``, though all were equal."""
+        later = [one for one in self._equal if one >= unit]
+        return began.flaws | (self._equal[min(later)] if later and unit > began.unit else frozenset())
+
+    def distrust(self, good: int, flaws: Iterable[str]) -> None:
+        """The coordinator is told."""
+        self.good, self.distrusted = good, self.distrusted.union(flaws)
+
+    def trusts(self, history: History, who: object) -> None:
+        wrong = sorted(history.flaws & self.distrusted)
+        must(not wrong, f"{who} goes on with a state that was found wrong: {', '.join(wrong)}")
+
+    # -- the end
+    def ended_well(self, finished: Mapping[int, History | None], *, clean: bool = False) -> None:
+        """``clean``: nothing was done that could hide a wrong state from those who compare."""
+        newest = self.plans[max(self.plans)]
+        must(sorted(finished) == list(range(newest.world_size)), "not all ranks have finished")
+        ends = {id(one.plain): one.plain for one in finished.values() if one is not None}
+        must(len(ends) == 1, "ranks end with different states")
+        flaws = [one.flaws for one in finished.values() if one is not None]
+        unseen = frozenset[str]().union(*flaws) - (frozenset() if clean else flaws[0].intersection(*flaws)) - self.late
+        must(not unseen, f"ranks end with states that are wrong, and nobody has seen it: {', '.join(sorted(unseen))}")
+        units = next(iter(ends.values())).units()
+        must(units == list(range(self.units)), f"each unit once, but: {units}")

@@ -1,0 +1,1 @@
+"""Models of a job's parts: agents, workers, the coordinator, storage."""

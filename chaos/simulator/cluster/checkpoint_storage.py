@@ -1,0 +1,174 @@
+"""The file system that all ranks write checkpoints to, and that a world reads which begins again.
+
+A checkpoint is whole when every rank of one world has written its part of it in one life of the job (from one start to the next); the first
+that is whole stays. All ranks of a world that begins agree on the newest that can be used: one that turns out to be damaged is never looked
+at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.faults.fault_types import DiskFails, DiskFull
+from rackrun.chaos.simulator.base.ground_truth import History, must
+from rackrun.chaos.simulator.cluster.restore_sources import Owner
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+    from rackrun.chaos.simulator.cluster.worker_model import Process
+
+__all__ = ["Disk", "Unusable"]
+
+
+KEPT = 3
+_CALLS = ("write", "fsync", "rename")
+
+
+class Unusable(Exception):
+    """There are checkpoints, and none of them can be used."""
+
+
+@dataclass(slots=True)
+class _Files:
+    """Parts of one checkpoint, by rank."""
+
+    parts: dict[int, History] = field(default_factory=dict)
+    torn: bool = False
+    """One of them is not what was written."""
+
+
+class Disk:
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._begun: dict[tuple[int, int, int], _Files] = {}
+        """(step, life, world) -> what is there of it."""
+        self._writing: dict[Owner, None] = {}
+        """Processes that still write their part of a checkpoint."""
+        self._whole: dict[int, _Files] = {}
+        self._damaged: dict[int, None] = {}
+        self._began: dict[int, History | None] = {}
+        """Generation that began the world -> with what; None: with none of those that there are."""
+        self._faults: dict[int, DiskFull | DiskFails] = {}
+
+    # -- faults
+    def strike(self, fault: DiskFull | DiskFails, number: int) -> Callable[[], object]:
+        """Returns what takes it back."""
+        self._faults[number] = fault
+        return lambda: self._faults.pop(number, None)
+
+    def rot(self) -> bool:
+        """The newest that is whole. False: there is none."""
+        there = [step for step in self._whole if step not in self._damaged]
+        if there:
+            self._whole[max(there)].torn = True
+        return bool(there)
+
+    def _failing(self, call: str) -> DiskFull | DiskFails | None:
+        """The worst that comes of it: what fails is neither slow nor torn."""
+        order = ("slow", "torn")
+        full = [fault for fault in self._faults.values() if isinstance(fault, DiskFull) and call == "write"]
+        fails = [fault for fault in self._faults.values() if isinstance(fault, DiskFails) and fault.call == call]
+        fails.sort(key=lambda fault: order.index(fault.error) if fault.error in order else -1)
+        found: list[DiskFull | DiskFails] = [*full, *fails]
+        return found[0] if found else None
+
+    # -- writing
+    def save(self, process: Process) -> bool:
+        """``process`` has passed a gate, after which all write. False: it still writes an older one, and passes this over."""
+        if process.owner in self._writing:
+            return False
+        self._writing[process.owner] = None
+        key = (process.passed, self._sim.life(process.generation), self._sim.eras[process.generation].world)
+        what = (key, process.its_rank, process.state_now, _CALLS)
+        self._later(process, self._sim.costs.write_s, self._write, process, *what)
+        return True
+
+    def _later(self, process: Process, seconds: float, do: Callable[..., None], *args: object) -> None:
+        """In a thread of its own: nothing that all are told breaks it off, but its end does."""
+        self._sim.engine.after(self._sim.costs.of(seconds, self._sim.draw["disk"]), process.do, do, *args)
+
+    def _write(
+        self,
+        process: Process,
+        key: tuple[int, int, int],
+        rank: int,
+        history: History,
+        calls: tuple[str, ...],
+        torn: bool = False,
+    ) -> None:
+        for at, call in enumerate(calls, 1):
+            match self._failing(call):
+                case None:
+                    pass
+                case DiskFails(error="torn"):
+                    torn = True
+                case DiskFails(error="slow", slow_s=slow_s):
+                    self._later(process, slow_s, self._write, process, key, rank, history, calls[at:], torn)
+                    return
+                case _:
+                    self._writing.pop(process.owner, None)
+                    self._sim.marks.sometimes("a checkpoint was given up")
+                    return
+        self._writing.pop(process.owner, None)
+        files = self._begun.setdefault(key, _Files())
+        files.parts[rank], files.torn = history, files.torn or torn
+        step, _, world = key
+        if len(files.parts) == world and step not in self._whole:
+            self._whole[step] = files
+            self._remove_old()
+            self._sim.coordinator.checkpointed(process.agent, step)
+
+    def _remove_old(self) -> None:
+        """So many of the newest are kept. One that was found damaged, or is not to be trusted, counts as none."""
+        there = sorted(self._whole.keys() - self._damaged.keys())
+        for step in there[:-KEPT]:
+            del self._whole[step]
+            self._sim.marks.sometimes("an old checkpoint was removed")
+
+    def distrust(self, good: int, newest: int) -> None:
+        """Checkpoints of later units are not what they should be, up to ``newest``, which may still be written."""
+        for step in [step for step, _, _ in self._begun if step > good] + [newest] * (newest > good):
+            if step not in self._damaged:
+                self._damaged[step] = None
+                self._sim.marks.sometimes("a checkpoint was not to be trusted")
+
+    def began_with(self, generation: int) -> History:
+        """The state of the world that ``generation`` began."""
+        return self._began.get(generation) or self._sim.truth.began
+
+    # -- reading
+    def begins(self, generation: int) -> History:
+        """With what the world of ``generation`` begins: the same on all its ranks. Raises `Unusable`."""
+        if generation not in self._began:
+            self._began[generation] = self._newest()
+        found = self._began[generation]
+        if found is None:
+            raise Unusable
+        return found
+
+    def _newest(self) -> History | None:
+        for step in sorted(self._whole.keys() - self._damaged.keys(), reverse=True):
+            if self._failing("read") is not None:
+                continue  # it may be whole
+            files = self._whole[step]
+            if files.torn:
+                self._damaged[step] = None
+                self._sim.marks.sometimes("a damaged checkpoint was passed over")
+                continue
+            self._sim.marks.sometimes("a world began from a checkpoint")
+            return self._joined(step, files)
+        return None if self._whole else self._sim.truth.began
+
+    def _joined(self, step: int, files: _Files) -> History:
+        """All parts together: each may be of another generation, where the step was done again, but of the same training."""
+        found = list(files.parts.values())
+        must(all(one.unit == step for one in found), f"a checkpoint of step {step} with parts of other steps")
+        self._sim.truth.trusts(found[0], f"a world that begins from the checkpoint of step {step}")
+        if not self._sim.job.exact:
+            must(
+                len({tuple(one.worlds()) for one in found}) == 1,
+                f"a checkpoint of step {step} in parts of two trainings",
+            )
+        return found[0]

@@ -1,0 +1,372 @@
+"""The coordinator's shell around the core, in virtual time: it stamps events, keeps timers and connections, and lets leases lapse.
+
+Heartbeats are elided: a connection that cannot answer gets a lapse to come, and loses it when it can again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rackrun.chaos.simulator.base.connections import Wire
+from rackrun.chaos.simulator.base.ground_truth import must
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.commands import (
+    Answer,
+    AskPolicy,
+    BreakGeneration,
+    Command,
+    CondemnWorker,
+    DealShards,
+    Decided,
+    DismissTray,
+    DrainWorkers,
+    FenceWorker,
+    Notice,
+    PauseWorkers,
+    ReleaseRack,
+    ReleaseWorkers,
+    RequestRack,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+    Worker,
+)
+from rackrun.protocol.events import (
+    CostsMeasured,
+    DeviceChecked,
+    Event,
+    PolicyAnswered,
+    ReplicasDiffer,
+    SlowRank,
+    SlowRanksChanged,
+    SnapshotMirrored,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerExited,
+)
+from rackrun.protocol.ids import SlotId, Step, TrayId, slot_id, tray_of
+from rackrun.protocol.job_config import JobConfig
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.agent_model import Agent
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+
+__all__ = ["Coordinator", "Link"]
+
+KEPT = 60
+"""So many of the last exchanges are kept, for people."""
+LOOK_EVERY = 5
+"""Units, between two looks for slow ranks."""
+
+
+class Link:
+    """One connection of an agent. Down it goes what the core commands, up it what the agent says."""
+
+    def __init__(self, sim: Simulation, agent: Agent) -> None:
+        self.agent, self.tray = agent, agent.tray
+        cuts, draw, costs = sim.cuts[agent.tray], sim.draw["network"], sim.costs
+        self.up = Wire(
+            sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.up > 0, self._heard
+        )
+        self.down = Wire(
+            sim.engine, draw, sim.buggify, sim.marks, costs.latency_s, cuts, lambda: cuts.down > 0, agent.hear
+        )
+        self._coordinator = sim.coordinator
+        self.silent = 0
+        """Changes whenever it becomes silent or can be heard again; odd: it is silent."""
+
+    def _heard(self, message: object) -> None:
+        self._coordinator.hear(self, message)
+
+    def close(self) -> None:
+        self.up.closed = self.down.closed = True
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The end of a connection, as its last message."""
+
+    because: str
+
+
+class Coordinator:
+    def __init__(self, sim: Simulation, config: JobConfig, core: type[ControlPlane] = ControlPlane) -> None:
+        self.sim, self.config = sim, config
+        self.core = core(config)
+        self.links: dict[TrayId, Link] = {}
+        self.stopped: StopJob | None = None
+        self.events = 0
+        self.last: deque[str] = deque(maxlen=KEPT)
+        self.notices: deque[str] = deque(maxlen=KEPT)
+        self.answers: dict[str, list[Answer]] = {}
+        self.withdrawn: dict[SlotId, str] = {}
+        self.departing: set[TrayId] = set()
+        self.unfit: dict[SlotId, tuple[str, ...]] = {}
+        """What it was told of, and not taken back."""
+        self._left_out: dict[SlotId, None] = {}
+        """At any time, for what was lost there."""
+        self._slow: tuple[SlowRank, ...] = ()
+        self.launches = 0
+        self._inbox: deque[Event] = deque()
+        self._handling = False
+        self._at_ms = 0
+        self._asleep: deque[tuple[Link, object] | Event] | None = None
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._costs_told = False
+        self._checkpoint: Step | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def trace(self) -> str:
+        return self._hash.hexdigest()
+
+    # -- connections
+    def accept(self, agent: Agent) -> Link:
+        return Link(self.sim, agent)
+
+    def hear(self, link: Link, message: object) -> None:
+        if self._asleep is not None:
+            self._asleep.append((link, message))
+        elif isinstance(message, Gone):
+            self.lose(link, message.because)
+        elif isinstance(message, TrayJoined):
+            if message.tray in self.links:
+                self._forget(message.tray, "its agent connected anew")
+            self.links[message.tray] = link
+            self.submit(message)
+        elif isinstance(message, msgspec.Struct) and self.links.get(link.tray) is link:
+            self.submit(message)  # type: ignore[arg-type]
+
+    def lose(self, link: Link, because: str) -> None:
+        link.close()
+        if self.links.get(link.tray) is link:
+            self._forget(link.tray, because)
+
+    def _forget(self, tray: TrayId, because: str) -> None:
+        self.links.pop(tray).close()
+        self.departing.discard(tray)
+        self.unfit = {slot: why for slot, why in self.unfit.items() if tray_of(slot) != tray}
+        returns = self.sim.buggify("coordinator: an agent is said to be started again")
+        self.submit(TrayLost(tray=tray, because=because, returns=returns))
+
+    def look_at(self, link: Link) -> None:
+        """Whether it answers may have changed."""
+        silent = link.agent.silent or link.up.cuts.silent
+        if silent == bool(link.silent % 2):
+            return
+        link.silent += 1
+        if silent:
+            lease_s = self.sim.costs.lease_s
+            wait_s = lease_s / 3 + self.sim.draw["lease"].random() * lease_s * 2 / 3  # a ping is out, or will be
+            self.sim.engine.after(wait_s, self._lapse, link, link.silent)
+
+    def _lapse(self, link: Link, silent: int) -> None:
+        if link.silent != silent or link.up.closed:
+            return
+        if self._asleep is not None:  # it looks when it wakes
+            self.sim.engine.after(0.05, self._lapse, link, silent)
+            return
+        self.sim.marks.sometimes("a lease lapsed")
+        self.lose(link, f"no word from its agent for {self.sim.costs.lease_s:.0f} s")
+
+    # -- it is stopped, and goes on
+    def sleep(self) -> None:
+        if self._asleep is None:
+            self._asleep = deque()
+
+    def wake(self) -> None:
+        asleep, self._asleep = self._asleep or deque(), None
+        for one in asleep:
+            if isinstance(one, tuple):
+                self.hear(*one)
+            else:
+                self.submit(one)
+
+    # -- events
+    def submit(self, event: Event) -> None:
+        if self._asleep is not None:
+            self._asleep.append(event)
+            return
+        self._inbox.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox and self.stopped is None:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._inbox.clear()
+            self._handling = False
+
+    def _handle(self, event: Event) -> None:
+        timed = event.at_ms if isinstance(event, TimerFired) else 0
+        self._at_ms = max(self._at_ms, self.sim.engine.now_ms, timed)
+        event = msgspec.structs.replace(event, at_ms=self._at_ms)
+        self.events += 1
+        self._mark(event)
+        if isinstance(event, DeviceChecked):
+            self.unfit.pop(slot_id(event.tray, event.index), None)
+            self.unfit |= {slot_id(event.tray, event.index): event.unfit} if event.unfit else {}
+        if isinstance(event, SnapshotMirrored):
+            self.sim.memory.heard(event)
+        self.sim.rollbacks.heard(event)
+        if isinstance(event, ReplicasDiffer):
+            self._distrust(event)
+        commands = self.core.handle(event)
+        self._hash.update(self._encode(event))
+        self._hash.update(self._encode(commands))
+        self.last.append(f"{self.sim.engine.now_s:.6f} {event} -> {[*commands] or 'nothing'}")
+        self.core.check_invariants()
+        launch = any(isinstance(command, StartWorker) and not command.spare for command in commands)
+        for number, command in enumerate(commands):
+            must(self.stopped is None, f"after the end: {command}")
+            self._carry_out(command, launch=launch)
+            must(self.stopped is None or number == len(commands) - 1, "the end is not the last")
+
+    def _distrust(self, event: ReplicasDiffer) -> None:
+        """The first of a generation that trains is believed, and all tell the same."""
+        truth, found = self.sim.truth, self.sim.differences[int(event.generation)]
+        phase = self.core.view().phase
+        if event.generation == max(truth.plans) and phase in ("training", "resuming", "parking"):
+            truth.distrust(int(event.good.step), found.flaws)
+
+    def _mark(self, event: Event) -> None:
+        if isinstance(event, TrayLost) or (isinstance(event, WorkerExited) and event.exit_code != 0):
+            phase = self.core.view().phase
+            if phase in ("parking", "resuming"):
+                self.sim.marks.sometimes(f"a loss came while others {'parked' if phase == 'parking' else 'resumed'}")
+
+    def _carry_out(self, command: Command, *, launch: bool) -> None:
+        sim = self.sim
+        match command:
+            case SetTimer():
+                self._set(command)
+            case BreakGeneration():
+                must(command.because, "a break without a reason")
+                sim.truth.announces(command.generation)
+                self._send(command, command.workers)
+            case ResumeGeneration():
+                must(command.because, "a plan without a reason")
+                self._planned(command, launch=launch)
+                members = command.plan.members
+                self._send(command, [Worker(m.slot, m.incarnation) for m in members])
+            case StartWorker():
+                self._may_start(command.slot)
+                self._send_to(command, [tray_of(command.slot)])
+            case FenceWorker():
+                if not command.swept_along:
+                    sim.marks.sometimes("a rank was fenced")
+                self._send_to(command, [tray_of(command.slot)])
+            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
+                self._send(command, command.workers)
+            case DismissTray():
+                sim.marks.sometimes("a tray was dismissed")
+                self._send_to(command, [command.tray])
+            case AskPolicy():
+                sim.marks.sometimes("the policy was asked")
+                trouble = "raised ValueError: no" if sim.draw["policy"].random() < 0.3 else ""
+                answer = PolicyAnswered(question=command.question, trouble=trouble)
+                sim.engine.after(0.02 + sim.draw["policy"].random(), self.submit, answer)
+            case Notice():
+                must(command.text, "a notice without words")
+                self.notices.append(command.text)
+                if "is slow" in command.text:
+                    sim.marks.sometimes("a slow rank was told of")
+            case Answer():
+                self._hear(command)
+            case Decided() | CondemnWorker():
+                pass
+            case RequestRack() | ReleaseRack():
+                sim.provider.provide(command)
+            case StopJob():
+                must(command.because, "a stop without a reason")
+                self.stopped = command
+
+    def _set(self, timer: SetTimer) -> None:
+        sim = self.sim
+        if timer.name.startswith("quarantine:"):
+            self._left_out[SlotId(timer.name.partition(":")[2])] = None
+            sim.marks.sometimes("a slot was left out for a while")
+        late_s = 0.2 * sim.draw["timers"].random() if sim.buggify("coordinator: a late timer") else 0.0
+        at_ns = timer.at_ms * 1_000_000 + round(late_s * 1e9)
+        sim.engine.at(at_ns, self.submit, TimerFired(name=timer.name, at_ms=timer.at_ms))
+
+    def _may_start(self, slot: SlotId) -> None:
+        if slot in self._left_out:
+            self.sim.marks.sometimes("a slot that was left out was tried again")
+        must(slot not in self.withdrawn_slots(), "a worker starts in a place that is drained")
+
+    def _planned(self, command: ResumeGeneration, *, launch: bool) -> None:
+        plan, before = command.plan, self.sim.truth.plans
+        known = {(m.slot, m.incarnation) for m in before[max(before)].members} if before else set()
+        new = [m.slot for m in plan.members if (m.slot, m.incarnation) not in known]
+        if self.unfit and new:
+            self.sim.marks.sometimes("a GPU was unfit when ranks were placed")
+        must(not any(slot in self.unfit for slot in new), "a rank on a GPU that may not be used")
+        must(not any(slot in self.withdrawn_slots() for slot in new), "a rank in a place that is drained")
+        self.launches += launch
+        self.sim.planned(plan, launch=launch)
+
+    def withdrawn_slots(self) -> dict[SlotId, str]:
+        leaving = {slot: "departs" for slot in self.sim.all_slots() if tray_of(slot) in self.departing}
+        return {**self.withdrawn, **leaving}
+
+    def _hear(self, answer: Answer) -> None:
+        self.withdrawn, self.departing = dict(answer.drained), set(answer.departing)
+        said = self.answers.setdefault(answer.request, [])
+        must(answer.text, "an answer without words")
+        must(all(one.outcome == "begun" for one in said), "an answer after the last one")
+        must(bool(answer.refusal) == (answer.outcome == "refused"), "a refusal that is none")
+        said.append(answer)
+        if answer.outcome == "refused":
+            self.sim.marks.sometimes("a person was refused")
+
+    # -- commands on their way
+    def _send(self, command: Command, workers: Iterable[Worker]) -> None:
+        self._send_to(command, dict.fromkeys(tray_of(worker.slot) for worker in workers))
+
+    def _send_to(self, command: Command, trays: Iterable[TrayId]) -> None:
+        for tray in trays:
+            if (link := self.links.get(tray)) is not None:
+                link.down.send(command)
+
+    def measured(self, unit: int) -> None:
+        """What the real shell draws from telemetry: told once it is known."""
+        if unit >= 2 and not self._costs_told:
+            self._costs_told = True
+            self._tell_costs()
+        if unit % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look_for_slow_ranks()
+
+    def checkpointed(self, agent: Agent, step: int) -> None:
+        """One is whole on disk, as the last to write of it tells."""
+        if agent.is_heard:
+            self._checkpoint = Step(max(self._checkpoint or step, step))
+            self._tell_costs()
+
+    def _tell_costs(self) -> None:
+        step_s, copied = self.sim.costs.step_s, 1e9 / self.sim.costs.takeover_s
+        known = self._checkpoint
+        self.submit(CostsMeasured(step_s=step_s, state_bytes=1e9, copy_bytes_per_s=copied, checkpoint=known))
+
+    def _look_for_slow_ranks(self) -> None:
+        """As the shell does it from steps: told when others are slow than before."""
+        newest = self.sim.truth.plans[max(self.sim.truth.plans)]
+        found = []
+        for member in newest.members:
+            process = self.sim.processes.get((member.slot, int(member.incarnation)))
+            if process is not None and process.slow > 1.2:
+                times = round(process.slow, 2)
+                found.append(
+                    SlowRank(
+                        rank=member.rank, slot=member.slot, times=times, own_ms=1e3, past=times, rows=18, window=20
+                    )
+                )
+        if tuple(found) != self._slow:
+            self._slow = tuple(found)
+            self.submit(SlowRanksChanged(generation=newest.generation, slow=self._slow))

@@ -1,0 +1,70 @@
+"""People who drain, return, swap, shrink, grow and change the policy, at any moment and also for what there is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rackrun.protocol.events import (
+    DrainRequested,
+    Event,
+    GrowRequested,
+    PolicyRequested,
+    ReturnRequested,
+    ShrinkRequested,
+    SwapRequested,
+)
+from rackrun.protocol.ids import Rank, TrayId, slot_id, tray_of
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+
+__all__ = ["People"]
+
+ASKED = ("drain", "drain and wait", "return", "return", "swap", "swap", "shrink", "grow", "policy")
+
+
+class People:
+    def __init__(self, sim: Simulation) -> None:
+        self._sim, self._draw = sim, sim.draw["people"]
+
+    def begin(self) -> None:
+        for number in range(self._sim.job.requests):
+            self._sim.engine.after(self._draw.random() * self._sim.job.faults_s, self._ask, number)
+
+    def _ask(self, number: int) -> None:
+        self._sim.coordinator.submit(self._request(number, self._draw.choice(ASKED)))
+
+    def _request(self, number: int, kind: str) -> Event:
+        sim, draw = self._sim, self._draw
+        tray = TrayId(f"tray-{draw.randrange(sim.job.trays + 1)}")
+        slot = slot_id(tray, draw.randrange(sim.job.slots))
+        target = tray if draw.random() < 0.5 else slot
+        steps = sim.truth.committed + 1
+        match kind:
+            case "drain" | "drain and wait":
+                name = f"drain {number} {target}"
+                return DrainRequested(request=name, target=target, wait=kind != "drain", steps=steps)
+            case "return":
+                drained = sorted(sim.coordinator.withdrawn)
+                target = draw.choice(drained) if drained else target
+                return ReturnRequested(
+                    request=f"return {number}", target=draw.choice([target, tray_of(slot) or target])
+                )
+            case "shrink":
+                size = sim.coordinator.core.view().world_size
+                rank, size_then = Rank(draw.randrange(size + 1)), draw.randrange(size + 1)
+                ranks = (rank,) if draw.random() < 0.5 else ()
+                return ShrinkRequested(
+                    request=f"shrink {number}", ranks=ranks, to=0 if ranks else size_then, steps=steps
+                )
+            case "grow":
+                return GrowRequested(request=f"grow {number}", to=draw.choice([0, 0, 1, 3]))
+            case "policy":
+                policy = draw.choice(["swap,shrink,wait", "swap,acquire,restart", "no-swap", "nonsense", None])
+                return PolicyRequested(request=f"policy {number}", policy=policy)
+            case _:
+                view = sim.coordinator.core.view()
+                spares = [spare.slot for spare in view.spares]
+                to = draw.choice([draw.choice(spares) if spares else slot, slot, ""])
+                rank = Rank(draw.randrange(view.world_size + 1))
+                return SwapRequested(request=f"swap {number}", rank=rank, to=to, steps=steps)

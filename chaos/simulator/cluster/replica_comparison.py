@@ -1,0 +1,184 @@
+"""``--check-replicas`` in virtual time, as `rackrun.worker.integrity.silent_corruption` does it: ranks compare digests right before the update of a step, and
+all come to the same conclusion. Who is wrong is told by `rackrun.core.faults.divergence` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.simulator.base.ground_truth import must
+from rackrun.core.faults.divergence import culprits
+from rackrun.protocol.events import ReplicasDiffer
+from rackrun.protocol.ids import Generation, Position, Rank
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.generations import Era
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+    from rackrun.chaos.simulator.cluster.worker_model import Process
+
+__all__ = ["Comparing", "Difference", "compare", "goes_back", "is_due"]
+
+_MAJORITY = 3
+"""So many ranks with the same shard can outvote one of them."""
+
+
+@dataclass(slots=True)
+class Comparing:
+    """What one rank keeps for it."""
+
+    good: int | None = None
+    """The last unit after which it knows all replicas to have been equal."""
+    last: int = -1
+    """The unit before whose update they were."""
+    seen: dict[int, int] = field(default_factory=dict)
+    """Unit -> its digest before the update, since then."""
+    before: dict[Rank, dict[int, int]] = field(default_factory=dict)
+    """What all ranks had seen when nobody could say who was wrong."""
+    until: int = -1
+    went_back: bool = False
+    filled: int = 0
+    """So often its state was restored."""
+    filled_then: int = -1
+    """The same, when they differed."""
+    flipped: list[str] = field(default_factory=list)
+    """Flaws that its own GPU has made."""
+
+    def begins(self, at: int, passed: int, began: int, world: int) -> None:
+        """The gate of unit ``at`` is next."""
+        self.good = min(began if self.good is None else self.good, passed)
+        if at <= self.last:
+            self.last = -1
+        self.went_back |= at < self.until or (at == self.until and self.filled > self.filled_then)
+        if not self.went_back or len(self.before) != world:
+            self.before = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What all ranks of a generation conclude, and tell."""
+
+    generation: Generation
+    at: int
+    culprits: tuple[Rank, ...]
+    good: int
+    again: bool
+    differing: tuple[Rank, ...]
+    flaws: frozenset[str]
+    """What is not to be in anybody's state any more."""
+
+    def event(self, of: Process) -> ReplicasDiffer:
+        return ReplicasDiffer(
+            slot=of.slot,
+            incarnation=of.incarnation,  # type: ignore[arg-type]
+            generation=self.generation,
+            at=Position(self.at),
+            culprits=self.culprits,
+            good=Position(self.good),
+            again=self.again,
+            differing=self.differing,
+        )
+
+
+def compares(sim: Simulation, era: Era, unit: int) -> bool:
+    """Ranks know which of them are replicas, and each has one."""
+    known = unit > era.since + 2
+    return bool(sim.job.check_replicas) and known and not sim.some_are_alone(era.world)
+
+
+def is_due(sim: Simulation, era: Era, unit: int) -> bool:
+    last = unit == sim.truth.units - 1
+    due = last or unit in (era.since + 3, era.compares_soon) or unit % sim.job.check_replicas == 0
+    return compares(sim, era, unit) and due
+
+
+def goes_back(sim: Simulation, era: Era) -> bool:
+    """Whether a snapshot of what is compared may ever be needed."""
+    return sim.job.check_replicas > 1 or len(_kinds(sim, era.world)[0]) < _MAJORITY
+
+
+def compare(sim: Simulation, era: Era, unit: int, members: Sequence[Process]) -> Difference | None:
+    """``members``: all ranks of the generation, in order, at the gate of ``unit``. None: they pass it."""
+    if not compares(sim, era, unit):
+        if sim.job.check_replicas and sim.some_are_alone(era.world):
+            for one in members:
+                one.comparing.good = None
+        return None
+    kinds, due = _kinds(sim, era.world), is_due(sim, era, unit)
+    for one in members:
+        one.comparing.begins(unit, one.passed, sim.began(era.generation), era.world)
+        if due or any(len(kind) < _MAJORITY for kind in kinds if one.its_rank in kind):
+            one.comparing.seen[unit] = one.state_now.digest
+    if not due:
+        return None
+    found = _judge(era, unit, kinds, members)
+    if found is None:
+        sim.truth.found_equal(unit - 1, members[0].state_now)
+        for one in members:
+            kept = one.comparing
+            kept.good, kept.last = unit - 1, unit
+            kept.seen = {step: digest for step, digest in kept.seen.items() if step > unit}
+    return found
+
+
+def _kinds(sim: Simulation, world: int) -> list[list[Rank]]:
+    found: dict[str, list[Rank]] = {}
+    for rank in range(world):
+        found.setdefault(sim.class_of(rank), []).append(Rank(rank))
+    return list(found.values())
+
+
+def _judge(era: Era, unit: int, kinds: list[list[Rank]], members: Sequence[Process]) -> Difference | None:
+    all_kept = [one.comparing for one in members]
+    good, last = max(-1 if kept.good is None else kept.good for kept in all_kept), max(kept.last for kept in all_kept)
+    twice, until = all(kept.before for kept in all_kept), max(kept.until for kept in all_kept)
+    for kept in all_kept:  # who has just joined does not know
+        kept.good, kept.last = good, last
+        kept.before = kept.before if twice else {}
+    digests = {one.its_rank: one.state_now.digest for one in members}
+    apart = [kind for kind in kinds if len({digests[rank] for rank in kind}) > 1]
+    if not apart and not twice:
+        return None
+    now = {
+        Rank(one.its_rank): {step: digest for step, digest in one.comparing.seen.items() if last < step <= unit}
+        for one in members
+    }
+    before = all_kept[0].before
+    first = {rank: {step: digest for step, digest in seen.items() if step <= unit} for rank, seen in before.items()}
+    found = culprits(kinds, [first, now] if twice else [now])
+    if found:
+        fresh = not twice and unit - 1 == last  # its gradients are in nobody's state yet
+        for rank in found:
+            must(members[rank].comparing.flipped, f"rank {rank} is to blame, and its GPU has never been wrong")
+        for kept in all_kept:
+            kept.before = {}
+        how = "found by computing again" if twice else "outvoted"
+        era.sim.marks.sometimes(f"a corrupt rank was {how}")
+        return _difference(era, unit, members, found, unit - 1 if fresh or not apart else good)
+    if not apart:
+        if unit >= until:
+            for kept in all_kept:
+                kept.before = {}
+        return None
+    if twice and unit >= until:
+        differing = tuple(rank for kind in apart for rank in kind)
+        era.sim.marks.sometimes("replicas differed twice")
+        return _difference(era, unit, members, (), good, differing)
+    for kept in all_kept:
+        kept.before, kept.until, kept.went_back, kept.filled_then = now, unit, False, kept.filled
+    era.sim.marks.sometimes("replicas differed, and all computed again")
+    return _difference(era, unit, members, (), good)
+
+
+def _difference(
+    era: Era,
+    unit: int,
+    members: Sequence[Process],
+    found: tuple[Rank, ...],
+    good: int,
+    differing: tuple[Rank, ...] = (),
+) -> Difference:
+    flaws = frozenset[str]().union(*(one.state_now.flaws for one in members))
+    flaws -= era.sim.truth.flaws_then(good, era.sim.disk.began_with(era.sim.life(era.generation)))
+    return Difference(Generation(era.generation), unit, found, good, bool(differing), differing, flaws)

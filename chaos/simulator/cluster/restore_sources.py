@@ -1,0 +1,199 @@
+"""Where state is restored from: peers, snapshots and copies in the memory of agents, and parity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.simulator.base.ground_truth import History, Violation, must
+from rackrun.protocol.commands import Plan, Reshard, Restore
+from rackrun.protocol.events import SnapshotMirrored
+from rackrun.protocol.ids import SlotId, Step, TrayId, snapshot_id
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+    from rackrun.chaos.simulator.cluster.worker_model import Process
+
+__all__ = ["Damaged", "Memory", "Unlike", "named"]
+
+Owner = tuple[SlotId, int]
+"""Slot and incarnation of whose state it is."""
+
+
+class Damaged(Exception):
+    """What is to be restored does not match its checksums. ``where`` as in `SnapshotDamaged`."""
+
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(step, where)
+        self.step, self.where = step, where
+
+
+class Unlike(Exception):
+    """The sources hold different states."""
+
+
+def named(plan: Plan, step: int) -> int:
+    return int(snapshot_id(plan.layout, Step(step)))
+
+
+class Memory:
+    """What all agents keep. A tray's part of it goes with the tray."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self.kept: dict[tuple[TrayId, Owner], dict[int, History]] = {}
+        """Snapshots of an owner on a tray, by `snapshot_id`: its own tray's, or copies."""
+        self.files: dict[tuple[Owner, int], int] = {}
+        """Each snapshot is a file of its own: parity is of exactly these bytes."""
+        self.rows: dict[tuple[TrayId, int, int, int], dict[int, tuple[int, History]]] = {}
+        """(tray, generation, keeper, snapshot) -> by rank whose stripes are in it: of which file, of which state."""
+        self.rotten: set[tuple[TrayId, Owner, int]] = set()
+        self._told: dict[tuple[TrayId, Owner], tuple[Step, ...]] = {}
+        """What the coordinator has last heard of copies. The holder may have newer ones, which push out older, and whose news is lost."""
+
+    def seal(self, tray: TrayId, owner: Owner, name: int, history: History) -> None:
+        self.kept.setdefault((tray, owner), {})[name] = history
+        self.files[owner, name] = len(self.files) + 1
+        self.rotten.discard((tray, owner, name))
+
+    def of(self, tray: TrayId, owner: Owner) -> dict[int, History]:
+        return self.kept.get((tray, owner), {})
+
+    def forget_tray(self, tray: TrayId) -> None:
+        if any(of[0] == tray for of in self.kept):
+            self._sim.marks.sometimes("a snapshot was lost with its tray")
+        self.kept = {key: found for key, found in self.kept.items() if key[0] != tray}
+        self.rows = {key: row for key, row in self.rows.items() if key[0] != tray}
+        self.rotten = {key for key in self.rotten if key[0] != tray}
+
+    def forget_owner(self, tray: TrayId, owner: Owner) -> None:
+        self.kept.pop((tray, owner), None)
+
+    def heard(self, event: SnapshotMirrored) -> None:
+        self._told[event.holder, (event.slot, int(event.incarnation))] = event.steps
+
+    # -- restoring
+    def for_member(self, process: Process, plan: Plan) -> History | None:
+        """The state that ``plan`` means for it; None as long as it cannot be had. Raises `Damaged`."""
+        try:
+            return self._for_member(process, plan)
+        except Violation:
+            if plan.generation < self._sim.truth.announced:
+                return None  # the others have gone on, and what it would read with them
+            raise
+
+    def _for_member(self, process: Process, plan: Plan) -> History | None:
+        if plan.reshard is not None:
+            return self._from_images(plan, plan.reshard)
+        at = plan.committed.step if plan.rollback is None else plan.rollback
+        if process.stateful:
+            must(process.layout == plan.layout, "shards of another layout")
+            if plan.rollback is not None:
+                tray, name = process.agent.tray, named(plan, at)
+                found = self.of(tray, process.owner)
+                must(name in found, f"{process} is to go back to a snapshot that it does not have")
+                if (tray, process.owner, name) in self.rotten:
+                    raise Damaged(name, "")
+                return found[name]
+            must(not process.torn, "a state that is half gone back is taken for a clean one")
+            if process.passed < at:
+                must(process.entered_in is not None, "a unit is to be applied that was never entered")
+                return process.state_after()
+            return process.state_now
+        mine = [restore for restore in plan.restores if restore.rank == process.rank]
+        must(len(mine) == 1, f"{process} is fresh and has no source")
+        return self._fetch(mine[0], plan, at)
+
+    def _fetch(self, restore: Restore, plan: Plan, at: int) -> History | None:
+        if restore.snapshot:
+            found = self._read(restore.snapshot, named(plan, at))
+            if found is not None and restore.snapshot.split("/")[1] != restore.snapshot.split(":")[0]:
+                self._sim.marks.sometimes("a copy on another tray was restored")
+            return found
+        if restore.rebuild:
+            return self._rebuild(restore, named(plan, at))
+        peers = []
+        for source in restore.sources:
+            peer = self._sim.processes.get((plan.members[source].slot, plan.members[source].incarnation))
+            if peer is None or not peer.alive or peer.state != "running" or peer.generation != plan.generation:
+                continue
+            must(peer.passed == at, "a source that has gone on")
+            self._sim.marks.sometimes("a replica was the source")
+            peers.append(peer.state_now)
+        if any(one.digest != peers[0].digest for one in peers):
+            raise Unlike
+        return peers[0] if peers else None
+
+    def _reachable(self, tray: TrayId) -> bool:
+        agent = self._sim.agents.get(tray)
+        return agent is not None and agent.alive and not agent.paused and not self._sim.cuts[tray].peers
+
+    def _read(self, where: str, name: int) -> History | None:
+        address, slot_tray, index, incarnation = where.split("/")
+        tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
+        if not self._reachable(tray):
+            return None
+        if (tray, owner) not in self.kept and self._sim.agents[tray].began_ns > self._sim.planned_ns:
+            return None  # it came back empty since
+        if name not in self.of(tray, owner) and name in self._told.get((tray, owner), ()):
+            raise Damaged(name, where)
+        must(name in self.of(tray, owner), f"a snapshot that nobody keeps: {name} at {where}")
+        if (tray, owner, name) in self.rotten:
+            raise Damaged(name, where)
+        return self.of(tray, owner)[name]
+
+    def _from_images(self, plan: Plan, of: Reshard) -> History | None:
+        """What all the old ranks had, in one history; None as long as somebody has still to seal."""
+        found: dict[int, History] = {}
+        name = int(snapshot_id(of.layout, Step(plan.committed.step)))
+        for where in of.images:
+            address, slot_tray, index, incarnation = where.split("/")
+            tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
+            if name not in self.of(tray, owner):
+                process = self._sim.processes.get(owner)
+                lost = process is None or not process.alive or not self._reachable(tray)
+                must(
+                    lost or (process is not None and process.generation < plan.generation), "an image that nobody keeps"
+                )
+                return None
+            image = self._read(where, name)
+            if image is None:
+                return None
+            found[id(image)] = image
+        must(len({id(one.plain) for one in found.values()}) == 1, "the old ranks have two histories")
+        return next(iter(found.values()))
+
+    def _rebuild(self, restore: Restore, name: int) -> History | None:
+        """From each member that is left its row, with everybody's stripes, and the very file that it gave stripes of."""
+        rows, files, rotten = [], {}, False
+        for one in restore.rebuild:
+            address, slot_tray, index, incarnation = one.snapshot.split("/")
+            at, generation, keeper_ = one.row.split("/")
+            keeper = int(keeper_)
+            must((at, keeper) == (address, one.rank), "a row of another's")
+            tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
+            if not self._reachable(tray):
+                return None
+            key = (tray, int(generation), keeper, name)
+            if name not in self.of(tray, owner) or key not in self.rows:
+                process = self._sim.processes.get(owner)
+                empty = self._sim.agents[tray].began_ns > self._sim.planned_ns
+                gone = process is not None and name in process.damaged
+                must(empty or gone, f"neither a snapshot nor a row: {one}")
+                return None
+            rotten |= (tray, owner, name) in self.rotten
+            files[int(one.rank)] = self.files[owner, name]
+            rows.append((keeper, self.rows[key]))
+        if rotten:
+            raise Damaged(name, restore.rebuild[0].row)
+        lost: dict[int, History] = {}
+        whole: set[int] = set()
+        for of, row in rows:
+            must(row.keys() == {*restore.members} - {of}, "a row that is not whole")
+            must(all(row[rank][0] == file for rank, file in files.items() if rank != of), "stripes of other bytes")
+            whole.add(row[restore.rank][0])
+            lost[id(row[restore.rank][1])] = row[restore.rank][1]
+        must({restore.rank, *files} <= {*restore.members}, "a set of others")
+        must(len(files) >= len(restore.members) - restore.parity, "too few to rebuild from")
+        must(len(whole) == len(lost) == 1, "stripes of two files")
+        self._sim.marks.sometimes("a snapshot was rebuilt from parity")
+        return next(iter(lost.values()))

@@ -1,0 +1,120 @@
+"""How far a rollback may go: to the newest step that everybody can be given, as far as the coordinator has been told, and no further.
+
+What is told is compared with what is really there, so nothing that was lost on the way counts. Parity is left out: a rebuild that was
+possible and was not made is not seen here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rackrun.chaos.simulator.base.ground_truth import History, must
+from rackrun.chaos.simulator.cluster.restore_sources import Owner, named
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.events import Event, SnapshotDamaged, SnapshotMirrored, WorkerExited, WorkerParked
+from rackrun.protocol.ids import SlotId, TrayId, tray_of
+
+if TYPE_CHECKING:
+    from rackrun.chaos.simulator.cluster.agent_model import Agent
+    from rackrun.chaos.simulator.cluster.simulation import Simulation
+
+__all__ = ["Rollbacks"]
+
+FORMER_MAX = 2
+"""Former owners of a rank that have to be remembered, at the least."""
+
+
+class Rollbacks:
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._told: dict[tuple[TrayId, Owner], tuple[Agent, dict[int, None]]] = {}
+        """Snapshots of an owner on a tray, those told of last at the end, and which agent had them."""
+        self._last: dict[int, int] = {}
+        """Life of the job -> where its last rollback went."""
+        self._ends: list[tuple[int, int]] = []
+        """Generation that went back, and to where: what those before it have computed beyond that counts no more."""
+
+    def heard(self, event: Event) -> None:
+        """By the coordinator, right before the core."""
+        match event:
+            case WorkerParked() | WorkerExited():
+                self._tell(tray_of(event.slot), (event.slot, int(event.incarnation)), event.snapshots)
+            case SnapshotMirrored():
+                self._tell(event.holder, (event.slot, int(event.incarnation)), event.steps)
+            case SnapshotDamaged():
+                self._damaged(event)
+            case _:
+                pass
+
+    def _tell(self, tray: TrayId, owner: Owner, names: tuple[int, ...]) -> None:
+        agent = self._sim.agents.get(tray)
+        self._told.pop((tray, owner), None)
+        if agent is not None and names:
+            self._told[tray, owner] = agent, {int(name): None for name in names}
+
+    def _damaged(self, event: SnapshotDamaged) -> None:
+        owner = event.slot, int(event.incarnation)
+        tray, where = tray_of(event.slot), event.where.split("/")
+        if len(where) == 3:
+            return  # a row
+        if event.where:
+            address, slot_tray, index, incarnation = where
+            tray, owner = TrayId(address.partition(":")[0]), (SlotId(f"{slot_tray}/{index}"), int(incarnation))
+        if (tray, owner) in self._told:
+            self._told[tray, owner][1].pop(int(event.step), None)
+
+    def planned(self, plan: Plan) -> None:
+        if plan.rollback is None:
+            return
+        limit, life = int(plan.committed.step), self._sim.life(int(plan.generation))
+        if int(plan.rollback) < self._last.get(life, -1):
+            self._sim.marks.sometimes("a rollback went behind the one before")
+        self._last[life] = int(plan.rollback)
+        if plan.anew:  # what was found wrong is left behind, however far that is
+            limit = min(limit, self._sim.truth.good)
+        for step in range(limit, int(plan.rollback), -1):
+            must(
+                not self._all_have(plan, step),
+                f"generation {plan.generation} goes back to step {plan.rollback}, and everybody could have had step {step}",
+            )
+        self._ends.append((int(plan.generation), int(plan.rollback)))
+
+    def _all_have(self, plan: Plan, step: int) -> bool:
+        there: set[History] | None = None
+        for rank in range(plan.world_size):
+            found = self._of(plan, rank, step)
+            there = found if there is None else there & found
+            if not there:
+                return False
+        return True
+
+    def _of(self, plan: Plan, rank: int, step: int) -> set[History]:
+        """States of ``step`` that ``rank`` can be given, without their flaws."""
+        sim, name = self._sim, named(plan, step)
+        members = {member.rank: (member.slot, int(member.incarnation)) for member in plan.members if not member.fresh}
+        kind = sim.class_of(rank)
+        survivors = [
+            owner for other, owner in members.items() if other == rank or (kind and sim.class_of(int(other)) == kind)
+        ]
+        found = [self._kept(tray_of(owner[0]), owner, name) for owner in survivors]
+        if not plan.anew:  # of who was wrong nothing is used
+            former = [key for key in reversed(self._told) if self._held(plan, rank, key[1])]
+            found += [self._kept(*key, name) for key in former[:FORMER_MAX]]
+        return {state.plain for state in found if state is not None and self._counts(state)}
+
+    def _counts(self, state: History) -> bool:
+        return not any(state.generation < generation and state.unit > end for generation, end in self._ends)
+
+    def _held(self, plan: Plan, rank: int, owner: Owner) -> bool:
+        """It had that rank in this life of the job."""
+        process, sim = self._sim.processes.get(owner), self._sim
+        alike = process is not None and process.rank == rank and process.layout == plan.layout
+        return alike and process is not None and sim.life(process.generation) == sim.life(int(plan.generation))
+
+    def _kept(self, tray: TrayId, owner: Owner, name: int) -> History | None:
+        """What is really there, of what was told."""
+        sim = self._sim
+        agent, names = self._told.get((tray, owner), (None, {}))
+        if agent is None or name not in names or sim.agents.get(tray) is not agent or not agent.is_heard:
+            return None
+        return None if (tray, owner, name) in sim.memory.rotten else sim.memory.of(tray, owner).get(name)

@@ -1,0 +1,382 @@
+"""One job in virtual time, from its start to its end, and what is done to it.
+
+First faults strike, as the plan says, for a while: *safety*. Then nothing strikes any more, part of what is broken heals, and the rest stays
+broken: *liveness*. The job must come to its end then, or stop for a reason.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.faults.targets import Place, Scene
+from rackrun.chaos.plan.conductor import Conductor, Order, See, Strike
+from rackrun.chaos.plan.definition import Plan as ChaosPlan
+from rackrun.chaos.simulator.base.connections import Cuts
+from rackrun.chaos.simulator.base.coverage_marks import Buggify, Marks
+from rackrun.chaos.simulator.base.durations import SimCosts
+from rackrun.chaos.simulator.base.ground_truth import Truth, Violation, must
+from rackrun.chaos.simulator.base.virtual_time import FIRST, LAST, NS, Engine
+from rackrun.chaos.simulator.cluster.agent_model import Agent
+from rackrun.chaos.simulator.cluster.checkpoint_storage import Disk
+from rackrun.chaos.simulator.cluster.coordinator_model import Coordinator
+from rackrun.chaos.simulator.cluster.fault_models import Injectors
+from rackrun.chaos.simulator.cluster.generations import Era
+from rackrun.chaos.simulator.cluster.operators import People
+from rackrun.chaos.simulator.cluster.rack_provider import Provider
+from rackrun.chaos.simulator.cluster.replica_comparison import Difference
+from rackrun.chaos.simulator.cluster.restore_sources import Memory, Owner
+from rackrun.chaos.simulator.cluster.rollback_bounds import Rollbacks
+from rackrun.chaos.simulator.cluster.worker_model import Process
+from rackrun.core.machine.control_plane import ControlPlane
+from rackrun.protocol.commands import Plan, StopJob
+from rackrun.protocol.events import TimerFired
+from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.topology.model.racks import CliqueId
+from rackrun.topology.sources.partial_topology import FoundGpu, FoundTray, PartialTopology
+
+__all__ = ["Job", "Outcome", "Simulation"]
+
+EVENTS_MAX = 400_000
+LIVE_S_MAX = 4 * 3600.0
+"""Of virtual time, after the last fault: in this time it comes to its end. A rank that is alone is waited for besides, however long it is late:
+nobody waits for it and could tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is run, and what is done to it."""
+
+    seed: int
+    config: JobConfig
+    trays: int
+    slots: int
+    units: int
+    plan: ChaosPlan
+    shards: str = "replicas"
+    """``replicas``: all ranks have the same state; ``pairs``: every other one; ``unique``: nobody."""
+    exact: bool = True
+    reenters: bool = False
+    snapshot_every: int = 2
+    checkpoint_every: int = 0
+    """Units; 0: there is no disk."""
+    faults_s: float = 60.0
+    """So long faults strike, from the start."""
+    requests: int = 0
+    """What people ask in that time."""
+    racks: bool = False
+    """Trays tell of their GPUs: two trays to an NVLink clique."""
+    drift: float = 0.0
+    """Agents' clocks go by so much faster or slower, at most."""
+    must_survive: bool = False
+    """What is done to it is so little that it has to end well."""
+    check_replicas: int = 0
+    """States are compared in every so manieth unit; 0: never."""
+    wrong: dict[SlotId, int] = field(default_factory=dict)
+    """GPUs that compute wrongly, always in the same way, and from which unit on."""
+    costs: SimCosts = field(default_factory=SimCosts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    seed: int
+    trace: str
+    stopped: StopJob | None
+    violation: str
+    """What was not as it must be; "": all was."""
+    core_events: int
+    happened: int
+    virtual_s: float
+    marks: dict[str, int]
+    last: tuple[str, ...] = ()
+    """The last events and what the core said, where something was wrong."""
+    resolved: ChaosPlan | None = None
+    """What was done to it, by name and step."""
+
+
+class Simulation:
+    def __init__(self, job: Job, core: type[ControlPlane] = ControlPlane) -> None:
+        self.job, self.costs, self.drift = job, job.costs, job.drift
+        self.engine, self.marks, self.buggify = Engine(), Marks(), Buggify(job.seed)
+        self.draw = _Streams(job.seed)
+        self.truth, self.memory, self.disk = Truth(job.units), Memory(self), Disk(self)
+        self.cuts: dict[TrayId, Cuts] = defaultdict(Cuts)
+        self.agents: dict[TrayId, Agent] = {}
+        """The newest of each tray."""
+        self.processes: dict[Owner, Process] = {}
+        self.eras: dict[int, Era] = {}
+        self.points: dict[str, int] = {}
+        self.planned_ns = 0
+        self.differences: dict[int, Difference] = {}
+        """What the ranks of a generation have concluded."""
+        self.rollbacks = Rollbacks(self)
+        self.coordinator_asleep = False
+        self.coordinator = Coordinator(self, job.config, core)
+        self.provider = Provider(self)
+        self.injectors = Injectors(self, job.plan)
+        self.conductor: Conductor | None = Conductor(job.plan)
+        self._carried_out = self.conductor
+        self._live_until_s = math.inf
+        self._stirred = False
+        self._wake_ms = -1
+        self._newest = -1
+        self._lives: list[int] = []
+
+    # -- from start to end
+    def run(self) -> Outcome:
+        violation = ""
+        try:
+            self._run()
+        except Violation as found:
+            violation = str(found)
+        except AssertionError as found:
+            violation = f"the core contradicts itself: {found}"
+        except Exception as found:  # noqa: BLE001 - whatever it is, it is the seed's result, and the others go on
+            violation = f"{type(found).__name__}: {found}"
+        shell = self.coordinator
+        return Outcome(
+            seed=self.job.seed,
+            trace=shell.trace(),
+            stopped=shell.stopped,
+            violation=violation,
+            core_events=shell.events,
+            happened=self.engine.ran,
+            virtual_s=self.engine.now_s,
+            marks=dict(sorted(self.marks.items())),
+            last=tuple(shell.last) if violation else (),
+            resolved=self._carried_out.resolved() if violation else None,
+        )
+
+    def _run(self) -> None:
+        self.coordinator.submit(TimerFired(name="begin"))
+        for number in range(self.job.trays):
+            self.engine.after(0.5 * self.draw["joins"].random(), self.switch_on, TrayId(f"tray-{number}"))
+        People(self).begin()
+        self.engine.after(self.job.faults_s, self._heal, priority=FIRST)
+        while self.coordinator.stopped is None:
+            must(self.engine.ran < EVENTS_MAX, "it goes round in circles")
+            must(self.engine.now_s < self._live_until_s, f"no end {LIVE_S_MAX:.0f} s after the last fault")
+            must(self.engine.step(), "nothing can happen any more")
+        self._ended(self.coordinator.stopped)
+
+    def _heal(self) -> None:
+        """The last fault has struck. What stays broken stays so for good."""
+        self.conductor = None
+        draw = self.draw["healing"]
+        self.injectors.end(lambda: draw.random() < 0.75 or self.job.must_survive)
+        for tray, agent in self.agents.items():
+            if not agent.alive and tray in self._trays() and draw.random() < 0.6:
+                self.engine.after(60 * draw.random(), self.switch_on, tray)
+        self._live_until_s = self.engine.now_s + LIVE_S_MAX + self.injectors.delayed_s
+
+    def _ended(self, stop: StopJob) -> None:
+        if stop.exit_code == 0:
+            newest = max(self.truth.plans)
+            ended = [p for p in self.processes.values() if p.finished and p.generation == newest and p.rank is not None]
+            must(len({p.rank for p in ended}) == len(ended), "two workers finished as one rank")
+            self.truth.ended_well({p.its_rank: p.history for p in ended}, clean=self.job.must_survive)
+            self.marks.sometimes("all ended well")
+            for name, seen in (
+                ("a job of a thousand units ended well", self.job.units >= 1_000),
+                ("a job recovered two dozen times and ended well", len(self.truth.plans) > 24),
+                ("a corrupt rank came, and all ended well", bool(self.differences)),
+            ):
+                if seen:
+                    self.marks.sometimes(name)
+            return
+        must(stop.exit_code in (1, 2, 3, 143), f"exit code {stop.exit_code}")
+        must(
+            stop.remedy or " Remedy: " in stop.because or stop.exit_code == 143,
+            f"a stop without a remedy: {stop.because}",
+        )
+        must("contradicts" not in stop.because, stop.because)
+        must(not self.job.must_survive, f"it had to survive, and stopped: {stop.because}")
+        self.marks.sometimes("it stopped for a reason")
+
+    # -- trays and workers
+    def switch_on(self, tray: TrayId) -> None:
+        """A new agent, on an empty tray; where one lives, nothing."""
+        before = self.agents.get(tray)
+        if before is not None and before.alive:
+            return
+        if before is not None:
+            self.marks.sometimes("a tray came back")
+        self.agents[tray] = Agent(self, tray, self.job.slots)
+        self.agents[tray].join()
+        self.look_at_eras()
+        self.stir()
+
+    def born(self, process: Process) -> None:
+        must(process.owner not in self.processes, "an incarnation twice")
+        self.processes[process.owner] = process
+        self.stir()
+
+    def _trays(self) -> list[TrayId]:
+        return [*(TrayId(f"tray-{number}") for number in range(self.job.trays)), *self.provider.trays()]
+
+    def all_slots(self) -> list[SlotId]:
+        return [slot_id(tray, index) for tray in self._trays() for index in range(self.job.slots)]
+
+    @staticmethod
+    def _clique(tray: TrayId) -> str:
+        """Two trays make one; a rack that is brought has its own."""
+        rack, _, number = tray.rpartition("-")
+        return f"clique-{int(number) // 2}" if rack == "tray" else f"clique of {rack}"
+
+    def describe(self, tray: TrayId, slots: int) -> bytes:
+        """Its topology, as its agent tells of it."""
+        if not self.job.racks:
+            return b""
+        clique = self._clique(tray)
+        gpus = tuple(FoundGpu(index=index, uuid=f"GPU-{tray}-{index}") for index in range(slots))
+        found = FoundTray(host=tray, rack=f"rack of {clique}", gpus=gpus, clique=CliqueId(clique, 1))
+        return msgspec.json.encode([PartialTopology(kind="nvml", where=f"NVML on {tray}", trays=(found,))])
+
+    def life(self, generation: int) -> int:
+        """The start of the world that ``generation`` is one of."""
+        return max(one for one in self._lives if one <= generation)
+
+    def began(self, generation: int) -> int:
+        """The unit that the world of ``generation`` began after."""
+        return self.disk.began_with(self.life(generation)).unit
+
+    def is_compared_no_more(self, process: Process) -> bool:
+        """What changes in its state now, nobody will see: nothing is compared, or has been for the last time."""
+        at_its_end = process.passed + 2 > self.truth.units
+        last = process.comparing.last >= self.truth.units - 1
+        return (
+            not self.job.check_replicas
+            or at_its_end
+            or last
+            or self.some_are_alone(self.eras[process.generation].world)
+        )
+
+    def class_of(self, rank: int | None) -> str:
+        if rank is None or self.job.shards == "unique":
+            return ""
+        return "all" if self.job.shards == "replicas" else f"class {rank % 2}"
+
+    def some_are_alone(self, world: int) -> bool:
+        """Some rank has no replica."""
+        classes = [self.class_of(rank) for rank in range(world)]
+        return any(classes.count(one) == 1 or not one for one in classes)
+
+    # -- what happens in it
+    def planned(self, plan: Plan, *, launch: bool) -> None:
+        before = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
+        self.truth.planned(plan, launch=launch)
+        era = self.eras[plan.generation] = Era(self, plan)
+        self.planned_ns = self.engine.now_ns
+        if launch:
+            self._newest = -1
+            self._lives.append(plan.generation)
+        else:
+            self.rollbacks.planned(plan)
+            era.entered = self.eras[max(self.eras.keys() - {plan.generation})].entered
+            if plan.reshard is not None:
+                era.entered = int(plan.committed.step)
+        for name, seen in (
+            ("the world began again", launch and before is not None),
+            ("a rollback was planned", plan.rollback is not None),
+            ("all entered main again", plan.reshard is not None),
+            ("the world shrank", before is not None and plan.world_size < before.world_size),
+            ("the world grew", before is not None and plan.world_size > before.world_size),
+            ("a unit was done again in place", not launch and not any(m.fresh for m in plan.members)),
+            ("a planned swap was made", not launch and self._all_pause(before)),
+        ):
+            if seen:
+                self.marks.sometimes(name)
+
+    def _all_pause(self, before: Plan | None) -> bool:
+        members = [self.processes.get((m.slot, int(m.incarnation))) for m in before.members] if before else []
+        return any(m is not None and m.between_units for m in members)
+
+    def passed(self, process: Process) -> None:
+        """It has seen a gate pass."""
+        if process.passed > self._newest:
+            self._newest = process.passed
+            self.coordinator.measured(process.passed)
+            self.stir()
+
+    def poisoned(self, process: Process) -> bool:
+        unit = process.passed + 1
+        if unit in self.injectors.poison and process.rank == unit % self.eras[process.generation].world:
+            process.end(code=1, bug="train.py:7")
+            return True
+        return False
+
+    def crashes(self, point: str, who: Process | Agent) -> bool:
+        """It has come to a named point, and ends there if a fault says so."""
+        self.points[point] = self.points.get(point, 0) + 1
+        return self.injectors.crash(point, who)
+
+    def look_at_eras(self) -> None:
+        for generation in sorted(self.eras)[-3:]:
+            self.eras[generation].look()
+
+    # -- the plan of faults
+    def stir(self) -> None:
+        """Something can be seen that could not before."""
+        if not self._stirred and self.conductor is not None:
+            self._stirred = True
+            self.engine.after(0.0, self._look, priority=LAST)
+
+    def _look(self) -> None:
+        self._stirred = False
+        self._see()
+
+    def _see(self) -> None:
+        if self.conductor is None or self.coordinator.stopped is not None:
+            return
+        seen = See(self.engine.now_ms / 1e3, self._newest, self.scene(), dict(self.points))
+        self._carry_out(self.conductor.see(seen))
+        wake_s = self.conductor.wake_s
+        if wake_s is not None:
+            wake_ms = max(math.ceil(wake_s * 1e3 - 1e-6), self.engine.now_ms + 1)
+            if wake_ms != self._wake_ms:
+                self._wake_ms = wake_ms
+                self.engine.at(wake_ms * (NS // 1000), self._see, priority=FIRST)
+
+    def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            if not isinstance(order, Strike):
+                self.injectors.take_back(order.number)
+                continue
+            took, detail = self.injectors.strike(order)
+            if self.conductor is not None:
+                self._carry_out(self.conductor.confirm(order.number, took=took, detail=detail))
+
+    def scene(self) -> Scene:
+        newest = self.truth.plans[max(self.truth.plans)] if self.truth.plans else None
+        ranks = {(m.slot, int(m.incarnation)): int(m.rank) for m in newest.members} if newest else {}
+        places = []
+        for slot in self.all_slots():
+            agent = self.agents.get(tray_of(slot))
+            process = agent.in_slot(slot) if agent is not None and agent.alive else None
+            if process is None:
+                continue
+            rank = ranks.get(process.owner)
+            if rank is None and process.rank is not None:
+                continue  # of a world that is no more
+            place = Place(slot, tray_of(slot), self._clique(tray_of(slot)), "rack", rank, process.incarnation)
+            places.append(place)
+        mirrors = newest.mirrors if newest else {}
+        return Scene(tuple(places), {str(tray): holder.partition("/")[2] for tray, holder in mirrors.items()})
+
+
+class _Streams(dict[str, random.Random]):
+    """By name, from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, name: str) -> random.Random:
+        self[name] = stream(self._seed, "sim", name)
+        return self[name]

@@ -1,0 +1,1 @@
+"""Drawn jobs, over many seeds."""

@@ -1,0 +1,253 @@
+"""A job and its faults, drawn from a seed: first which families of faults there are at all, then how often, then everything else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from rackrun.chaos.base.random_streams import stream
+from rackrun.chaos.faults.fault_types import (
+    CrashAt,
+    DelayCollective,
+    DiskFails,
+    DiskFull,
+    ExhaustMemory,
+    Fault,
+    FlipBit,
+    HoldGil,
+    Kill,
+    Link,
+    Partition,
+    Pause,
+    PoisonBatch,
+    Preempt,
+    Raise,
+    Return,
+    Slow,
+    StepClock,
+    Subjects,
+    Xid,
+)
+from rackrun.chaos.faults.targets import Last, One, Several, Target
+from rackrun.chaos.plan.definition import AtStep, Budget, Every, Inject, Now, Par, Part, Plan, Quiet, Seq
+from rackrun.chaos.simulator.cluster.simulation import Job
+from rackrun.chaos.simulator.cluster.worker_model import POINTS
+from rackrun.chaos.simulator.fuzzing.draw_corruption import with_corruption
+from rackrun.chaos.simulator.fuzzing.draw_long import LONG, a_long_job
+from rackrun.core.policy.choice import parse_rules
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["FAMILIES", "draw_job"]
+
+RANK, SPARE, AGENT, TRAY = Subjects.RANK, Subjects.SPARE, Subjects.AGENT, Subjects.TRAY
+_COPIES: tuple[Literal["local", "mirror", "xor", "rs"], ...] = ("mirror", "mirror", "xor", "rs", "local")
+FAMILIES = ("kills", "errors", "crashes", "hangs", "slow", "trays", "network", "control", "hardware", "rot", "leaving")
+
+
+def _one_of(family: str, draw: random.Random) -> tuple[Fault, Target]:
+    for_s = draw.choice([None, 1.0, 4.0, 20.0])
+    choices: dict[str, list[tuple[Fault, Target]]] = {
+        "kills": [
+            (Kill(), One(RANK)),
+            (Kill(signal="SEGV"), One(RANK)),
+            (Kill(), Several(RANK, 2)),
+            (Kill(), One(SPARE)),
+            (ExhaustMemory(), One(RANK)),
+        ],
+        "errors": [(Raise(), One(RANK)), (Raise(error="ValueError"), One(RANK)), (PoisonBatch(), One(RANK))],
+        "crashes": [
+            (CrashAt(point=draw.choice(POINTS[1:]), nth=draw.randint(1, 4)), One(draw.choice([RANK, RANK, SPARE]))),
+        ],
+        "hangs": [
+            (Pause(for_s=for_s), One(draw.choice([RANK, RANK, SPARE]))),
+            (HoldGil(for_s=draw.choice([1.0, 5.0, 30.0])), One(RANK)),
+            (DelayCollective(for_s=draw.choice([2.0, 10.0, 10_000.0])), One(RANK)),
+        ],
+        "slow": [(Slow(share=draw.choice([0.2, 0.5, 0.8]), for_s=for_s), One(draw.choice([RANK, TRAY])))],
+        "trays": [
+            (Kill(), One(TRAY)),
+            (Kill(), One(AGENT)),
+            (Pause(for_s=draw.choice([5.0, 20.0, 60.0])), One(draw.choice([AGENT, TRAY]))),
+        ],
+        "network": [
+            (
+                Partition(
+                    shape=draw.choice(["isolated", "one_way", "from_coordinator", "from_peers"]),
+                    loud=draw.random() < 0.3,
+                    for_s=draw.choice([None, 1.0, 8.0, 30.0]),
+                ),
+                One(TRAY),
+            ),
+            (
+                Link(latency_s=draw.random(), jitter_s=draw.random(), lost=0.1, reset=draw.random() < 0.3, for_s=10.0),
+                One(AGENT),
+            ),
+            (Link(half_open=True, for_s=1.0), One(AGENT)),
+        ],
+        "control": [
+            (Pause(for_s=draw.choice([0.5, 5.0, 30.0])), One(Subjects.COORDINATOR)),
+            (StepClock(by_s=3600.0, for_s=5.0), One(AGENT)),
+        ],
+        "hardware": [(Xid(code=draw.choice([13, 48, 63, 79, 94]), for_s=for_s), One(draw.choice([RANK, SPARE])))],
+        "rot": [(FlipBit(), One(RANK))],
+        "leaving": [(Preempt(notice_s=draw.choice([2.0, 30.0])), One(TRAY))],
+    }
+    return draw.choice(choices[family])
+
+
+def _faults(draw: random.Random) -> Part:
+    families = [family for family in FAMILIES if draw.random() < 0.35] or [draw.choice(FAMILIES)]
+    parts: list[Part] = []
+    for family in families:
+        for _ in range(draw.randint(1, 2)):
+            fault, target = _one_of(family, draw)
+            strike: Part = Inject(fault=fault, target=target)
+            loses_tray = family in ("trays", "network", "leaving") and draw.random() < 0.6
+            if loses_tray and not isinstance(fault, Pause):
+                back = Inject(fault=Return(), target=Last(TRAY), when=Now(plus_s=round(draw.random() * 40, 3)))
+                strike = Seq(parts=(strike, back))
+            parts.append(Every(mean_s=draw.choice([3.0, 10.0, 30.0]), part=strike, times=draw.randint(1, 5)))
+    if draw.random() < 0.1:  # among those that start together
+        parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=AtStep(step=draw.randint(0, 12))))
+    if draw.random() < 0.1:  # a tray that its peers do not reach, while all are to come together anew
+        when = AtStep(step=draw.randint(0, 12))
+        parts.append(Inject(fault=Partition(shape="from_peers", for_s=60.0), target=One(TRAY), when=when))
+        parts.append(Inject(fault=Kill(), target=One(RANK), when=when))
+    faults: Part = Par(parts=tuple(parts))
+    if draw.random() < 0.85:  # the others strike while all start
+        faults = Seq(parts=(Quiet(steps=draw.randint(1, 6)), faults))
+    return faults
+
+
+def _few_faults(draw: random.Random) -> Part:
+    """What spares and replicas are for."""
+    faults: list[tuple[Fault, Target]] = [
+        (Kill(), One(RANK)),
+        (ExhaustMemory(), One(RANK)),
+        (Pause(for_s=1.0), One(RANK)),
+        (DelayCollective(for_s=2.0), One(RANK)),
+        (Slow(share=0.5, for_s=10.0), One(RANK)),
+        (Partition(shape="isolated", for_s=1.0), One(TRAY)),
+        (Pause(for_s=2.0), One(Subjects.COORDINATOR)),
+        (Link(latency_s=0.3, jitter_s=0.5, for_s=10.0), One(AGENT)),
+        (StepClock(by_s=-60.0, for_s=5.0), One(AGENT)),
+    ]
+    parts: list[Part] = []
+    for turn in range(draw.randint(1, 4)):
+        fault, target = draw.choice(faults)
+        parts.append(Inject(fault=fault, target=target, when=AtStep(step=4 * turn, plus_s=round(4 * draw.random(), 3))))
+    return Seq(parts=tuple(parts))
+
+
+def draw_job(seed: int) -> Job:
+    """The job of this seed."""
+    if stream(seed, "swarm", "long").random() < LONG:
+        return a_long_job(seed, stream(seed, "swarm", "of weeks"))
+    return with_corruption(_with_or_without_disk(seed), stream(seed, "swarm", "corruption"))
+
+
+def _with_or_without_disk(seed: int) -> Job:
+    job, draw = _without_disk(seed), stream(seed, "swarm", "disk")
+    if draw.random() < 0.6:
+        return job
+    config = msgspec.structs.replace(job.config, start_over=True)
+    plan = job.plan if job.must_survive or draw.random() < 0.5 else _with_disk(job.plan, draw)
+    return replace(job, config=config, plan=plan, checkpoint_every=draw.randint(1, 5))
+
+
+def _with_disk(plan: Plan, draw: random.Random) -> Plan:
+    """It fails as well, and at times so much that nothing is left in memory."""
+    for_s = draw.choice([1.0, 10.0, 60.0])
+    faults: list[Fault] = [
+        DiskFull(for_s=for_s),
+        DiskFails(call="fsync", for_s=for_s),
+        DiskFails(call="rename", error="EROFS", for_s=for_s),
+        DiskFails(call="write", error="slow", slow_s=5.0, for_s=for_s),
+        DiskFails(call="write", error="torn", for_s=for_s),
+        DiskFails(call="read", for_s=for_s),
+        FlipBit(of="checkpoint"),
+    ]
+    fault = draw.choice(faults)
+    fails = Inject(fault=fault, target=One(Subjects.STORAGE))
+    parts: list[Part] = [plan.plan, Every(mean_s=15.0, part=fails, times=draw.randint(1, 3))]
+    if draw.random() < 0.5:
+        when = AtStep(step=draw.randint(3, 15))
+        parts.append(Inject(fault=Kill(), target=Several(RANK, 2), when=when))
+        parts.append(Inject(fault=Kill(), target=One(TRAY), when=when))
+    return msgspec.structs.replace(plan, plan=Par(parts=tuple(parts)))
+
+
+def _without_disk(seed: int) -> Job:
+    draw = stream(seed, "swarm")
+    if draw.random() < 0.15:
+        return _a_job_that_survives(seed, draw)
+    trays, slots = draw.randint(1, 5), draw.randint(1, 3)
+    slots = 2 if trays * slots == 1 else slots
+    racks = draw.random() < 0.3
+    pairs = (trays * slots - 1) // 2
+    tied = racks and slots > 1 and pairs > 0 and draw.random() < 0.4
+    shards = draw.choice(["replicas", "replicas", "pairs", "unique"])
+    copies = draw.choice(_COPIES)
+    rented = _provider(stream(seed, "swarm", "provider"))
+    config = JobConfig(
+        trays_min=trays,
+        trays_max=trays,
+        spares=0 if tied else draw.randint(0, min(4, trays * slots - 1)),
+        mesh=(("dp", draw.randint(1, pairs)), ("tp", 2)) if tied else (),
+        cross_clique=draw.random() < 0.2,
+        slow_ranks=draw.choice(["notice", "swap", "swap", "off"]),
+        snapshot_copies=copies,
+        set_size=draw.randint(3, 5) if copies == "rs" else draw.randint(2, 5),
+        set_parity=2 if copies == "rs" else 1,
+        min_ranks=draw.choice([0, 1, 2]),
+        max_restarts=draw.choice([0, 1, 4]),
+        start_over=draw.random() < 0.7,
+        no_progress_max=draw.choice([4, 20]),
+        rules=parse_rules(draw.choice(["", "", "swap,move,shrink,wait,restart", "no-restart"])),
+        policy_function="policy:choose" if draw.random() < 0.1 else "",
+        repair_patience_ms=draw.choice([0, 0, 20_000]),
+    )
+    if rented:
+        config = msgspec.structs.replace(config, **rented, spares=min(config.spares, 1))
+    return Job(
+        seed=seed,
+        config=config,
+        trays=trays,
+        slots=slots,
+        units=draw.randint(5, 40),
+        plan=Plan(plan=_faults(draw), seed=seed),
+        shards="pairs" if tied else shards,
+        exact=draw.random() < 0.7,
+        reenters=draw.random() < 0.5,
+        snapshot_every=draw.choice([1, 2, 3]),
+        faults_s=draw.choice([20.0, 60.0, 120.0]),
+        requests=draw.choice([0, 0, 0, 4]),
+        racks=racks,
+        drift=draw.choice([0.0, 0.001, 0.2]),
+    )
+
+
+def _provider(draw: random.Random) -> dict[str, Any]:
+    if draw.random() < 0.5:
+        return {}
+    return {
+        "provider": "somewhere",
+        "provider_expected_s": draw.choice([None, 0.1, 30.0, 1e5]),
+        "acquire_timeout_ms": draw.choice([10_000, 120_000, 3_600_000]),
+        "rack_join_ms": draw.choice([1_000, 120_000]),
+        "rules": parse_rules(draw.choice(["", "swap,acquire,restart", "acquire-train,shrink", "acquire-wait,shrink"])),
+    }
+
+
+def _a_job_that_survives(seed: int, draw: random.Random) -> Job:
+    trays, slots = draw.randint(2, 4), draw.randint(2, 3)
+    spares = draw.randint(1, 2)
+    config = JobConfig(trays_min=trays, trays_max=trays, spares=spares)
+    plan = Plan(plan=_few_faults(draw), seed=seed, budget=Budget(slots=spares))
+    units = draw.randint(20, 40)
+    return Job(
+        seed=seed, config=config, trays=trays, slots=slots, units=units, plan=plan, faults_s=600.0, must_survive=True
+    )

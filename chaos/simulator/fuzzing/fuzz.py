@@ -1,0 +1,97 @@
+"""Many seeds, and the smallest plan that still fails of one that does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+
+import msgspec
+
+from rackrun.chaos.plan.definition import Heal, Par, Part
+from rackrun.chaos.plan.shrink_plan import fewest
+from rackrun.chaos.simulator.cluster.simulation import Job, Outcome, Simulation
+from rackrun.chaos.simulator.fuzzing.draw_job import draw_job
+from rackrun.core.machine.control_plane import ControlPlane
+
+__all__ = ["Tally", "play", "reduce", "sweep"]
+
+CHUNK = 50
+
+
+def play(seed: int, core: type[ControlPlane] = ControlPlane) -> Outcome:
+    """The job of this seed, from its start to its end."""
+    return Simulation(draw_job(seed), core).run()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What many seeds came to."""
+
+    seeds: int = 0
+    core_events: int = 0
+    exits: Counter[str] = field(default_factory=Counter)
+    marks: Counter[str] = field(default_factory=Counter)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Seed -> what was not as it must be."""
+
+    def add(self, outcome: Outcome) -> None:
+        self.seeds += 1
+        self.core_events += outcome.core_events
+        self.marks.update(outcome.marks)
+        if outcome.violation:
+            self.failed[outcome.seed] = outcome.violation
+        elif outcome.stopped is not None:
+            self.exits[str(outcome.stopped.exit_code)] += 1
+
+    def merge(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.core_events += other.core_events
+        self.exits.update(other.exits)
+        self.marks.update(other.marks)
+        self.failed.update(other.failed)
+
+
+def _chunk(seeds: range) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.add(play(seed))
+    return tally
+
+
+def sweep(seeds: Iterable[range], jobs: int = 1) -> Iterator[tuple[range, Tally]]:
+    """Chunks of seeds, each with what it came to, in their order."""
+    chunks = [range(at, min(at + CHUNK, part.stop)) for part in seeds for at in range(part.start, part.stop, CHUNK)]
+    if jobs == 1:
+        yield from ((chunk, _chunk(chunk)) for chunk in chunks)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from zip(chunks, pool.map(_chunk, chunks), strict=True)
+
+
+def reduce(seed: int, core: type[ControlPlane] = ControlPlane, *, tries: int = 400) -> tuple[Job, Outcome] | None:
+    """The job of a seed that fails, with as few of its faults as fail still, in whatever way. None where it does not fail when its faults
+    strike by name and step, as `rackrun.chaos.plan.conductor.Conductor.resolved` has them."""
+    job = draw_job(seed)
+    outcome = Simulation(job, core).run()
+    if not outcome.violation or outcome.resolved is None:
+        return None
+
+    def fails(parts: list[Part]) -> Outcome | None:
+        tried = Simulation(_with(job, parts), core).run()
+        return tried if tried.violation else None
+
+    resolved = outcome.resolved.plan
+    parts: list[Part] = list(resolved.parts) if isinstance(resolved, Par) else []
+    again = fails(parts)
+    if again is None:
+        return None
+    parts, best = fewest(parts, again, fails, tries)
+    return _with(job, parts), best
+
+
+def _with(job: Job, parts: list[Part]) -> Job:
+    plan = Par(parts=tuple(parts)) if parts else Heal()
+    return replace(job, plan=msgspec.structs.replace(job.plan, plan=plan))

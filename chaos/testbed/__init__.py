@@ -1,0 +1,1 @@
+"""The job under test, and what runs beside it."""

@@ -1,0 +1,70 @@
+"""Which plans put a job's trays on hosts of their own (`rackrun.chaos.testbed.network.hosts`), and what a command has to be for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rackrun.chaos.base.errors import Unsupported
+from rackrun.chaos.base.job_command import options_of
+from rackrun.chaos.faults.fault_types import Duplicate, Link, Partition, Return, name_of
+from rackrun.chaos.plan.definition import Plan, faults_of
+from rackrun.chaos.testbed.network.hosts import TRAYS_MAX
+from rackrun.errors import UsageError
+
+__all__ = ["check_hosts", "hosts_needed", "links_needed", "trays_of"]
+
+_OURS = (
+    "--nnodes",
+    "--node-rank",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-backend",
+    "--standalone",
+    "--local-addr",
+    "--token-file",
+    "--rack",
+)
+
+
+def hosts_needed(plan: Plan) -> bool:
+    return any(isinstance(fault, Partition | Link) for fault in faults_of(plan))
+
+
+def links_needed(plan: Plan) -> bool:
+    return any(isinstance(fault, Link) for fault in faults_of(plan))
+
+
+def check_hosts(plan: Plan, command: Sequence[str]) -> None:
+    """Raises `UsageError` for a plan that needs them, and cannot have them."""
+    if not hosts_needed(plan):
+        return
+    for fault in faults_of(plan):
+        if isinstance(fault, Return | Duplicate):
+            raise Unsupported(
+                f"{name_of(fault)} and faults of the network cannot be in one plan: what it starts has no host.",
+                remedy="make two plans of it.",
+            )
+    trays_of(command)
+
+
+def trays_of(command: Sequence[str]) -> tuple[int, list[str]]:
+    """How many there are, and the command without saying so. Raises `UsageError` for one whose trays cannot be on hosts of their own."""
+    options = options_of(command)
+    trays, rest = "", list(command)
+    for index in reversed(range(len(options))):
+        name, equals, value = options[index].partition("=")
+        name = name.replace("_", "-")
+        if name in _OURS:
+            raise UsageError(
+                f"{name} is chosen by the harness, which gives each tray a host of its own in this plan.",
+                remedy="say --trays N instead.",
+            )
+        if name == "--trays":
+            trays = trays or (value if equals else " ".join(options[index + 1 : index + 2]))
+            del rest[index : index + 1 + (not equals)]
+    if not trays.isdigit() or not 2 <= int(trays) <= TRAYS_MAX:
+        raise UsageError(
+            f"a network needs 2 to {TRAYS_MAX} trays, and this job has {trays or 1}.",
+            remedy="say --trays N: each gets a host of its own.",
+        )
+    return int(trays), rest

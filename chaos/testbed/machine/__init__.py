@@ -1,0 +1,1 @@
+"""What is done to this machine, and undone: processes, cgroups, clocks, files."""

@@ -1,0 +1,1 @@
+"""Hosts in network namespaces, and links that can be cut."""

@@ -1,0 +1,90 @@
+"""Becomes a process of another host: network, host name, addresses of names and boot id are its own; the file system, and processes, are shared.
+
+``python -m rackrun.chaos.testbed.network.enter_host HOST COMMAND...``, where HOST is a `Host` as JSON. As a module that the launcher of the coordinator's host
+imports (``--preload rackrun.chaos.testbed.network.enter_host``) it puts that launcher's agent on the host in ``RACKRUN_CHAOS_AGENT_HOST``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+__all__ = ["AGENT_HOST", "Host", "enter", "visit"]
+
+AGENT_HOST = "RACKRUN_CHAOS_AGENT_HOST"
+_NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
+_BIND, _REC, _PRIVATE = 0x1000, 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+_AGENT = "rackrun.agent.__main__"
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    address: str
+    space: str
+    """Its network namespace: a file."""
+    boot: str
+    """A file with its boot id."""
+    names: str
+    """Its ``/etc/hosts``."""
+
+
+def enter(host: Host) -> None:
+    """This process, and all that it starts from now on. Once. Raises OSError; takes root."""
+    if _is_there(host.space):
+        return
+    _set_network(host.space)
+    _done(_libc.unshare(_NEWNS | _NEWUTS), "unshare")
+    _done(_libc.mount(b"none", b"/", None, _REC | _PRIVATE, None), "mount")
+    for file, over in ((host.boot, "/proc/sys/kernel/random/boot_id"), (host.names, "/etc/hosts")):
+        _done(_libc.mount(os.fsencode(file), os.fsencode(over), None, _BIND, None), f"mount over {over}")
+    socket.sethostname(host.name)
+
+
+@contextlib.contextmanager
+def visit(space: str) -> Iterator[None]:
+    """Sockets that this thread makes meanwhile are in the namespace ``space``."""
+    with open("/proc/thread-self/ns/net", "rb") as home:
+        _set_network(space)
+        try:
+            yield
+        finally:
+            _done(_libc.setns(home.fileno(), _NEWNET), "setns")
+
+
+def _set_network(space: str) -> None:
+    with open(space, "rb") as file:
+        _done(_libc.setns(file.fileno(), _NEWNET), f"setns {space}")
+
+
+def _is_there(space: str) -> bool:
+    return os.stat(space).st_ino == os.stat("/proc/thread-self/ns/net").st_ino
+
+
+def _done(result: int, what: str) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _agent_enters() -> None:
+    """An agent is forked, or is a new interpreter that has no socket yet."""
+    host = msgspec.json.decode(os.environ[AGENT_HOST], type=Host)
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if main is not None and main.name == _AGENT:
+        enter(host)
+    else:
+        os.register_at_fork(after_in_child=lambda: enter(host))
+
+
+if __name__ == "__main__":
+    enter(msgspec.json.decode(sys.argv[1], type=Host))
+    os.execvp(sys.argv[2], sys.argv[2:])
+elif AGENT_HOST in os.environ:
+    _agent_enters()

@@ -1,0 +1,1 @@
+"""A rank's snapshots in memory that outlives its process."""

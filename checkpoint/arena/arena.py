@@ -1,0 +1,425 @@
+"""The arena: one rank's memory for checkpoints, in a file on tmpfs or a memfd that outlives the process that writes.
+
+It has slots, each with room for one image::
+
+                begin               seal              commit
+    FREE, BAD ---------> WRITING ---------> SEALED ---------> COMMITTED
+                            | abandon          | release, mark_bad  |
+                            +-> FREE           +--> FREE, BAD <-----+
+
+A crash at any moment leaves every other slot as it was and this one in a state that says what it holds: payload first,
+then the chunk table, then the header. The newest committed image of every owner is never written over.
+
+Who may write: one process in one epoch. A larger epoch fences the smaller ones, which notice at their next call. What
+cannot be stopped is a fenced process that still stores into a slot it has begun: such a slot stays out of use until
+that process is dead. Nor can a truncation by the same user, between the check and the read, be survived: it is SIGBUS.
+A memfd is sealed against that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Collection, Iterator
+
+from rackrun.checkpoint.arena.arena_file import ArenaFile, change_points, lock, unlock
+from rackrun.checkpoint.arena.arena_format import Geometry, Kind, SlotHeader, SlotState, Superblock
+from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader, SlotWriter
+from rackrun.checkpoint.base.digest import CHUNK_BYTES
+from rackrun.checkpoint.base.errors import (
+    CheckpointError,
+    DuplicateOwner,
+    IntegrityError,
+    NoUsableGeneration,
+    StaleEpoch,
+)
+from rackrun.checkpoint.base.process_identity import NOBODY, Process, begin_session, end_session
+from rackrun.checkpoint.host_memory.populate import BY_ITSELF, Populating
+from rackrun.protocol.crash_points import crash_point, register
+
+__all__ = ["Arena", "SlotInfo", "SlotReader", "SlotState", "SlotWriter"]
+
+GENERATION_MAX = EPOCH_MAX = 2**63 - 1
+OWNER_MAX = 2**32 - 1
+_PASSES_MAX = 100
+_REUSED_FIRST = (SlotState.FREE, SlotState.BAD, SlotState.WRITING)
+
+register("arena.begin.chosen")
+change_points(
+    "arena.attach", "arena.begin", "arena.abandon", "arena.commit", "arena.mark_bad", "arena.release", "arena.close"
+)
+
+
+class Arena:
+    def __init__(self, file: ArenaFile, superblock: Superblock, me: Process | None) -> None:
+        """Use `create` or `attach`."""
+        self._file, self._superblock, self._me = file, superblock, me
+        self._writers: list[SlotWriter] = []
+
+    @classmethod
+    def create(
+        cls,
+        path_or_fd: str | os.PathLike[str] | int,
+        *,
+        job: str,
+        rank: int,
+        epoch: int,
+        slots: int,
+        payload_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        populating: Populating = BY_ITSELF,
+    ) -> Arena:
+        """A new arena, all of its memory allocated and faulted in, with the caller as the writer of ``epoch``.
+
+        Takes seconds for some gigabytes. Raises `MemoryPlanError` when the memory is not there, `CheckpointError` when a file is at the
+        path already, or the arena is not wanted any more: then nothing is made.
+        """
+        geometry = Geometry(slots, payload_bytes, chunk_bytes)
+        problem = geometry.problem() or _out_of("rank", rank, OWNER_MAX) or _out_of("epoch", epoch, EPOCH_MAX)
+        if problem:
+            raise CheckpointError(f"no such arena can be: {problem}.", remedy="correct that number.")
+        me = begin_session()
+        try:
+            superblock = Superblock(secrets.token_bytes(16), job, rank, epoch, geometry, me, seq=1)
+            records = {
+                geometry.header_at(index): SlotHeader(superblock.arena_id, index, seq=1).encode()
+                for index in range(slots)
+            }
+            records[0] = superblock.encode()
+            file = ArenaFile.create(path_or_fd, geometry.total_bytes, records, populating=populating)
+        except BaseException:
+            end_session(me)
+            raise
+        return cls(file, superblock, me)
+
+    @classmethod
+    def attach(
+        cls, path_or_fd: str | os.PathLike[str] | int, *, job: str, writable: bool = False, epoch: int | None = None
+    ) -> Arena:
+        """An existing arena, to read or, as the writer of ``epoch``, to write.
+
+        Raises `StaleEpoch` when a newer epoch has attached, `DuplicateOwner` when the writer of this one lives,
+        `IntegrityError` when the file is not a whole arena of this user's, `FormatVersionError` for a newer format.
+        """
+        if writable and (epoch is None or not 0 <= epoch <= EPOCH_MAX):
+            raise CheckpointError(
+                f"a writer of an arena needs an epoch, not {epoch}.", remedy="pass the world's epoch."
+            )
+        file = ArenaFile.open(path_or_fd, writable=writable)
+        try:
+            superblock = _superblock(file)
+            if superblock.geometry.total_bytes != file.size:
+                raise IntegrityError(
+                    f"the arena {file} has {file.size} bytes, and its superblock says {superblock.geometry.total_bytes}.",
+                    remedy="remove it, and restore this rank from another holder.",
+                )
+            if superblock.job != job:
+                raise CheckpointError(
+                    f"the arena {file} is of job {superblock.job!r}, not of {job!r}.", remedy="use another path."
+                )
+            if epoch is not None and epoch < superblock.epoch:
+                raise _stale(epoch, superblock)
+            file.map_all()
+            if writable:
+                with contextlib.suppress(OSError):  # it is there already, or comes when it is written to
+                    file.populate()
+            arena = cls(file, superblock, None)
+            if writable and epoch is not None:
+                arena._claim(epoch)
+            return arena
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self._superblock.rank
+
+    @property
+    def epoch(self) -> int:
+        """The epoch this was attached in."""
+        return self._superblock.epoch
+
+    @property
+    def payload_bytes(self) -> int:
+        """Room in a slot."""
+        return self._superblock.geometry.payload_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._superblock.geometry.chunk_bytes
+
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the whole mapping, to be pinned. It stays where it is until `close`."""
+        return self._file.address(), self._file.size
+
+    def slots(self) -> list[SlotInfo]:
+        """What every slot holds, read from the file now. A slot whose header is damaged beyond use is BAD."""
+        self._file.check()
+        return [SlotInfo.of(header) for header in self._headers()]
+
+    # -- write
+    def begin(
+        self,
+        generation: int,
+        step: int,
+        *,
+        kind: Kind = "data",
+        owner: int | None = None,
+        keep: Collection[int] = (),
+    ) -> SlotWriter:
+        """A slot to write an image into: free, bad, or left by a dead writer; else the oldest that is neither the newest
+        committed one of its owner, nor of a generation in ``keep``, nor leased. Raises `CheckpointError` when there is none."""
+        owner = self.rank if owner is None else owner
+        problem = (
+            _out_of("generation", generation, GENERATION_MAX)
+            or _out_of("step", step, GENERATION_MAX, least=-1)  # -1: before the first
+            or _out_of("owner", owner, OWNER_MAX)
+        )
+        if problem:
+            raise CheckpointError(f"no such slot can be: {problem}.", remedy="correct that number.")
+        with self._changing() as me:
+            headers = self._headers()
+            for header in headers:
+                same = (header.generation, header.kind, header.owner) == (generation, kind, owner)
+                if same and (header.whole or _written_by_the_living(header)):
+                    raise CheckpointError(
+                        f"generation {generation} of rank {owner} is in slot {header.slot} already ({header.state.name}).",
+                        remedy="a generation is written once: use the next number.",
+                    )
+            for header in _candidates(headers, keep):
+                at = self._superblock.geometry.header_at(header.slot)
+                if not lock(self._file.fd, at, shared=False):
+                    continue  # leased
+                try:
+                    crash_point("arena.begin.chosen")
+                    begun = SlotHeader(
+                        self._superblock.arena_id,
+                        header.slot,
+                        SlotState.WRITING,
+                        kind,
+                        generation,
+                        step,
+                        self.epoch,
+                        owner,
+                        writer=me,
+                    )
+                    self._file.store(at, begun, "arena.begin")
+                finally:
+                    unlock(self._file.fd, at)
+                writer = SlotWriter(self, begun)
+                self._writers.append(writer)
+                return writer
+        held = ", ".join(
+            f"{h.slot}: {h.state.name} {h.generation}" + (f" by {h.writer}" if h.state is SlotState.WRITING else "")
+            for h in headers
+        )
+        raise CheckpointError(
+            f"no slot of the arena {self._file} may be written over ({held}; keep {sorted(keep)}).",
+            remedy="commit or release a generation, end a lease or a fenced writer, or create the arena with one more slot.",
+        )
+
+    def commit(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """All sealed slots of ``generation`` are committed. Again is no error."""
+        with self._changing():
+            found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED))
+            sealed = [header for header in found if header.state is SlotState.SEALED]
+            for header in sealed:
+                SlotReader(self, header)  # its table is whole
+            for header in sealed:
+                self._store(header._replace(state=SlotState.COMMITTED), "arena.commit")
+
+    def mark_bad(self, generation: int, reason: str, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """Its bytes are wrong, or it must not be used again: it is no source any more, and its slots may be written over."""
+        with self._changing():
+            for header in self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD)):
+                self._store(header._replace(state=SlotState.BAD, reason=reason), "arena.mark_bad")
+
+    def release(self, generation: int, *, kind: Kind | None = None, owner: int | None = None) -> None:
+        """Its slots are free. Refused for the newest committed generation."""
+        with self._changing():
+            committed = [h.generation for h in self._headers() if h.state is SlotState.COMMITTED]
+            found = self._of(generation, kind, owner, (SlotState.SEALED, SlotState.COMMITTED, SlotState.BAD))
+            if generation == max(committed, default=-1) and any(h.state is SlotState.COMMITTED for h in found):
+                raise CheckpointError(
+                    f"generation {generation} is the newest committed one of the arena {self._file}.",
+                    remedy="commit a newer one first, or mark it as bad.",
+                )
+            for header in found:
+                self._store(SlotHeader(header.arena_id, header.slot), "arena.release")
+
+    # -- read
+    def reader(self, generation: int, kind: Kind = "data", owner: int | None = None) -> SlotReader:
+        """Raises `NoUsableGeneration` when no slot has it sealed, `IntegrityError` when its chunk table is damaged."""
+        self._file.check()
+        whose = self.rank if owner is None else owner
+        return SlotReader(self, self._of(generation, kind, whose, (SlotState.SEALED, SlotState.COMMITTED))[0])
+
+    @contextlib.contextmanager
+    def lease(self, generation: int) -> Iterator[None]:
+        """While it is held, by whichever process, no slot of ``generation`` is written over. It ends with its holder."""
+        fd = self._file.reopened()
+        try:
+            for header in self._of(generation, None, None, (SlotState.SEALED, SlotState.COMMITTED)):
+                locked = lock(fd, self._superblock.geometry.header_at(header.slot), shared=True)
+                now = self._header(header.slot)
+                if not locked or (now.generation, now.digest) != (generation, header.digest):
+                    raise NoUsableGeneration(
+                        f"generation {generation} is just being written over in the arena {self._file}.",
+                        remedy="take a newer one.",
+                    )
+            yield
+        finally:
+            os.close(fd)
+
+    # -- end
+    def close(self) -> None:
+        """Gives the claim back. Slots begun and not sealed are free again."""
+        if self._file.fd < 0:
+            return
+        for writer in self._writers:
+            writer.abandon()
+        if self._me is not None:
+            with contextlib.suppress(CheckpointError), self._changing():  # fenced or damaged: nothing to give back
+                self._file.store(0, self._superblock._replace(claim=NOBODY), "arena.close")
+            end_session(self._me)
+        self._file.close()
+
+    def unlink(self) -> None:
+        """Remove the file. Open mappings stay good until they are closed."""
+        self._file.unlink()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- helpers
+    def _claim(self, epoch: int) -> None:
+        with self._file.exclusive():
+            superblock = _superblock(self._file)
+            if epoch < superblock.epoch:
+                raise _stale(epoch, superblock)
+            if epoch == superblock.epoch and superblock.claim.alive():
+                raise DuplicateOwner(
+                    f"the arena {self._file} has a writer in epoch {epoch} already: {superblock.claim}.",
+                    remedy="end that process, or attach in a newer epoch, which fences it.",
+                )
+            me = begin_session()
+            try:
+                self._superblock = superblock._replace(epoch=epoch, claim=me)
+                self._file.store(0, self._superblock, "arena.attach")
+            except BaseException:
+                end_session(me)
+                raise
+            self._me = me
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Process]:
+        """What every change begins with: the file is whole, nobody else is changing it, and we are still its writer."""
+        if self._me is None:
+            raise CheckpointError(f"the arena {self._file} was attached to read.", remedy="attach with writable=True.")
+        if self._me.pid != os.getpid():
+            raise DuplicateOwner(
+                f"the arena {self._file} belongs to process {self._me.pid}, and this is a fork of it.",
+                remedy="attach in the process that writes.",
+            )
+        with self._file.exclusive():
+            self._file.check()
+            superblock = _superblock(self._file)
+            if superblock.epoch > self.epoch:
+                raise _stale(self.epoch, superblock)
+            if superblock.arena_id != self._superblock.arena_id or superblock.claim != self._me:
+                raise DuplicateOwner(
+                    f"the arena {self._file} is claimed by {superblock.claim}.",
+                    remedy="attach again, in a newer epoch.",
+                )
+            yield self._me
+
+    def _headers(self) -> list[SlotHeader]:
+        """As they stood at one moment: two passes agree. One pass could see a slot before a commit and another after the
+        next begin, and so no committed generation at all."""
+        former: list[SlotHeader] = []
+        for _ in range(_PASSES_MAX):
+            headers = [self._header(index) for index in range(self._superblock.geometry.slots)]
+            if headers == former:
+                break
+            former = headers
+        return headers
+
+    def _header(self, index: int) -> SlotHeader:
+        header = self._file.load(self._superblock.geometry.header_at(index), SlotHeader)
+        if header is not None and header.fits(self._superblock, index):
+            return header
+        return SlotHeader(
+            self._superblock.arena_id, index, SlotState.BAD, reason="both copies of its header are damaged"
+        )
+
+    def _store(self, header: SlotHeader, operation: str) -> None:
+        self._file.store(self._superblock.geometry.header_at(header.slot), header, operation)
+
+    def _of(
+        self, generation: int, kind: Kind | None, owner: int | None, states: Collection[SlotState]
+    ) -> list[SlotHeader]:
+        headers = self._headers()
+        found = [
+            header
+            for header in headers
+            if header.generation == generation
+            and header.state in states
+            and kind in (None, header.kind)
+            and owner in (None, header.owner)
+        ]
+        if not found:
+            held = ", ".join(f"{h.kind} {h.generation} of {h.owner} {h.state.name}" for h in headers)
+            raise NoUsableGeneration(
+                f"the arena {self._file} has no such slot: generation {generation}, {kind or 'any'} of {owner}. It has: {held}.",
+                remedy="take another generation or holder.",
+            )
+        return found
+
+
+def _candidates(headers: list[SlotHeader], keep: Collection[int]) -> list[SlotHeader]:
+    """The slots that may be written over, best first."""
+    newest: dict[tuple[Kind, int], int] = {}
+    for header in headers:
+        if header.state is SlotState.COMMITTED:
+            key = (header.kind, header.owner)
+            newest[key] = max(newest.get(key, -1), header.generation)
+    useless = [h for h in headers if not h.whole and not _written_by_the_living(h)]
+    useless.sort(key=lambda h: _REUSED_FIRST.index(h.state))
+    older = [
+        h
+        for h in headers
+        if h.whole
+        and h.generation not in keep
+        and not (h.state is SlotState.COMMITTED and newest[h.kind, h.owner] == h.generation)
+    ]
+    return useless + sorted(older, key=lambda h: h.generation)
+
+
+def _written_by_the_living(header: SlotHeader) -> bool:
+    return header.state is SlotState.WRITING and header.writer.alive()
+
+
+def _superblock(file: ArenaFile) -> Superblock:
+    superblock = file.load(0, Superblock)
+    if superblock is None:
+        raise IntegrityError(
+            f"the arena {file} has no whole superblock: it is damaged, or no arena.",
+            remedy="remove it, and restore this rank from another holder.",
+        )
+    return superblock
+
+
+def _stale(epoch: int, superblock: Superblock) -> StaleEpoch:
+    return StaleEpoch(
+        f"epoch {epoch} is over: epoch {superblock.epoch} has taken the arena.",
+        remedy="end this process; it is fenced.",
+    )
+
+
+def _out_of(name: str, value: int, most: int, *, least: int = 0) -> str:
+    return "" if least <= value <= most else f"{name} is {value}, not {least} to {most}"

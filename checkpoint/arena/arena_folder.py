@@ -1,0 +1,261 @@
+"""Where ranks on one host keep their arenas without an agent: a private folder on a tmpfs, one for each job.
+
+::
+
+    <folder>/rackrun-<uid>/               0700
+        lock                              held while a job comes or goes
+        <job>-<digest of its directory>/
+            keeper-<pid>-<start>-...      who would come back for it: the workers, and torchrun's own process
+            rank-00001-of-00004-<epoch>.arena
+            commit-000000000012.json      what was committed
+
+The files outlive the worker that torchrun starts again, which finds them by their names. What no living keeper comes back
+for is removed by the next job of the same user, known by pid *and* start time.
+
+The traps: a commit's record is written before the arena is marked and before the older generation may be written over, so
+whatever is lost of the older one, a record of the newer is there. An arena of another world stays until the first commit of
+this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
+from rackrun.checkpoint.base.digest import content_digest
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, MemoryPlanError
+from rackrun.checkpoint.base.location import local_path
+from rackrun.checkpoint.base.process_identity import Process, begin_session, end_session, process_of
+from rackrun.checkpoint.commit.commit_records import CommitRecord, decode_record
+from rackrun.checkpoint.redundancy.shard_placement import Redundancy
+from rackrun.protocol.crash_points import crash_point, register
+
+__all__ = ["ArenaFolder", "MemoryTier", "commits_in", "job_folder", "keepers_in"]
+
+_ARENA = re.compile(r"rank-(\d{5})-of-(\d{5})-(\d+)-[0-9a-f]+\.arena", re.ASCII)
+_KEEPER = re.compile(r"keeper-(\d+)-(\d+)-(\d+)-(\d+)", re.ASCII)
+_COMMIT = re.compile(r"commit-(\d{12,20})\.json", re.ASCII)
+_COMMITS_KEPT = 4
+
+register("commit.record_written", "commit.record_named", "commit.sweeping")
+
+
+@dataclass(frozen=True)
+class MemoryTier:
+    """Arenas in ``folder``, a tmpfs. ``slots``: images of each rank; None for 2, or 3 where a durable tier reads them too.
+    ``usable``: the share of free memory that they may take."""
+
+    folder: Path | str = "/dev/shm"  # noqa: S108 - in a folder of its own there
+    slots: int | None = None
+    usable: float = 0.9
+
+
+class ArenaFolder:
+    """One rank's view of its host's. Raises `CheckpointError` when the folder cannot be used, `IntegrityError` when it is
+    not this user's own."""
+
+    def __init__(self, tier: MemoryTier, job: str, directory: Path, rank: int, world_size: int) -> None:
+        self._tier, self._job, self._rank, self._world_size = tier, job, rank, world_size
+        self.path = job_folder(local_path(tier.folder, "the folder of a MemoryTier"), job, directory)
+        self._base = self.path.parent
+        self._me = begin_session()
+        try:
+            _private(self._base)
+            with self._locked():
+                self._remove_orphans()
+                _private(self.path)
+                for keeper in (self._me, *_restarter()):
+                    (self.path / _keeper_name(keeper)).touch(mode=0o600)
+        except OSError as error:
+            end_session(self._me)
+            raise CheckpointError(
+                f"{self._base} cannot be used for arenas: {error.strerror or error}.",
+                remedy="give a tmpfs that you may write to.",
+            ) from error
+        except BaseException:
+            end_session(self._me)
+            raise
+
+    @property
+    def place(self) -> str:
+        """Who says the same sees the same files."""
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{self.path}:{os.stat(self.path).st_dev}"
+
+    # -- arenas
+    def arenas(self) -> dict[Path, tuple[int, int]]:
+        """Path -> (rank, world size), of all there are."""
+        found = {}
+        for name in sorted(self._names()):
+            if match := _ARENA.fullmatch(name):
+                found[self.path / name] = int(match[1]), int(match[2])
+        return found
+
+    def attach(self, path: Path, epoch: int | None = None) -> Arena | None:
+        """To write in ``epoch``, or to read. None: it cannot be used, which is said."""
+        try:
+            return Arena.attach(path, job=self._job, writable=epoch is not None, epoch=epoch)
+        except CheckpointError as error:
+            print(f"rackrun: the arena {path} is not used: {error.what}", file=sys.stderr, flush=True)
+            return None
+
+    def create(self, epoch: int, *, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
+        """Raises `MemoryPlanError` when there is no room for ``local_ranks`` such arenas, other worlds' removed."""
+        try:
+            return self._create(epoch, slots, payload_bytes, local_ranks)
+        except MemoryPlanError:
+            if not self.sweep(epoch):
+                raise
+            print(f"rackrun: no room beside older arenas in {self.path}: they are gone", file=sys.stderr, flush=True)
+            return self._create(epoch, slots, payload_bytes, local_ranks)
+
+    def _create(self, epoch: int, slots: int, payload_bytes: int, local_ranks: int) -> Arena:
+        held = sum(path.stat().st_size for path in self.arenas() if path.exists())
+        MemoryPlan(
+            local_ranks, payload_bytes, Redundancy.local(), ceilings(self.path), slots=slots, held_bytes=held,
+            usable=self._tier.usable,
+        ).check()  # fmt: skip
+        name = f"rank-{self._rank:05d}-of-{self._world_size:05d}-{epoch}-{secrets.token_hex(4)}.arena"
+        return Arena.create(
+            self.path / name, job=self._job, rank=self._rank, epoch=epoch, slots=slots, payload_bytes=payload_bytes
+        )
+
+    def sweep(self, epoch: int) -> int:
+        """Remove arenas that no writer of ``epoch`` has taken. How many those were."""
+        gone = 0
+        for path in self.arenas():
+            with contextlib.suppress(FileNotFoundError):
+                if _epoch_of(path, self._job) < epoch:
+                    crash_point("commit.sweeping")
+                    path.unlink()
+                    gone += 1
+        return gone
+
+    # -- commits
+    def remember(self, record: CommitRecord) -> None:
+        """In this host's memory when it returns."""
+        name = self.path / f"commit-{record.generation:012d}.json"
+        part = name.with_name(f".{name.name}-{secrets.token_hex(4)}")
+        part.write_bytes(record.encode())
+        crash_point("commit.record_written")
+        os.rename(part, name)
+        crash_point("commit.record_named")
+        others = sorted(n for n in self._names() if _COMMIT.fullmatch(n) and n != name.name)
+        for old in others[: 1 - _COMMITS_KEPT]:
+            (self.path / old).unlink(missing_ok=True)
+
+    def commits(self) -> tuple[list[CommitRecord], dict[int, str]]:
+        """Those that can be read, and why others cannot, by generation."""
+        return commits_in(self.path)
+
+    # -- end
+    def leave(self, *, remove: bool, epoch: int) -> None:
+        """``remove``: nobody comes back, and the last to leave takes it all away, but for what a later epoch has taken. Else
+        the arenas stay, for the same job."""
+        with contextlib.suppress(OSError), self._locked():
+            if remove:
+                (self.path / _keeper_name(self._me)).unlink(missing_ok=True)
+                for path, (rank, _) in self.arenas().items():
+                    if rank == self._rank and _epoch_of(path, self._job) <= epoch:
+                        path.unlink(missing_ok=True)
+                mine = {self._me, *_restarter()}
+                if not any(keeper.alive() for keeper in keepers_in(self.path) if keeper not in mine):
+                    shutil.rmtree(self.path, ignore_errors=True)
+        end_session(self._me)
+
+    # -- helpers
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = os.open(self._base / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _remove_orphans(self) -> None:
+        """Folders of other jobs whose keepers are all dead; of this one, the names of the dead."""
+        for name in os.listdir(self._base):
+            path = self._base / name
+            if not stat.S_ISDIR(path.lstat().st_mode):
+                continue
+            keepers = keepers_in(path)
+            dead = [keeper for keeper in keepers if not keeper.alive()]
+            if path == self.path:
+                for keeper in dead:
+                    (path / _keeper_name(keeper)).unlink(missing_ok=True)
+            elif keepers and len(dead) == len(keepers):
+                shutil.rmtree(path, ignore_errors=True)
+                print(f"rackrun: removed {path}, of a job that is gone", file=sys.stderr, flush=True)
+
+
+def job_folder(tier: Path, job: str, directory: Path) -> Path:
+    """Where the arenas of ``job``, whose checkpoints are under ``directory``, are in ``tier``."""
+    return tier / f"rackrun-{os.geteuid()}" / f"{job}-{content_digest(os.fsencode(str(directory.resolve())))[:12]}"
+
+
+def commits_in(folder: Path) -> tuple[list[CommitRecord], dict[int, str]]:
+    """Those that can be read, and why others cannot, by generation."""
+    found, unreadable = list[CommitRecord](), dict[int, str]()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(folder)):
+            if match := _COMMIT.fullmatch(name):
+                try:
+                    found.append(decode_record((folder / name).read_bytes()))
+                except FileNotFoundError:
+                    continue  # a newer one has taken its place
+                except (CheckpointError, OSError) as error:
+                    unreadable[int(match[1])] = f"the commit record {folder / name} cannot be read: {error}"
+    return found, unreadable
+
+
+def keepers_in(folder: Path) -> list[Process]:
+    """Who would come back for the arenas there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        matches = [_KEEPER.fullmatch(name) for name in os.listdir(folder)]
+        return [Process(*map(int, match.groups())) for match in matches if match]
+    return []
+
+
+def _private(path: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise IntegrityError(
+            f"{path} is not a private folder of this user.", remedy="find out who made it, and remove it."
+        )
+
+
+def _restarter() -> tuple[Process, ...]:
+    """Who would start this worker again."""
+    return (process_of(os.getppid()),) if "TORCHELASTIC_RUN_ID" in os.environ else ()
+
+
+def _keeper_name(process: Process) -> str:
+    return "keeper-{}-{}-{}-{}".format(*process)
+
+
+def _epoch_of(path: Path, job: str) -> int:
+    """-1: no arena that can be read."""
+    try:
+        with Arena.attach(path, job=job) as arena:
+            return arena.epoch
+    except CheckpointError:
+        return -1

@@ -1,0 +1,261 @@
+"""One slot of an arena: what it holds, and its payload in the hands of who writes or reads it.
+
+The writer's ``payload`` is the mapped memory itself: views of it that are kept after `SlotWriter.seal` can still be stored
+into, which a reader notices by its checksums. So can the reader's: what was verified stays so only under `Arena.lease`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rackrun.checkpoint.arena.arena_file import change_points
+from rackrun.checkpoint.arena.arena_format import Kind, SlotHeader, SlotState, manifest_digest, table_bytes
+from rackrun.checkpoint.base.digest import chunk_crcs, crc
+from rackrun.checkpoint.base.errors import CheckpointError, DuplicateOwner, IntegrityError, StaleEpoch
+from rackrun.protocol.crash_points import crash_point, register
+
+if TYPE_CHECKING:
+    from rackrun.checkpoint.arena.arena import Arena
+
+__all__ = ["SlotInfo", "SlotReader", "SlotWriter"]
+
+"""Chunks that `SlotReader.chunks` verifies before they are asked for: they are to stay in the cache until then."""
+
+register("arena.seal.digested", "arena.seal.tabled")
+change_points("arena.seal")
+
+
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    state: SlotState
+    generation: int
+    step: int
+    epoch: int
+    kind: Kind
+    owner: int
+    """Whose image it is: the arena's own rank, another's (a mirror), or a parity set."""
+    payload_bytes: int
+    layout_hash: str
+    manifest_digest: str
+    """blake2b, hex, of the chunk table and what the image is: equal for all copies of one image."""
+    reason: str
+
+    @classmethod
+    def of(cls, header: SlotHeader) -> SlotInfo:
+        return cls(
+            index=header.slot,
+            state=header.state,
+            generation=header.generation,
+            step=header.step,
+            epoch=header.epoch,
+            kind=header.kind,
+            owner=header.owner,
+            payload_bytes=header.payload_bytes,
+            layout_hash=header.layout_hash,
+            manifest_digest=header.digest.hex() if header.whole else "",
+            reason=header.reason,
+        )
+
+
+class SlotWriter:
+    """Fill `payload`, then `seal`. As a context manager it abandons what was not sealed."""
+
+    def __init__(self, arena: Arena, header: SlotHeader) -> None:
+        self._arena, self._header = arena, header
+        geometry = arena._superblock.geometry
+        self.payload = arena._file.view(geometry.payload_at(header.slot), geometry.payload_bytes)
+        """The whole room of the slot, writable. Only what `seal` is told of belongs to the image."""
+
+        self._crcs: list[int] = []
+        self._digested = 0
+        """So many bytes are in `_crcs`, or will be; the last one may be of a part of its chunk."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._digesting: list[tuple[int, Future[np.ndarray[Any, Any]]]] = []
+        """The first chunk of a part, and what the pool's threads will have found: the digests of that and the following chunks."""
+
+    @property
+    def index(self) -> int:
+        return self._header.slot
+
+    def filled(self, upto: int, threads: int = 0) -> None:
+        """The bytes before ``upto`` are final: digest them now, while they are in the cache and the copy goes on, so that
+        `seal` has less to do. One thread at a time; a byte that changes afterwards shows as damage. ``threads``: have so many others do it,
+        and return at once."""
+        self._check_open()
+        self._arena._file.check()
+        upto = min(upto, len(self.payload))
+        if threads:
+            self._begin_digests(upto, threads)
+        else:
+            self._digest(upto)
+
+    def seal(self, payload_bytes: int, layout_hash: str, threads: int = 1) -> None:
+        """The first ``payload_bytes`` bytes are the image: digest them chunk by chunk, then say so in the header.
+
+        Raises `StaleEpoch` or `DuplicateOwner` when another writer has taken over since `Arena.begin`.
+        """
+        arena, at = self._arena, self._arena._superblock.geometry
+        self._check_open()
+        if not 0 <= payload_bytes <= at.payload_bytes:
+            raise CheckpointError(
+                f"an image of {payload_bytes} bytes is not within the slot's {at.payload_bytes}.",
+                remedy="create the arena with larger slots.",
+            )
+        arena._file.check()
+        self._await_digests()
+        if self._digested > payload_bytes:
+            del self._crcs[payload_bytes // at.chunk_bytes :]
+            self._digested = len(self._crcs) * at.chunk_bytes
+        self._digest(min(len(self._crcs) * at.chunk_bytes, payload_bytes))
+        rest = chunk_crcs(self.payload[self._digested : payload_bytes], at.chunk_bytes, threads)
+        table = table_bytes(np.concatenate([np.array(self._crcs, dtype=np.uint32), rest]))
+        crash_point("arena.seal.digested")
+        sealed = self._header._replace(state=SlotState.SEALED, payload_bytes=payload_bytes, layout_hash=layout_hash)
+        sealed = sealed._replace(digest=manifest_digest(sealed, at.chunk_bytes, table))
+        with arena._changing():
+            self._check_ours()
+            arena._file.write(at.table_at(self.index), table)
+            crash_point("arena.seal.tabled")
+            arena._store(sealed, "arena.seal")
+        self._end()
+
+    def abandon(self) -> None:
+        """Give the slot back. After `seal`, or when another writer has taken over, there is nothing to give back."""
+        if self not in self._arena._writers:
+            return
+        with contextlib.suppress(StaleEpoch, DuplicateOwner, IntegrityError), self._arena._changing():
+            self._check_ours()
+            self._arena._store(SlotHeader(self._header.arena_id, self.index), "arena.abandon")
+        self._end()
+
+    def __enter__(self) -> SlotWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    def _check_open(self) -> None:
+        if self not in self._arena._writers:
+            raise CheckpointError(
+                f"slot {self.index} was sealed or abandoned already.", remedy="begin the next generation."
+            )
+
+    def _digest(self, upto: int) -> None:
+        size = self._arena.chunk_bytes
+        while self._digested < upto:
+            index = self._digested // size
+            stop = min((index + 1) * size, upto)
+            if index == len(self._crcs):
+                self._crcs.append(0)
+            self._crcs[index] = crc(self.payload[self._digested : stop], self._crcs[index])
+            self._digested = stop
+
+    def _begin_digests(self, upto: int, threads: int) -> None:
+        """Of whole chunks."""
+        size = self._arena.chunk_bytes
+        self._digest(min(-(-self._digested // size) * size, upto))  # the rest of one that was begun here
+        first, last = self._digested // size, upto // size
+        if self._digested % size or first >= last:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(threads, "rackrun-digest")
+        each = -(-(last - first) // threads)
+        for at in range(first, last, each):
+            part = self.payload[at * size : min(at + each, last) * size]
+            self._digesting.append((at, self._pool.submit(chunk_crcs, part, size)))
+        self._crcs += [0] * (last - first)
+        self._digested = last * size
+
+    def _await_digests(self) -> None:
+        for first, digests in self._digesting:
+            found = digests.result().tolist()
+            self._crcs[first : first + len(found)] = found
+        self._digesting.clear()
+
+    def _check_ours(self) -> None:
+        now = self._arena._header(self.index)
+        if now._replace(seq=0) != self._header._replace(seq=0):
+            raise IntegrityError(
+                f"the header of slot {self.index} was changed or damaged while generation {self._header.generation} was written.",
+                remedy="save again.",
+            )
+
+    def _end(self) -> None:
+        self._arena._writers.remove(self)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._digesting.clear()
+        with contextlib.suppress(BufferError):  # the caller has views of it
+            self.payload.release()
+
+
+class SlotReader:
+    """A sealed image. Its chunk table was checked; its bytes are, chunk by chunk, when they are asked for."""
+
+    def __init__(self, arena: Arena, header: SlotHeader) -> None:
+        self._arena, self._header = arena, header
+        geometry = arena._superblock.geometry
+        count = geometry.chunks(header.payload_bytes)
+        table = os.pread(arena._file.fd, 4 * count, geometry.table_at(header.slot))
+        if manifest_digest(header, geometry.chunk_bytes, table) != header.digest:
+            raise IntegrityError(
+                f"{self} has a damaged chunk table.", remedy="mark it as bad, and take it from another holder."
+            )
+        self.crcs: np.ndarray[Any, Any] = np.frombuffer(table, dtype="<u4")
+        self._payload = arena._file.view(geometry.payload_at(header.slot), header.payload_bytes).toreadonly()
+
+    @property
+    def payload(self) -> memoryview:
+        """All of it, not verified."""
+        self._arena._file.check()
+        return self._payload
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._arena.chunk_bytes
+
+    @property
+    def layout_hash(self) -> str:
+        return self._header.layout_hash
+
+    @property
+    def manifest_digest(self) -> str:
+        return self._header.digest.hex()
+
+    def chunk(self, index: int) -> memoryview:
+        """Verified. Raises `IntegrityError` when it is not what was sealed."""
+        if not 0 <= index < len(self.crcs):
+            raise IndexError(f"{self} has {len(self.crcs)} chunks, not {index + 1}.")
+        size = self._arena.chunk_bytes
+        data = self.payload[index * size : (index + 1) * size]
+        if crc(data) != self.crcs[index]:
+            raise IntegrityError(
+                f"chunk {index} of {self} is not what was sealed.",
+                remedy="take it from another holder, and mark it as bad.",
+            )
+        return data
+
+    def verify(self, threads: int = 1) -> None:
+        """Every chunk. Raises `IntegrityError` at one that is not what was sealed."""
+
+        def check(first: int) -> None:
+            for index in range(first, len(self.crcs), threads):
+                self.chunk(index)
+
+        threads = max(min(threads, len(self.crcs)), 1)
+        if threads == 1:
+            check(0)
+            return
+        with ThreadPoolExecutor(threads, "rackrun-verify") as pool:
+            for checked in [pool.submit(check, first) for first in range(threads)]:
+                checked.result()
+
+    def __str__(self) -> str:
+        header = self._header
+        return f"generation {header.generation} ({header.kind} of rank {header.owner}) in slot {header.slot}"

@@ -1,0 +1,1 @@
+"""What all of checkpoint builds on: errors, checksums, identities of processes."""

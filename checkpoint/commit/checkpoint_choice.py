@@ -1,0 +1,220 @@
+"""Which generation a restore takes, and from where: generation first, tier second. Pure.
+
+The newest generation for which every shard has a verified source is taken by all ranks together; how near the sources
+are does not matter to that choice. Each shard then gets its sources in order, the nearest first, and goes on to the next
+when one fails. When a shard runs out of sources on the way, call `choose` again without the holdings that failed: all
+ranks step back together.
+
+Traps:
+
+* A holding counts only if it is of the record's step and epoch, with the record's digest and layout, and if its holder
+  has verified it. "Not verified" is not "bad": verify it, and choose again.
+* A parity rebuild reads the other members' shards and parity blocks of the *same* generation, each with a source of its
+  own. What it yields is checked against the record like any other source.
+* Without a commit record nothing says that a generation is whole. Only ``best_effort`` reads one, and only where every
+  owner's copies are sealed alike; no rebuild is possible, for no digest is known to check it against.
+* A quarantined generation was restored and turned out bad. It never comes back, under any number of attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.checkpoint.base.errors import IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.commit.commit_records import CommitRecord, Item, Kind, ParitySet, ShardRecord, rebuild_inputs
+
+__all__ = ["ATTEMPTS_MAX", "Holding", "RestorePlan", "Source", "Tier", "choose"]
+
+ATTEMPTS_MAX = 3
+"""Restores of one generation that did not end well (a loss during them is not the generation's fault) before the next."""
+
+
+class Tier(IntEnum):
+    """Where bytes come from, the cheapest first."""
+
+    LIVE_PEER = 0
+    """The memory of a running replica."""
+    OWN_TRAY = 1
+    PEER_TRAY = 2
+    PARITY = 3
+    """Rebuilt; never the tier of a holding."""
+    LOCAL_DISK = 4
+    SHARED = 5
+    """A directory that every tray sees."""
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """What an agent says that it holds: a sealed copy of one shard, or one parity block."""
+
+    generation: int
+    step: int
+    epoch: int
+    owner: int
+    kind: Kind = "data"
+    holder: str
+    domain: str
+    tier: Tier
+    digest: str
+    layout_hash: str
+    verified: bool
+    """Its holder has checked every chunk since it was sealed, or sealed it after checking."""
+
+    @property
+    def item(self) -> Item:
+        return self.owner, self.kind
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to get a shard. ``inputs``: of a rebuild, one holding for each shard and parity block that it reads."""
+
+    tier: Tier
+    holder: str = ""
+    inputs: tuple[Holding, ...] = ()
+
+
+class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """For all ranks: one generation, and for each shard its sources in the order in which they are tried."""
+
+    generation: int
+    step: int
+    epoch: int
+    committed: bool
+    digests: dict[int, str]
+    sources: dict[int, tuple[Source, ...]]
+    passed_over: dict[int, str]
+    """Newer generation -> why it is not taken."""
+
+
+class _Wanted(NamedTuple):
+    """A generation that could be restored: a record, or what the inventory says of an uncommitted one."""
+
+    generation: int
+    step: int
+    epoch: int
+    committed: bool
+    shards: tuple[ShardRecord, ...]
+    sets: tuple[ParitySet, ...]
+
+
+def choose(
+    inventory: Sequence[Holding],
+    commits: Sequence[CommitRecord],
+    lost: Collection[str] = (),
+    quarantined: Collection[int] = (),
+    *,
+    attempts: Mapping[int, int] | None = None,
+    attempts_max: int = ATTEMPTS_MAX,
+    best_effort: bool = False,
+    owners: Collection[int] = (),
+) -> RestorePlan:
+    """The plan, or NoUsableGeneration with the reason of each. IntegrityError when two records contradict.
+
+    ``lost``: holders that are gone. ``quarantined``: generations that turned out bad. ``attempts``: failed restores by
+    generation, out of the log. ``owners``: who must be whole in an uncommitted generation; ``best_effort`` needs it.
+    """
+    tried = attempts or {}
+    alive = sorted(holding for holding in inventory if holding.holder not in lost)
+    reasons: dict[int, str] = {}
+    for wanted in _candidates(alive, commits, owners if best_effort else ()):
+        g = wanted.generation
+        if g in quarantined:
+            reasons[g] = "quarantined: it turned out bad after a restore"
+        elif tried.get(g, 0) >= attempts_max:
+            reasons[g] = f"{tried[g]} restores of it have failed"
+        else:
+            sources, missing = _sources(wanted, [holding for holding in alive if holding.generation == g], lost)
+            if not missing:
+                return RestorePlan(
+                    generation=g, step=wanted.step, epoch=wanted.epoch, committed=wanted.committed, sources=sources,
+                    digests={shard.owner: shard.digest for shard in wanted.shards if shard.kind == "data"},
+                    passed_over=reasons,
+                )  # fmt: skip
+            reasons[g] = "; ".join(missing)
+    uncommitted = sorted({holding.generation for holding in alive} - set(reasons), reverse=True)
+    reasons |= dict.fromkeys(uncommitted, "never committed" + (", and not sealed alike by all" if best_effort else ""))
+    story = " ".join(f"Generation {g}: {reasons[g]}." for g in sorted(reasons, reverse=True))
+    raise NoUsableGeneration(
+        f"no generation can be restored. {story or 'Nothing was ever committed.'}",
+        remedy="Bring a lost holder back, give a durable directory, or begin anew.",
+    )
+
+
+def _candidates(alive: Sequence[Holding], commits: Sequence[CommitRecord], owners: Collection[int]) -> list[_Wanted]:
+    """Newest first. Uncommitted ones only if ``owners`` are given, and only those sealed alike by all of them."""
+    records: dict[int, CommitRecord] = {}
+    for record in commits:
+        record.check()
+        if records.setdefault(record.generation, record) != record:
+            raise IntegrityError(
+                f"two commit records of generation {record.generation} differ.",
+                remedy="Two coordinators have written: keep the log with the larger epoch.",
+            )
+    found = [_Wanted(r.generation, r.step, r.epoch, True, r.shards, r.sets) for r in records.values()]
+    for g in sorted({holding.generation for holding in alive} - set(records)) if owners else ():
+        data = [holding for holding in alive if holding.generation == g and holding.kind == "data"]
+        data = [holding for holding in data if holding.owner in owners]
+        told = {owner: {(h.digest, h.layout_hash) for h in data if h.owner == owner} for owner in sorted(owners)}
+        if len({(h.step, h.epoch) for h in data}) == 1 and all(len(said) == 1 for said in told.values()):
+            shards = [
+                ShardRecord(owner=owner, kind="data", digest=digest, layout_hash=layout_hash, holders=())
+                for owner, said in told.items()
+                for digest, layout_hash in said
+            ]
+            found.append(_Wanted(g, data[0].step, data[0].epoch, False, tuple(shards), ()))
+    return sorted(found, key=lambda wanted: wanted.generation, reverse=True)
+
+
+def _sources(
+    wanted: _Wanted, holdings: Sequence[Holding], lost: Collection[str]
+) -> tuple[dict[int, tuple[Source, ...]], list[str]]:
+    """The sources of every shard, and in words what has none."""
+    identity = wanted.step, wanted.epoch
+    records = {(shard.owner, shard.kind): shard for shard in wanted.shards}
+    copies: dict[Item, list[Holding]] = {}
+    unfit: dict[Item, list[str]] = {}
+    for holding in holdings:
+        record = records.get(holding.item)
+        if record is None:
+            continue
+        if (holding.step, holding.epoch) != identity:
+            why = f"is of step {holding.step}, epoch {holding.epoch}"
+        elif (holding.digest, holding.layout_hash) != (record.digest, record.layout_hash):
+            why = "differs from the record"
+        elif not holding.verified:
+            why = "is not verified"
+        else:
+            copies.setdefault(holding.item, []).append(holding)
+            continue
+        unfit.setdefault(holding.item, []).append(f"{holding.holder}'s {why}")
+    for found in copies.values():
+        found.sort(key=lambda holding: (holding.tier, holding.holder))
+
+    sources: dict[int, tuple[Source, ...]] = {}
+    missing: list[str] = []
+    for owner, kind in records:
+        if kind != "data":
+            continue
+        plain = [Source(tier=holding.tier, holder=holding.holder) for holding in copies.get((owner, "data"), ())]
+        parity = next((found for found in wanted.sets if owner in found.members), None)
+        ordered = sorted([*plain, *_rebuild(owner, parity, copies)], key=lambda source: source.tier)
+        sources[owner] = tuple(ordered)
+        if not ordered:
+            missing.append(_story(records[owner, "data"], unfit.get((owner, "data"), []), lost, parity is not None))
+    return sources, missing
+
+
+def _rebuild(owner: int, parity: ParitySet | None, copies: Mapping[Item, Sequence[Holding]]) -> list[Source]:
+    needed = rebuild_inputs(owner, parity, lambda item: bool(copies.get(item))) if parity else ()
+    return [Source(tier=Tier.PARITY, inputs=tuple(copies[item][0] for item in needed))] if needed else []
+
+
+def _story(record: ShardRecord, unfit: Sequence[str], lost: Collection[str], in_set: bool) -> str:
+    held = [f"{holder} ({domain}{', lost' if holder in lost else ''})" for holder, domain in record.holders]
+    story = f"the shard of rank {record.owner} has no source; held by {', '.join(held) or 'nobody known'}"
+    if unfit:
+        story += f"; {', '.join(unfit)}"
+    return story + ("; its parity set is not complete" if in_set else "")

@@ -1,0 +1,395 @@
+"""The coordinator's part of the commit protocol: when a generation is whole, and when an older one may go.
+
+``handle(event) -> outputs``, pure. A generation commits when every owner's shard has the redundancy asked for, out of
+copies of one (generation, step, epoch) with one digest each. The newer one retires the older only once its own holders
+have confirmed the commit record and it is at least as safe as the older still is; until then both are kept.
+
+The rules that keep a commit true:
+
+* A holder writes over nothing that may still commit: `Begin.keep` names it. So a generation exists here from
+  `GenerationBegan` on, before anyone seals it, and what is not known here never commits.
+* What cannot commit any more (its deadline passed, a newer one committed, a new epoch began) leaves ``keep`` and is
+  refused from then on, in that order of one call.
+* A degraded commit keeps the older generation until it is healed, or until the older is no safer than it is.
+
+Traps:
+
+* Epochs fence writers, not bytes: a copy of an *already committed* generation counts whatever the epoch is now, if it
+  matches the record. That is how healing works after a recovery.
+* After a restart of the coordinator the records' holders are believed until they connect (`HolderJoined` says what they
+  really hold) or are given up (`HolderLost`: say it of every one that does not come), but not to have confirmed: send the
+  records of `committed` to everyone who connects or has healed. Pins are not in the log: pin again first.
+* With two slots per arena a snapshot finds no room while two generations are kept: begin when `keep` has room. That is
+  the price of I1; a snapshot that found none ends in `Abandon` at its deadline, never in the loss of the older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import assert_never
+
+import msgspec
+
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, StaleEpoch
+from rackrun.checkpoint.commit.commit_records import (
+    Abandon,
+    Begin,
+    Commit,
+    CommitRecord,
+    Confirmed,
+    Copy,
+    Deadline,
+    Disagreement,
+    EpochBegan,
+    Event,
+    GenerationBegan,
+    Heal,
+    HolderJoined,
+    HolderLost,
+    Item,
+    Output,
+    ParitySet,
+    Pinned,
+    Retire,
+    ShardSealed,
+    UnderReplicated,
+    Unpinned,
+    decode_record,
+    domains_of,
+    redundancy,
+)
+
+__all__ = [
+    "Abandon", "Begin", "Commit", "CommitPolicy", "CommitRecord", "Committer", "Confirmed", "Deadline", "Disagreement",
+    "EpochBegan", "Event", "GenerationBegan", "Heal", "HolderJoined", "HolderLost", "Output", "ParitySet", "Pinned",
+    "Retire", "ShardSealed", "UnderReplicated", "Unpinned", "decode_record",
+]  # fmt: skip
+
+
+class CommitPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """``copies``: redundancy of a commit. ``min_copies``: what is enough at the deadline; None: no less than that."""
+
+    copies: int = 2
+    min_copies: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.floor <= self.copies:
+            raise CheckpointError(
+                f"copies={self.copies}, min_copies={self.min_copies}.", remedy="Use 1 <= min_copies <= copies."
+            )
+
+    @property
+    def floor(self) -> int:
+        return self.copies if self.min_copies is None else self.min_copies
+
+
+class Committer:
+    """One per job. Values in its tables are immutable, so a state is copied by copying the tables."""
+
+    def __init__(self, policy: CommitPolicy, log: Sequence[CommitRecord] = ()) -> None:
+        """``log``: the records of earlier lives, of generations not yet known to be retired. IntegrityError."""
+        self.policy = policy
+        self.epoch = -1
+        self.owners: tuple[int, ...] = ()
+        self.sets: tuple[ParitySet, ...] = ()
+        self.newest_known = -1
+        """The greatest generation number seen."""
+        self.committed: dict[int, CommitRecord] = {}
+        self._open: dict[int, int] = {}
+        """Generation of this epoch -> step."""
+        self._copies: dict[int, frozenset[Copy]] = {}
+        """Of open and committed generations, at holders that are not lost."""
+        self._confirmed: dict[int, frozenset[str]] = {}
+        self._domain: dict[str, str] = {}
+        self._lost: frozenset[str] = frozenset()
+        self._pins: frozenset[tuple[int, str]] = frozenset()
+        self._healing: dict[int, frozenset[tuple[Item, str]]] = {}
+        self._under: dict[int, tuple[int, ...]] = {}
+        self._disagreed: frozenset[tuple[int, int, tuple[str, ...]]] = frozenset()
+        for record in log:
+            record.check()
+            if self.committed.setdefault(record.generation, record) != record:
+                raise IntegrityError(
+                    f"two commit records of generation {record.generation} differ.",
+                    remedy="Two coordinators have written: keep the log with the larger epoch.",
+                )
+            self._copies[record.generation] = record.all_copies()
+            self._domain |= {copy.holder: copy.domain for copy in record.all_copies()}
+            self.newest_known = max(self.newest_known, record.generation)
+            self.epoch = max(self.epoch, record.epoch)
+
+    @property
+    def newest(self) -> CommitRecord | None:
+        """The newest committed generation."""
+        return self.committed[max(self.committed)] if self.committed else None
+
+    def keep(self) -> tuple[int, ...]:
+        """Generations that no slot may lose: committed and not retired, pinned, or still able to commit."""
+        pinned = (generation for generation, _ in self._pins)
+        return tuple(sorted({*self.committed, *self._open, *pinned}))
+
+    def handle(self, event: Event) -> list[Output]:
+        match event:
+            case EpochBegan():
+                return self._epoch_began(event)
+            case GenerationBegan():
+                return self._generation_began(event)
+            case ShardSealed():
+                return self._shard_sealed(event)
+            case Confirmed():
+                return self._was_confirmed(event)
+            case Deadline():
+                return self._deadline(event.generation)
+            case HolderJoined():
+                return self._holder_joined(event)
+            case HolderLost():
+                return self._holder_lost(event.holder)
+            case Pinned() | Unpinned():
+                pin = event.generation, event.by
+                self._pins = self._pins | {pin} if isinstance(event, Pinned) else self._pins - {pin}
+                return self._retire()
+            case _:
+                assert_never(event)
+
+    # -- events --
+
+    def _epoch_began(self, event: EpochBegan) -> list[Output]:
+        if event.epoch < self.epoch or (event.epoch == self.epoch and self.owners not in ((), event.owners)):
+            raise StaleEpoch(
+                f"epoch {event.epoch} of owners {list(event.owners)} began after epoch {self.epoch}.",
+                remedy="Another coordinator is ahead: stop this one.",
+            )
+        repeated = event.epoch == self.epoch
+        self.epoch, self.owners, self.sets = event.epoch, event.owners, event.sets
+        return [] if repeated else self._abandon(self._open, f"epoch {event.epoch} began")
+
+    def _generation_began(self, event: GenerationBegan) -> list[Output]:
+        if event.generation <= self.newest_known or not self.owners:
+            raise CheckpointError(
+                f"generation {event.generation} began in epoch {self.epoch} after generation {self.newest_known}.",
+                remedy="Draw numbers from one durable counter, after the epoch has begun.",
+            )
+        self.newest_known = event.generation
+        keep = self.keep()
+        self._open[event.generation] = event.step
+        self._copies[event.generation] = frozenset()
+        return [Begin(generation=event.generation, step=event.step, epoch=self.epoch, keep=keep)]
+
+    def _shard_sealed(self, event: ShardSealed) -> list[Output]:
+        if not self._counts(event):
+            return []
+        if event.generation in self.committed:
+            return self._care() + self._retire()
+        return self._try_commit(event.generation, self.policy.copies)
+
+    def _counts(self, event: ShardSealed) -> bool:
+        """Whether it is a copy of a committed generation, or of one that may commit; then it is written down."""
+        if event.holder in self._lost:
+            return False
+        copy = Copy(
+            owner=event.owner, kind=event.kind, holder=event.holder, domain=event.domain, digest=event.digest,
+            layout_hash=event.layout_hash,
+        )  # fmt: skip
+        g = event.generation
+        self._domain.setdefault(event.holder, event.domain)
+        if record := self.committed.get(g):
+            known = {(s.owner, s.kind, s.digest, s.layout_hash) for s in record.shards}
+            same = (event.step, event.epoch) == (record.step, record.epoch)
+            if not same or (copy.owner, copy.kind, copy.digest, copy.layout_hash) not in known:
+                return False
+            self._healing[g] = self._healing.get(g, frozenset()) - {(copy.item, copy.holder)}
+        elif (event.epoch, event.step) != (self.epoch, self._open.get(g)) or event.owner not in self.owners:
+            return False
+        self._copies[g] |= {copy}
+        return True
+
+    def _was_confirmed(self, event: Confirmed) -> list[Output]:
+        if event.generation not in self.committed or event.holder in self._lost:
+            return []
+        self._confirmed[event.generation] = self._confirmed.get(event.generation, frozenset()) | {event.holder}
+        return self._retire()
+
+    def _deadline(self, generation: int) -> list[Output]:
+        if generation not in self._open:
+            return []
+        outputs = self._try_commit(generation, self.policy.floor)
+        if generation in self._open:
+            agreed = domains_of(_agreed(self._copies[generation], self.policy.copies)[0])
+            short = [o for o in self.owners if self._level(o, agreed, self.sets) < self.policy.floor]
+            outputs += self._abandon([generation], f"too few copies at the deadline of the shards of ranks {short}")
+        return outputs
+
+    def _holder_joined(self, event: HolderJoined) -> list[Output]:
+        self._forget(event.holder)
+        self._lost -= {event.holder}
+        self._domain[event.holder] = event.domain
+        for sealed in event.holds:
+            self._counts(sealed)
+        return self._reconsider()
+
+    def _holder_lost(self, holder: str) -> list[Output]:
+        self._lost |= {holder}
+        self._forget(holder)
+        return self._reconsider()
+
+    def _forget(self, holder: str) -> None:
+        self._domain.pop(holder, None)
+        for g, copies in self._copies.items():
+            self._copies[g] = frozenset(copy for copy in copies if copy.holder != holder)
+        for g, confirmed in self._confirmed.items():
+            self._confirmed[g] = confirmed - {holder}
+        for g, healing in self._healing.items():
+            self._healing[g] = frozenset(heal for heal in healing if heal[1] != holder)
+
+    def _reconsider(self) -> list[Output]:
+        # A lost holder may have been the one that disagreed.
+        commits = [self._try_commit(g, self.policy.copies) for g in sorted(self._open)]
+        return [*chain.from_iterable(commits), *self._care(), *self._retire()]
+
+    # -- committing --
+
+    def _try_commit(self, g: int, wanted: int) -> list[Output]:
+        if g not in self._open:
+            return []
+        copies, disputed = _agreed(self._copies[g], self.policy.copies)
+        outputs: list[Output] = []
+        for owner, digests in disputed:
+            if (g, owner, digests) not in self._disagreed:
+                self._disagreed |= {(g, owner, digests)}
+                outputs.append(Disagreement(generation=g, owner=owner, digests=digests))
+        domains = domains_of(copies)
+        present = all((owner, "data") in domains for owner in self.owners)
+        # A record needs every digest, so every shard must have been sealed, even where parity could rebuild one.
+        if not present or any(self._level(owner, domains, self.sets) < wanted for owner in self.owners):
+            return outputs
+        level = min(self._level(owner, domains, self.sets) for owner in self.owners)
+        record = CommitRecord.of(
+            g, self._open.pop(g), self.epoch, copies=copies, sets=self.sets, wanted=self.policy.copies,
+            degraded=level < self.policy.copies,
+        )  # fmt: skip
+        self.committed[g] = record
+        self._copies[g] = copies
+        outputs.append(Commit(record=record))
+        outputs += self._abandon([o for o in self._open if o < g], f"generation {g} committed before it")
+        return outputs + self._care()
+
+    def _abandon(self, generations: Iterable[int], reason: str) -> list[Output]:
+        gone = sorted(generations)
+        for g in gone:
+            del self._open[g], self._copies[g]
+        return [Abandon(generation=g, reason=reason) for g in gone]
+
+    # -- retiring --
+
+    def _retire(self) -> list[Output]:
+        """Every generation that a newer one, by its confirmed holders alone, replaces without any loss of safety."""
+        outputs: list[Output] = []
+        pinned = {generation for generation, _ in self._pins}
+        for old in sorted(self.committed):
+            if old not in pinned and any(self._replaces(new, old) for new in self.committed if new > old):
+                for table in (self.committed, self._copies, self._confirmed, self._healing, self._under):
+                    table.pop(old, None)
+                outputs.append(Retire(generation=old))
+        return outputs
+
+    def _replaces(self, new: int, old: int) -> bool:
+        confirmed = self._confirmed.get(new, frozenset())
+        sure = self._safety(new, frozenset(copy for copy in self._copies[new] if copy.holder in confirmed))
+        return sure >= max(1, self._safety(old, self._copies[old]))
+
+    def _safety(self, g: int, copies: frozenset[Copy]) -> int:
+        """The least redundancy of its shards, as far as the policy asks for it."""
+        record, domains = self.committed[g], domains_of(copies)
+        return min(self._level(owner, domains, record.sets) for owner in record.owners)
+
+    def _level(self, owner: int, domains: dict[Item, frozenset[str]], sets: tuple[ParitySet, ...]) -> int:
+        parity = next((found for found in sets if owner in found.members), None)
+        return redundancy(owner, domains, parity, self.policy.copies)
+
+    # -- healing --
+
+    def _care(self) -> list[Output]:
+        """Of the newest committed generation: who is short of copies, and where the missing ones are to be made."""
+        record = self.newest
+        if record is None:
+            return []
+        g, domains = record.generation, domains_of(self._copies[record.generation])
+        levels = {owner: self._level(owner, domains, record.sets) for owner in record.owners}
+        under = tuple(owner for owner, level in levels.items() if level < self.policy.copies)
+        outputs: list[Output] = []
+        if under != self._under.get(g, ()):
+            self._under[g] = under
+            outputs.append(UnderReplicated(generation=g, owners=under))
+        for owner in under:
+            if levels[owner]:
+                outputs += [heal for item in self._missing(record, owner) for heal in self._heal(record, item)]
+        return outputs
+
+    def _missing(self, record: CommitRecord, owner: int) -> list[Item]:
+        """What would make a shard safe again: what its parity set lacks, else another copy of itself."""
+        held = {copy.item for copy in self._copies[record.generation]}
+        parity = record.set_of(owner)
+        items: list[Item] = [s for m in parity.members for s in ((m, "data"), (m, "parity"))] if parity else []
+        recorded = {(shard.owner, shard.kind) for shard in record.shards}
+        return [item for item in items if item not in held and item in recorded] or [(owner, "data")]
+
+    def _heal(self, record: CommitRecord, item: Item) -> list[Output]:
+        g = record.generation
+        copies, healing = self._copies[g], self._healing.get(g, frozenset())
+        places = {(copy.item, copy.holder) for copy in copies} | healing
+        mine = {holder for found, holder in places if found == item}
+        parity = record.set_of(item[0])
+        lacking = self.policy.copies - len({self._domain.get(holder) for holder in mine})
+        if parity and mine <= {holder for found, holder in healing if found == item} and mine:
+            return []  # on its way
+        if parity and item not in {copy.item for copy in copies}:
+            lacking = 1
+        near = {m for m in parity.members if m != item[0]} if parity else set()
+        outputs: list[Output] = []
+        for _ in range(lacking):
+            taken = {self._domain.get(holder) for holder in mine}
+            ranked = sorted(
+                (
+                    sum(i[0] in near and self._domain.get(h) == domain for i, h in places),
+                    not any(i[0] == item[0] and h == holder for i, h in places),
+                    sum(h == holder for _, h in places),
+                    holder,
+                )
+                for holder, domain in self._domain.items()
+                if domain not in taken
+            )
+            if not ranked:
+                break
+            to = ranked[0][-1]
+            mine |= {to}
+            places |= {(item, to)}
+            outputs.append(Heal(generation=g, owner=item[0], kind=item[1], to=to))
+            self._healing[g] = self._healing.get(g, frozenset()) | {(item, to)}
+        return outputs
+
+
+def _agreed(copies: frozenset[Copy], wanted: int) -> tuple[frozenset[Copy], tuple[tuple[int, tuple[str, ...]], ...]]:
+    """The copies that agree, and (owner, digests) of those that do not.
+
+    Where bytes differ, one side counts if it alone has all the domains that are wanted; else neither does. A holder
+    that has said two things about one item is not believed about it.
+    """
+    by_item: dict[Item, dict[tuple[str, str], frozenset[Copy]]] = {}
+    for copy in sorted(copies):
+        sides = by_item.setdefault(copy.item, {})
+        key = copy.digest, copy.layout_hash
+        sides[key] = sides.get(key, frozenset()) | {copy}
+    good: frozenset[Copy] = frozenset()
+    disputed: list[tuple[int, tuple[str, ...]]] = []
+    for (owner, _), sides in by_item.items():
+        if len(sides) == 1:
+            good = good.union(*sides.values())
+            continue
+        disputed.append((owner, tuple(sorted({digest for digest, _ in sides}))))
+        voices = [copy.holder for side in sides.values() for copy in side]
+        sound = [frozenset(copy for copy in side if voices.count(copy.holder) == 1) for side in sides.values()]
+        full = [side for side in sound if len({copy.domain for copy in side}) >= wanted]
+        if len(full) == 1:
+            good |= full[0]
+    return good, tuple(disputed)

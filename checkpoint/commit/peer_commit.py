@@ -1,0 +1,126 @@
+"""The commit of one generation after the other, between ranks that each hold their own shard: rank 0 decides, by the rules of
+`rackrun.checkpoint.commit.commit_protocol`, when every rank has sealed; all others hear what it has decided.
+
+Why a rank may write over generation g - 1 once it has heard that g is committed: every rank has g sealed, and none gives it
+up before g + 1 is committed, which needs that rank's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from rackrun.checkpoint.commit.commit_protocol import (
+    Commit,
+    CommitPolicy,
+    Committer,
+    Confirmed,
+    Deadline,
+    EpochBegan,
+    GenerationBegan,
+    ShardSealed,
+)
+from rackrun.checkpoint.commit.commit_records import CommitRecord
+from rackrun.checkpoint.commit.peers import Peers, PeersGone
+from rackrun.protocol.crash_points import crash_point, register
+
+__all__ = ["CommitDesk", "Outcome", "Sealed"]
+
+register("commit.said", "commit.decided", "commit.announced")
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of its shard."""
+
+    step: int
+    digest: str = ""
+    layout_hash: str = ""
+    failure: str = ""
+    """Why there is none."""
+    due: bool = False
+    """It shall become durable. Rank 0's word counts."""
+    asked: bool = False
+    """It was asked for by name: it waits for an older one, and is not passed over. Any rank's word counts."""
+    writing: bool = False
+    """An older one is still being written to disk."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    record: CommitRecord | None = None
+    reason: str = ""
+    """Why it was not committed."""
+    flush: bool = False
+    """All ranks write it to disk."""
+    passed_over: bool = False
+    """It was to become durable, and somebody is still writing an older one."""
+
+
+class CommitDesk:
+    """One thread uses it, generation by generation."""
+
+    def __init__(self, peers: Peers, epoch: int, *, seconds: float) -> None:
+        self._peers, self._epoch, self._seconds = peers, epoch, seconds
+        self._committer = Committer(CommitPolicy(copies=1))
+        self._committer.handle(EpochBegan(epoch=epoch, owners=tuple(range(peers.world_size))))
+        self._heard: list[str] = []
+        """Keys that everybody has read by the time that all have sealed the next generation."""
+
+    def settle(self, generation: int, mine: Sealed) -> Outcome:
+        """Committed or not, the same on all ranks. Raises `PeersGone` when that cannot be known."""
+        own, outcome_key = f"sealed/{generation}", f"outcome/{generation}"
+        self._peers.say(f"{own}/{self._peers.rank}", mine)
+        crash_point("commit.said")
+        if self._peers.rank != 0:
+            return self._peers.hear([outcome_key], Outcome, seconds=2 * self._seconds)[0]
+        outcome = self._decide(generation, mine, [f"{own}/{rank}" for rank in range(self._peers.world_size)])
+        crash_point("commit.decided")
+        self._peers.say(outcome_key, outcome)
+        crash_point("commit.announced")
+        self._heard.append(outcome_key)
+        return outcome
+
+    def decline(self, generation: int, mine: Sealed) -> None:
+        """Say that there is no shard, so that nobody waits for it; what becomes of the generation is not heard."""
+        with contextlib.suppress(PeersGone):
+            self._peers.say(f"sealed/{generation}/{self._peers.rank}", mine)
+
+    def _decide(self, generation: int, mine: Sealed, keys: list[str]) -> Outcome:
+        former = self._committer.newest
+        self._committer.handle(GenerationBegan(generation=generation, step=mine.step))
+        try:
+            said = self._peers.hear(keys, Sealed, seconds=self._seconds)
+        except PeersGone as error:
+            self._committer.handle(Deadline(generation=generation))
+            return Outcome(reason=error.what)
+        self._peers.forget([*self._heard, *keys])
+        self._heard.clear()
+        record: CommitRecord | None = None
+        for rank, sealed in enumerate(said):
+            holder = f"rank {rank}"
+            if former is not None:
+                self._committer.handle(Confirmed(generation=former.generation, holder=holder))
+            if not sealed.failure:
+                outputs = self._committer.handle(
+                    ShardSealed(
+                        generation=generation, step=sealed.step, epoch=self._epoch, owner=rank, holder=holder,
+                        domain=holder, digest=sealed.digest, layout_hash=sealed.layout_hash,
+                    )
+                )  # fmt: skip
+                record = next((output.record for output in outputs if isinstance(output, Commit)), record)
+        if record is None:
+            self._committer.handle(Deadline(generation=generation))
+            return Outcome(reason=_why(said, mine.step))
+        writing = any(sealed.writing for sealed in said)
+        asked = any(sealed.asked for sealed in said)
+        flush = asked or (mine.due and not writing)
+        return Outcome(record=record, flush=flush, passed_over=mine.due and not flush)
+
+
+def _why(said: list[Sealed], step: int) -> str:
+    for rank, sealed in enumerate(said):
+        if sealed.failure:
+            return f"rank {rank}: {sealed.failure}"
+        if sealed.step != step:
+            return f"rank {rank} has saved step {sealed.step}, rank 0 step {step}"
+    return "too few shards"

@@ -1,0 +1,147 @@
+"""How many steps apart snapshots are: from what one costs and how often something fails. Pure.
+
+Young's first order [Young 1974, Daly 2006]: with a cost of ``d`` seconds per snapshot and ``M`` seconds between
+failures, the loss per second is ``d/t + t/(2 M)``, least at ``t = sqrt(2 d M)``. A failure takes back half an interval
+on average. Daly's correction is a factor of about ``1 + sqrt(d/(2 M))/3``, and it is below 1 % wherever ``d/M`` is below
+a thousandth; the first order is used, and its domain is kept by never going beyond ``M`` itself.
+
+The failure rate has a Gamma prior: ``prior_failures`` seen in ``prior_s`` seconds. No failure so far is then an
+ordinary case, and the rate moves from the prior to what is observed as hours go by.
+
+Bounds, in this order: at least what keeps the overhead within ``overhead_max`` (1 %), at least the caller's ``minimum``,
+and then, whatever those say, at most ``maximum``.
+
+Traps:
+
+* Every rank must come to the same number, or they snapshot different steps. So the inputs are *sums that everybody
+  has* (agreed over the control plane, integers in ns), and the arithmetic is on integers and fractions: no rounding that
+  differs between machines.
+* The cost is what the caller waits for, not the duration of the copy that overlaps with training.
+* Two estimates that differ by noise must not move the interval: it changes only when the target is beyond
+  ``hysteresis`` of it, except where a bound is broken.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import isqrt
+
+import msgspec
+
+from rackrun.checkpoint.base.errors import CheckpointError
+
+__all__ = ["Interval", "IntervalPolicy", "Observed", "choose_interval"]
+
+NS = 10**9
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the job so far, the same on every rank. Times in ns."""
+
+    steps: int
+    step_ns: int
+    """Of ``steps`` steps together, without snapshots."""
+    snapshots: int
+    snapshot_ns: int
+    """What the caller waited for ``snapshots`` snapshots together."""
+    run_ns: int
+    """Wall time of the job, over all its lives."""
+    failures: int
+
+
+class IntervalPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    overhead_max: float = 0.01
+    """Of the step time, spent on snapshots."""
+    minimum: int = 1
+    maximum: int = 10_000
+    """Steps. Larger than ``minimum``; it wins over ``overhead_max``."""
+    prior_failures: float = 1.0
+    prior_s: float = 24 * 3600.0
+    """One failure a day, until the job knows better."""
+    hysteresis: float = 0.25
+
+    def __post_init__(self) -> None:
+        wrong = [
+            name
+            for name, fine in (
+                ("overhead_max", 0 < self.overhead_max <= 1),
+                ("minimum", self.minimum >= 1),
+                ("maximum", self.maximum >= self.minimum),
+                ("prior_failures", 0 < self.prior_failures < float("inf")),
+                ("prior_s", 0 < self.prior_s < float("inf")),
+                ("hysteresis", 0 <= self.hysteresis < 1),
+            )
+            if not fine
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"the interval's {', '.join(wrong)} cannot be used: {self}.",
+                remedy="Overhead in (0, 1], 1 <= minimum <= maximum, a positive prior, hysteresis in [0, 1).",
+            )
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps from one snapshot to the next, and why."""
+
+    steps: int
+    reason: str
+
+
+def choose_interval(observed: Observed, policy: IntervalPolicy, current: int | None = None) -> Interval:
+    """The interval from here on. ``current``: the one in use, for the hysteresis."""
+    _check(observed, current)
+    if not observed.steps or not observed.snapshots or not observed.step_ns:
+        return Interval(steps=current or policy.minimum, reason="nothing is measured yet")
+    step = Fraction(observed.step_ns, observed.steps)
+    cost = Fraction(observed.snapshot_ns, observed.snapshots)
+    mtbf = mtbf_ns(observed, policy)
+    best = _ceil_sqrt(2 * cost * mtbf / step**2)
+    best = min(best, max(1, mtbf // step))
+    cheap = _ceil(cost / (step * Fraction(policy.overhead_max).limit_denominator(10**6)))
+
+    low = max(policy.minimum, cheap, 1)
+    if low > policy.maximum:
+        return Interval(steps=policy.maximum, reason=f"maximum; {cheap} would keep the overhead")
+    target = min(max(best, low), policy.maximum)
+    if current is not None and low <= current <= policy.maximum:
+        slack = Fraction(policy.hysteresis).limit_denominator(10**6)
+        if abs(target - current) <= current * slack:
+            return Interval(steps=current, reason=f"kept: {target} is near")
+    if target == best:
+        reason = f"Young: cost {_ms(cost)} ms, step {_ms(step)} ms, MTBF {int(mtbf / NS)} s"
+    elif target == policy.maximum:
+        reason = "maximum"
+    else:
+        reason = "overhead bound" if cheap >= policy.minimum else "minimum"
+    return Interval(steps=target, reason=reason)
+
+
+def mtbf_ns(observed: Observed, policy: IntervalPolicy) -> Fraction:
+    """One over the posterior mean of the rate: (prior time + run time) / (prior failures + failures)."""
+    prior_ns = Fraction(policy.prior_s).limit_denominator(10**6) * NS
+    prior_failures = Fraction(policy.prior_failures).limit_denominator(10**6)
+    return (prior_ns + observed.run_ns) / (prior_failures + observed.failures)
+
+
+def _check(observed: Observed, current: int | None) -> None:
+    if min(msgspec.structs.astuple(observed)) < 0 or (current is not None and current < 1):
+        raise CheckpointError(
+            f"measured sums and the interval in use cannot be negative: {observed}, {current}.",
+            remedy="Sum durations of a monotonic clock.",
+        )
+
+
+def _ceil(value: Fraction) -> int:
+    return -(-value.numerator // value.denominator)
+
+
+def _ceil_sqrt(value: Fraction) -> int:
+    """The least whole number whose square is at least ``value``."""
+    whole = _ceil(value)
+    root = isqrt(whole)
+    return root if root * root == whole else root + 1
+
+
+def _ms(ns: Fraction) -> str:
+    tenths = round(ns / 10**5)
+    return f"{tenths // 10}.{tenths % 10}"

@@ -1,0 +1,19 @@
+"""``torch.distributed.checkpoint`` on durable checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rackrun.checkpoint.dcp.dcp_storage import RackrunStorageReader, RackrunStorageWriter
+
+__all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
+
+
+def __getattr__(name: str) -> object:
+    # torch is imported when they are first used: agents and rackctl read what they have written without it
+    if name in __all__:
+        from rackrun.checkpoint.dcp import dcp_storage
+
+        return getattr(dcp_storage, name)
+    raise AttributeError(f"module 'rackrun.checkpoint.dcp' has no attribute {name!r}")

@@ -1,0 +1,216 @@
+"""What lies where, of what torch's distributed checkpoints have become on the durable tier (`rackrun.checkpoint.dcp.dcp_storage`).
+
+A ``checkpoint_id`` is a directory with generations, or one of these. A rank's plain part is `Plain` after `MAGIC`; what begins
+otherwise was written by another part of rackrun, and only its tensors are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+
+from rackrun.checkpoint.base.errors import (
+    CheckpointError,
+    FormatVersionError,
+    IntegrityError,
+    LayoutMismatch,
+    NoUsableGeneration,
+)
+from rackrun.checkpoint.base.location import absolute, is_remote
+from rackrun.checkpoint.durable.durable_manifest import Manifest, TemporaryName, generation_of
+from rackrun.checkpoint.durable.durable_reader import ShardReader
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.image.boxes import Box, cover
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry, header_bytes, parse_image
+
+__all__ = [
+    "Found",
+    "Id",
+    "Paths",
+    "find",
+    "foreign_planner_data",
+    "generations_in",
+    "merged",
+    "next_generation",
+    "packed",
+    "paths_in",
+    "place_of",
+    "torch_dtype",
+]
+
+MAGIC = b"rackrun.dcp 1\n"
+
+Id = str | os.PathLike[str]
+Paths = dict[str, tuple[str | int, ...]]
+"""Flat name -> keys of the nested state dict, as torch's planners flatten it."""
+
+
+class _Plain(msgspec.Struct, frozen=True):
+    """A rank's plain part: what torch has pickled, by name, and its share of the names' paths."""
+
+    items: dict[str, bytes]
+    paths: Paths | None
+
+
+def packed(items: dict[str, bytes], paths: Paths | None) -> bytes:
+    """A rank's plain part."""
+    return MAGIC + msgspec.msgpack.encode(_Plain(items, paths))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole generation, its headers and plain parts read and verified."""
+
+    store: DurableStore
+    manifest: Manifest
+    digest: str
+    """Of the manifest."""
+    layouts: list[ImageLayout]
+    items: dict[str, bytes]
+    paths: Paths | None
+    entries: dict[str, TensorEntry]
+    """One of each name."""
+    passed_over: dict[int, str]
+    """Newer generation -> why it is not this."""
+
+    def describe(self) -> dict[str, Any]:
+        """What torch plans with. Raises `LayoutMismatch` unless the boxes of each tensor are all of it, once."""
+        boxes: dict[str, set[Box]] = {name: set() for name in self.entries}
+        for layout in self.layouts:
+            for entry in layout.entries:
+                first = self.entries[entry.name]
+                if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
+                    raise LayoutMismatch(f"{entry!s:.300} is {first!s:.300} elsewhere.", remedy="save it again.")
+                boxes[entry.name].add(entry.box)
+        described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.items}
+        for name, held in boxes.items():
+            first = self.entries[name]
+            parts = sorted(box for box in held if box.numel) or [min(held)]
+            whole = Box.whole(first.global_shape)
+            try:
+                cover(whole, [(box, box) for box in parts])
+            except LayoutMismatch as error:
+                raise LayoutMismatch(f"tensor {name!r:.200}: {error.what}", remedy=error.remedy) from error
+            if sum(box.numel for box in parts) != whole.numel:
+                raise LayoutMismatch(f"parts of tensor {name!r:.200} overlap.", remedy="save it again.")
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(first)),
+                torch.Size(first.global_shape),
+                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in parts],
+            )
+        return described
+
+
+def find(path: Id | None) -> Found:
+    store, named = place_of(path)
+    manifest, digest, passed_over = (*store.whole(named), {}) if named is not None else _newest(store)
+    layouts, items, paths, entries = [], {}, [], {}
+    for record in manifest.shards:
+        directory = store.data(manifest)
+        with contextlib.closing(ShardReader(store.files, directory, manifest, record)) as shard:
+            length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
+            layouts.append(parse_image(shard.read(0, length), limit=shard.size))
+            plain = bytes(shard.read(*layouts[-1].extents.get(PLAIN, (0, 0))))
+        if plain.startswith(MAGIC):  # else another part of rackrun has written it, and has its own there
+            try:
+                decoded = msgspec.msgpack.decode(memoryview(plain)[len(MAGIC) :], type=_Plain)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                raise IntegrityError(
+                    f"the plain part of {shard.path} is none: {error}.", remedy="save again."
+                ) from error
+            items.update(decoded.items)
+            paths.append(decoded.paths)
+        entries.update({entry.name: entry for entry in layouts[-1].entries})
+    return Found(store, manifest, digest, layouts, items, merged(paths), entries, passed_over)
+
+
+def place_of(path: Id | None) -> tuple[DurableStore, int | None]:
+    """The store of a checkpoint_id, and the generation if it names one."""
+    if not path:
+        raise CheckpointError("no directory was given.", remedy="give checkpoint_id=..., or a path to the constructor.")
+    directory = absolute(path)
+    if not is_remote(directory):
+        directory = Path(os.path.abspath(directory))  # without `..`
+    generation = generation_of(directory.name)
+    if generation is not None:
+        directory = directory.parent
+    return DurableStore(directory.parent, directory.name), generation
+
+
+def _names(store: DurableStore) -> list[str]:
+    try:
+        return store.files.listdir(store.directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory} cannot be listed: {error.strerror or error}.", remedy="mount it, or check its rights."
+        ) from error
+
+
+def generations_in(store: DurableStore) -> list[int]:
+    """Newest first, whole or not."""
+    return sorted((found for name in _names(store) if (found := generation_of(name)) is not None), reverse=True)
+
+
+def next_generation(store: DurableStore) -> int:
+    begun = [temporary.generation for name in _names(store) if (temporary := TemporaryName.parse(name))]
+    return max([*generations_in(store), *begun], default=-1) + 1
+
+
+def _newest(store: DurableStore) -> tuple[Manifest, str, dict[int, str]]:
+    """And why newer ones are passed over. Raises `NoUsableGeneration`."""
+    passed_over: dict[int, str] = {}
+    for generation in generations_in(store):
+        try:
+            return *store.whole(generation), passed_over
+        except NoUsableGeneration:
+            continue  # it went meanwhile, or is not published
+        except IntegrityError as error:
+            passed_over[generation] = str(error)
+    story = " ".join(passed_over.values())
+    raise NoUsableGeneration(
+        f"there is no whole generation in {store.directory}. {story}".rstrip(),
+        remedy="name the directory that was saved into.",
+    )
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatVersionError(f"this torch has no {entry.dtype}, as {entry!s:.300} is.", remedy="use a newer torch.")
+    return dtype
+
+
+def paths_in(plan: SavePlan) -> Paths | None:
+    try:
+        return None if plan.planner_data is None else msgspec.convert(plan.planner_data, Paths)
+    except msgspec.ValidationError as error:
+        raise foreign_planner_data(plan.planner_data) from error
+
+
+def merged(paths: Sequence[Paths | None]) -> Paths | None:
+    """All ranks' paths. Of two of one name, the one of the lower rank: as torch's planner does."""
+    found = [of for of in paths if of is not None]
+    return {name: path for of in reversed(found) for name, path in of.items()} if found else None
+
+
+def foreign_planner_data(data: object) -> CheckpointError:
+    return CheckpointError(
+        f"the planner's data are a {type(data).__name__} that only pickle could store.",
+        remedy="use a planner that keeps nothing but torch's own paths of names in planner_data.",
+    )

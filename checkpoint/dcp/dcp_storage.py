@@ -1,0 +1,373 @@
+"""Users' ``torch.distributed.checkpoint`` code on the durable tier: a `StorageWriter` and a `StorageReader`.
+
+::
+
+    dcp.save(state, checkpoint_id="runs/a", storage_writer=RackrunStorageWriter())        # the next generation of runs/a
+    dcp.load(state, checkpoint_id="runs/a", storage_reader=RackrunStorageReader())        # its newest whole one
+
+A ``checkpoint_id`` is a directory, and every save into it is a generation of its own: what was there before stays, until
+retention (``keep``) drops it. ``runs/a/gen-000000000123`` names one generation, to be written or read. What
+``rackrun --checkpoint-dir D`` has written is read from ``D/run``, by the names that tensors have there (``model/param/...``).
+
+Tensors lie in each rank's safetensors image as the boxes that torch has planned. What is no tensor was pickled by torch's
+planner: those bytes travel as they are, in the plain part. torch's planner unpickles them again, whatever they are; so the
+reader gives it only what ``torch.load(weights_only=True)`` takes, pickled anew.
+
+There is no stager here. Which tensors a rank writes is known after planning, and torch plans after staging, so no image can
+be laid out that early; torch's own ``DefaultStager`` does what is left, in pinned memory on a GPU.
+
+Traps. A cached plan names the generation of the save before: refused. torch swallows what `read_metadata` raises, so that is
+kept until torch's next call. torch's exception for all that goes wrong, ``CheckpointException``, is a BaseException; ours
+are in its ``failures``, by rank. A rank's image is built in memory before it is written: a save takes as much again as the
+rank's part of the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from rackrun.checkpoint.base.digest import chunk_crcs
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.dcp.dcp_format import (
+    Found,
+    Id,
+    Paths,
+    find,
+    foreign_planner_data,
+    generations_in,
+    merged,
+    next_generation,
+    packed,
+    paths_in,
+    place_of,
+    torch_dtype,
+)
+from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry, plan_image
+from rackrun.checkpoint.image.reshard import fill, plan_reshard
+from rackrun.checkpoint.image.safetensors_image import check_local, write_head, write_tensor
+from rackrun.errors import RackrunError, UsageError
+
+__all__ = ["RackrunStorageReader", "RackrunStorageWriter"]
+
+CHUNK_BYTES = 2**20
+"""Every loading rank reads the first and the last chunk of every shard, so they are smaller than an arena's."""
+_ORPHANS_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which file of which generation a rank writes. It travels to the ranks in their plans."""
+
+    generation: int
+    epoch: int
+    world_size: int
+    rank: int
+
+
+class RackrunStorageWriter(StorageWriter):
+    """Writes a durable generation into ``path``, or into what ``save(checkpoint_id=...)`` says. ``keep``: afterwards drop all
+    but so many of the newest, and what retention always keeps; None keeps all.
+
+    Raises `CheckpointError` when storage does not take it, and `LayoutMismatch` for a dtype that images do not hold.
+    """
+
+    def __init__(self, path: Id | None = None, *, keep: int | None = None) -> None:
+        self._path, self._keep = path, Retention(keep) if keep is not None else None
+        self._save_id = uuid.uuid4().hex
+        self._part: _Part | None = None
+        self._paths: Paths | None = None
+
+    @property
+    def checkpoint_id(self) -> Id:
+        return self._path or ""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
+        return _is_a_place(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: Id | None = None) -> None:
+        self._path = checkpoint_id or self._path
+        self._save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(
+                "ranks that do not talk to each other cannot agree on a generation.", remedy="use_collectives=True."
+            )
+        store, _ = place_of(self._path)
+        try:
+            store.files.make_root(store.root)
+        except OSError as error:
+            raise CheckpointError(
+                f"{store.root} cannot be made: {error.strerror or error}.", remedy="mount it, or check its rights."
+            ) from error
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        paths_in(plan)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if not all(plan.usable for plan in plans):
+            raise CheckpointError(
+                "a cached plan names the generation that was saved before.",
+                remedy="make the planner without enable_plan_caching.",
+            )
+        store, named = place_of(self._path)
+        generation = next_generation(store) if named is None else named
+        if generation in generations_in(store):
+            raise CheckpointError(
+                f"generation {generation} is in {store.directory} already; what is published is not replaced.",
+                remedy=f"save into {store.directory} for the next one.",
+            )
+        if (
+            self._part is not None
+        ):  # an earlier save of this writer: it is finished, or has failed and nobody goes on with it
+            self._writer(self._part).give_up()
+        self._part = _Part(generation, time.time_ns() // 1_000_000, len(plans), 0)
+        self._paths = merged([paths_in(plan) for plan in plans])
+        return [
+            dataclasses.replace(plan, storage_data=dataclasses.replace(self._part, rank=rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        part: _Part = plan.storage_data
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        pickled = {
+            item.index.fqn: _bytes_of(item, planner) for item in plan.items if item.type is WriteItemType.BYTE_IO
+        }
+        plain = packed(pickled, paths_in(plan))
+        layout = plan_image([_entry_of(item) for item in tensors], len(plain))
+        payload = np.empty(layout.total_bytes, dtype=np.uint8).data
+        write_head(layout, plain, payload)
+        for item in tensors:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            check_local(layout.by_name[item.index.fqn], tensor.detach())
+            write_tensor(layout, item.index.fqn, tensor.detach(), payload)
+        writer = self._writer(part)
+        crcs = chunk_crcs(payload, CHUNK_BYTES)
+        if not writer.write_shard(part.rank, payload, layout.layout_hash, crcs, chunk_bytes=CHUNK_BYTES):
+            raise self._failed(writer)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, _size_of(item, pickled), None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        del results
+        assert self._part is not None
+        if metadata.planner_data != self._paths:
+            raise foreign_planner_data(metadata.planner_data)
+        writer = self._writer(self._part)
+        if not writer.finish():
+            raise self._failed(writer)
+        metadata.storage_data, metadata.storage_meta = {}, self.storage_meta()
+        if self._keep is not None:
+            store, _ = place_of(self._path)
+            collect(store, self._keep, epoch=self._part.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S)
+
+    def _writer(self, part: _Part) -> GenerationWriter:
+        store, _ = place_of(self._path)
+        return store.writer(part.generation, part.generation, part.epoch, part.world_size)
+
+    def _failed(self, writer: GenerationWriter) -> CheckpointError:
+        return CheckpointError(
+            f"generation {writer.generation} could not be saved in {self._path}: {writer.failure or 'shards are missing'}.",
+            remedy="see to the storage, and save again; the generations before are as they were.",
+        )
+
+
+class RackrunStorageReader(StorageReader):
+    """Reads the newest whole generation in ``path``, or in what ``load(checkpoint_id=...)`` says, or the one that it names.
+    All bytes are verified before they reach a tensor; a dtype that differs is converted, as torch's own reader does.
+
+    ``unsafe_pickle``: items that are no tensors may run any code when they are loaded. Raises `NoUsableGeneration`,
+    `IntegrityError` with the names of tensors and the chunk, `LayoutMismatch`, and `CheckpointError` for an item that only
+    pickle can load. Whatever is raised while tensors are read, the state is torn.
+    """
+
+    def __init__(self, path: Id | None = None, *, unsafe_pickle: bool = False) -> None:
+        self._path, self._unsafe_pickle = path, unsafe_pickle
+        self._load_id = uuid.uuid4().hex
+        self._rank = 0
+        self._found: Found | RackrunError | None = None
+        self.passed_over: Mapping[int, str] = {}
+        """Newer generation -> why the last load did not take it. Rank 0 has said so on stderr too."""
+
+    @property
+    def checkpoint_id(self) -> Id:
+        return self._path or ""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Id) -> bool:
+        return _is_a_place(checkpoint_id)
+
+    def reset(self, checkpoint_id: Id | None = None) -> None:
+        self._path = checkpoint_id or self._path
+        self._load_id, self._found = uuid.uuid4().hex, None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        try:
+            self._found = find(self._path)
+            self.passed_over = self._found.passed_over
+            for generation, why in self.passed_over.items():
+                print(f"rackrun: generation {generation} is not loaded: {why}", file=sys.stderr, flush=True)
+            return Metadata(self._found.describe(), planner_data=self._found.paths, storage_data={}, storage_meta=meta)
+        except RackrunError as error:
+            self._found = error
+            return Metadata({}, storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del metadata, is_coordinator, args
+        if isinstance(self._found, RackrunError):
+            raise self._found
+        self._rank = kwargs.get("rank") or 0
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=(self._opened.manifest.generation, self._opened.digest))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        found = {plan.storage_data for plan in plans}
+        if len(found) != 1:
+            raise CheckpointError(
+                f"the ranks have found different generations in {self._path}: {sorted(g for g, _ in found)}.",
+                remedy="name the directory of one of them, and give one that all ranks share.",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        found = self._opened
+        rounds: list[dict[str, ReadItem]] = []  # in each, a tensor occurs once
+        count: dict[str, int] = defaultdict(int)
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                data = found.items[name]
+                planner.load_bytes(item, io.BytesIO(data if self._unsafe_pickle else _vetted(name, data)))
+                continue
+            if count[name] == len(rounds):
+                rounds.append({})
+            rounds[count[name]][name] = item
+            count[name] += 1
+        with found.store.open(found.manifest.generation) as reader:
+            if reader.manifest != found.manifest:
+                raise IntegrityError(f"{reader.directory} was replaced.", remedy="load again.")
+            for items in rounds:
+                self._read(found, reader, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(
+        self, found: Found, reader: GenerationReader, items: Mapping[str, ReadItem], planner: LoadPlanner
+    ) -> None:
+        targets, places, tensors = [], {}, {}
+        for name, item in items.items():
+            saved = found.entries[name]
+            offsets = item.storage_index.offset or (0,) * len(item.lengths)
+            start = tuple(a + b for a, b in zip(offsets, item.storage_offsets, strict=True))
+            targets.append(TensorEntry(name, saved.dtype, saved.global_shape, Box(start, tuple(item.lengths))))
+            tensor = tensors[name] = planner.resolve_tensor(item).detach()
+            dtype = torch_dtype(saved)
+            places[name] = tensor if tensor.dtype is dtype else torch.empty(tensor.shape, dtype=dtype)
+        shard = self._rank % len(found.layouts)
+        own = found.layouts[shard]
+        mine = [target for target in targets if _holds(own, target)]  # of what every rank has its own, this rank's
+        others = [target for target in targets if not _holds(own, target)]
+        plan = [dataclasses.replace(fetch, shard=shard) for fetch in plan_reshard([own], mine)]
+        for fetch in plan + plan_reshard(found.layouts, others, turn=self._rank):
+            try:
+                fill([fetch], places, reader.read)
+            except IntegrityError as error:
+                names = sorted({copy.entry.name for copy in fetch.copies})
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise IntegrityError(f"{', '.join(names[:3])}{more}: {error.what}", remedy=error.remedy) from error
+        for name, item in items.items():
+            if places[name] is not tensors[name]:
+                tensors[name].copy_(places[name])
+            planner.commit_tensor(item, tensors[name])
+
+    @property
+    def _opened(self) -> Found:
+        assert isinstance(self._found, Found)
+        return self._found
+
+
+def _is_a_place(checkpoint_id: Id) -> bool:
+    try:
+        parse_location(checkpoint_id)
+    except UsageError:
+        return False
+    return True
+
+
+def _entry_of(item: WriteItem) -> TensorEntry:
+    assert item.tensor_data is not None
+    data = item.tensor_data
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return TensorEntry(item.index.fqn, str(data.properties.dtype).removeprefix("torch."), tuple(data.size), box)
+
+
+def _bytes_of(item: WriteItem, planner: SavePlanner) -> bytes:
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue()
+
+
+def _size_of(item: WriteItem, pickled: Mapping[str, bytes]) -> int:
+    return len(pickled[item.index.fqn]) if item.type is WriteItemType.BYTE_IO else item.tensor_storage_size() or 0
+
+
+def _holds(layout: ImageLayout, target: TensorEntry) -> bool:
+    entry = layout.by_name.get(target.name)
+    return entry is not None and entry.box.contains(target.box)
+
+
+def _vetted(name: str, data: bytes) -> bytes:
+    """``data`` anew, from the value that it has without running any code of it."""
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"item {name!r:.200} is no plain value: {error!s:.200}",
+            remedy="allow its types with torch.serialization.add_safe_globals, or, if you trust who wrote it, give "
+            "RackrunStorageReader(unsafe_pickle=True).",
+        ) from error
+    anew = io.BytesIO()
+    torch.save(value, anew)
+    return anew.getvalue()

@@ -1,0 +1,242 @@
+"""What a generation on disk says about itself: names, one fragment a rank, and the manifest over all of them.
+
+::
+
+    <root>/<job>/gen-000000000123/
+        rank-00000-of-00002.safetensors   the sealed payload of one rank, byte for byte
+        rank-00000-of-00002.json          its fragment: size, CRC32C of every chunk, layout hash
+        ...
+        MANIFEST.json                     the fragments' digests; the generation is whole when this is there
+        VERIFIED.json                     all bytes were read and were right, at some time (`DurableStore.verify`)
+
+Fragments and manifest are ``{"body": ..., "digest": blake2b-256 of the body's bytes}``, to the byte. A fragment does not name the
+epoch, so a generation that two epochs wrote with equal bytes has equal fragments. File names are computed from ranks and
+never taken from a file; lengths are bounded before anything is read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from rackrun.checkpoint.base.digest import content_digest
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError
+
+__all__ = [
+    "FORMAT",
+    "FRAGMENT_BYTES_MAX",
+    "MANIFEST",
+    "MANIFEST_BYTES_MAX",
+    "VERIFIED",
+    "Fragment",
+    "Manifest",
+    "Record",
+    "ShardRecord",
+    "TemporaryName",
+    "attempt_epoch",
+    "attempt_name",
+    "check_job",
+    "fragment_name",
+    "generation_name",
+    "generation_of",
+    "seal",
+    "shard_name",
+    "temporary_name",
+    "unseal",
+]
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+VERIFIED = "VERIFIED.json"
+MANIFEST_BYTES_MAX = 64 * 2**20
+FRAGMENT_BYTES_MAX = 64 * 2**20
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's file. ``crcs`` are little-endian uint32, one for each ``chunk_bytes`` of the file."""
+
+    format: int = FORMAT
+    job: str
+    generation: int
+    step: int
+    world_size: int
+    rank: int
+    size: int
+    chunk_bytes: int
+    crcs: bytes
+    layout_hash: str
+    share_of: tuple[str, str] | None = None
+    """Digest and layout hash of the sealed image that this file is a part of: together with the other shards of the
+    generation it has all of it. None: the file is the image."""
+
+    def chunk_crcs(self) -> np.ndarray:
+        return np.frombuffer(self.crcs, dtype="<u4")
+
+    def check(self) -> None:
+        chunks = -(-self.size // self.chunk_bytes) if self.chunk_bytes > 0 else -1
+        if self.size < 0 or len(self.crcs) != 4 * chunks:
+            raise IntegrityError(
+                f"the fragment of rank {self.rank} has {len(self.crcs)} bytes of CRCs for {self.size} bytes in chunks of "
+                f"{self.chunk_bytes}.",
+                remedy="write the shard again, or use another generation.",
+            )
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    size: int
+    layout_hash: str
+    fragment: str
+    """The fragment's digest."""
+    fragment_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = FORMAT
+    job: str
+    generation: int
+    step: int
+    epoch: int
+    world_size: int
+    shards: tuple[ShardRecord, ...]
+
+    def same_content(self, other: Manifest) -> bool:
+        """Equal but for the epoch that wrote it."""
+        return msgspec.structs.replace(self, epoch=other.epoch) == other
+
+    def check(self) -> None:
+        ranks = [shard.rank for shard in self.shards]
+        if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or not ranks:
+            raise IntegrityError(
+                f"the manifest of generation {self.generation} does not list ranks 0 to {self.world_size - 1}.",
+                remedy="use another generation.",
+            )
+        if any(shard.size < 0 or not 0 <= shard.fragment_bytes <= FRAGMENT_BYTES_MAX for shard in self.shards):
+            raise IntegrityError(
+                f"the manifest of generation {self.generation} has impossible sizes.", remedy="use another generation."
+            )
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The mark of a generation all of whose bytes were read and right: the digest of its manifest."""
+
+    format: int = FORMAT
+    manifest: str
+
+    def check(self) -> None:
+        pass
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    body: msgspec.Raw
+    digest: str
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format: int
+
+
+T = TypeVar("T", Fragment, Manifest, Record)
+
+
+def seal(body: Fragment | Manifest | Record) -> tuple[bytes, str]:
+    """(the file's bytes, the digest that they carry). Equal bodies give equal bytes."""
+    encoded = msgspec.json.encode(body)
+    digest = content_digest(encoded)
+    return msgspec.json.encode(_Sealed(msgspec.Raw(encoded), digest)), digest
+
+
+def unseal(data: bytes, kind: type[T], where: Path) -> tuple[T, str]:
+    """(body, digest) of a sealed file. Raises IntegrityError when its digest or its content is wrong, and
+    FormatVersionError when a newer rackrun wrote it."""
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        encoded = bytes(sealed.body)
+        if content_digest(encoded) != sealed.digest or msgspec.json.encode(sealed) != data:
+            raise IntegrityError(f"{where} does not match its digest.", remedy="use another generation.")
+        version = msgspec.json.decode(encoded, type=_Version).format
+        if version != FORMAT:
+            raise FormatVersionError(
+                f"{where} has format {version}; this rackrun reads format {FORMAT}.",
+                remedy="read it with the rackrun that wrote it.",
+            )
+        body = msgspec.json.decode(encoded, type=kind)
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # RecursionError: JSON nested too deep
+        raise IntegrityError(
+            f"{where} is no {kind.__name__.lower()}: {error}.", remedy="use another generation."
+        ) from error
+    body.check()
+    return body, sealed.digest
+
+
+# -- names
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_GENERATION = re.compile(r"gen-(\d{12,20})", re.ASCII)
+_ATTEMPT = re.compile(r"data-(\d+)-[0-9a-f]+", re.ASCII)
+_TEMPORARY = re.compile(r"\.tmp-gen-(\d+)-(\d+)-[0-9a-f]+", re.ASCII)
+
+
+def check_job(job: str) -> str:
+    if not _JOB.fullmatch(job):
+        raise CheckpointError(
+            f"{job!r} cannot be the name of a job's directory.",
+            remedy="use at most 128 letters, digits, '.', '_' and '-', a letter or digit first.",
+        )
+    return job
+
+
+def generation_name(generation: int) -> str:
+    return f"gen-{generation:012d}"
+
+
+def generation_of(name: str) -> int | None:
+    """The generation whose directory has this name."""
+    match = _GENERATION.fullmatch(name)
+    return int(match[1]) if match and generation_name(int(match[1])) == name else None
+
+
+def temporary_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
+    """All writers of one attempt come to the same name without talking to each other; attempts that differ in
+    anything do not share a directory."""
+    nonce = content_digest(msgspec.json.encode([job, generation, step, epoch, world_size]))[:16]
+    return f".tmp-gen-{generation}-{epoch}-{nonce}"
+
+
+def attempt_name(job: str, generation: int, step: int, epoch: int, world_size: int) -> str:
+    """As `temporary_name`, of the prefix in which an object store has one attempt's data."""
+    return f"data-{epoch}-{temporary_name(job, generation, step, epoch, world_size).rpartition('-')[2]}"
+
+
+def attempt_epoch(name: str) -> int | None:
+    """The epoch of the prefix with this name."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class TemporaryName:
+    generation: int
+    epoch: int
+
+    @classmethod
+    def parse(cls, name: str) -> TemporaryName | None:
+        match = _TEMPORARY.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def fragment_name(rank: int, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.json"

@@ -1,0 +1,219 @@
+"""Who writes into a job's directory: a small file that one process of the job renews, as long as it lives.
+
+The owner is a job, not a process: when the process that renews is lost, another of the same job goes on with it. A second job asks
+`Lease.take`, and is refused while the first one lives. Of a process of this host that is known at once, by pid and start time. Of
+another host the file is watched: a beat that moves is a job that lives, and one that has not moved for `EXPIRY_S`, by the
+clock of the storage, is one that is gone. So the crash of a host delays the next job by that long, at most.
+
+Its limits. There is no lock under it that all storage has. Two jobs that find a dead one's file at the same moment both write, wait,
+and read again: who reads the other's name is refused; storage that is slower than that wait lets both begin, and the one
+whose name is not there stops saving at its next beat. The same happens to a job that stood still for longer than `EXPIRY_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.base.process_identity import Process, begin_session, end_session, namespace
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import read_small
+from rackrun.errors import UsageError
+
+__all__ = ["EXPIRY_S", "InUse", "Lease", "living_epoch"]
+
+BEAT_S = 5.0
+EXPIRY_S = 30.0
+_DYING_S = 10.0
+"""For so long the process of a job that was just killed may be there, and nothing says that it is dying."""
+_DEAD_S = 600.0
+"""For so long a process may take to die."""
+_LEAVING_S = 2.0
+_SILENT_S = 24 * 3600.0
+"""After so long without a save, of a process that cannot be seen from here and renews nothing."""
+_LOOK_S = 0.25
+_SETTLE_S = 0.5
+NAME = "OWNER.json"
+_BYTES_MAX = 65536
+
+
+class InUse(CheckpointError, UsageError):
+    """Another job, which lives, saves there."""
+
+
+class _Owner(msgspec.Struct, frozen=True, kw_only=True):
+    owner: str
+    epoch: int
+    """Of the job's start: what is unfinished of other epochs is nobody's."""
+    boot: str = ""
+    host: str = ""
+    process: tuple[int, int, int, int] = (0, 0, 0, 0)
+    beat: int = 0
+    renewed: bool = True
+    """By a thread. Else the file says when the process has last saved."""
+    ended: bool = False
+
+
+class Lease:
+    """One process's. ``owner`` is the same for all processes of a job, and no other job's."""
+
+    def __init__(self, store: DurableStore, owner: str, epoch: int = 0) -> None:
+        self._store, self._owner, self.epoch = store, owner, epoch
+        self._path = store.directory / NAME
+        self._me = begin_session()
+        self._beat = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._held = False
+        self.lost = ""
+        """Why this job must not save any more."""
+
+    def take(self) -> None:
+        """Raises `InUse`, and OSError."""
+        with contextlib.suppress(FileExistsError):
+            self._store.files.mkdir(self._store.directory)
+        began, seen = time.monotonic(), None
+        while True:
+            found = _read(self._store, self._path)
+            if found is None:
+                with contextlib.suppress(FileExistsError):
+                    self._store.files.create(self._path, self._said())
+                    return
+                if _read(self._store, self._path) is None:
+                    self._store.files.replace(self._path, self._said())  # it is no owner's: damaged
+                continue
+            if found.owner == self._owner:
+                with contextlib.suppress(OSError):  # a disk that is full keeps no job from what it owns: renewed later
+                    self._store.files.replace(self._path, self._said())
+                return
+            alive = _is_alive(self._store, self._path, found)
+            if not alive:
+                self._store.files.replace(self._path, self._said())
+                time.sleep(_SETTLE_S)
+                continue  # it is ours now, unless another was a moment later
+            moved = seen is not None and found.beat != seen
+            seen = found.beat if seen is None else seen
+            if _is_near(found):
+                process = Process(*found.process)
+                wait_s = _DEAD_S if process.dying() else _DYING_S
+                refused = time.monotonic() - began > wait_s and process.alive()  # it may have died meanwhile
+            else:
+                refused = moved
+            if refused:
+                raise InUse(
+                    f"{self._store.directory} is in use by another job: process {found.process[0]} on {found.host} saves there.",
+                    remedy="give this job a --checkpoint-dir of its own, or end the other one.",
+                )
+            time.sleep(_LOOK_S)
+
+    def hold(self) -> str:
+        """Before a save, in place of `take` and `keep`: a later start of a job fences the earlier one. Why this one must not save any more;
+        "" also when storage does not say."""
+        with contextlib.suppress(OSError):
+            found = _read(self._store, self._path)
+            if self._held and found is not None and found.owner != self._owner:
+                self.lost = f"{self._store.directory} was taken over by a later start of the job, on {found.host}"
+            if not self.lost:
+                self._beat += 1
+                self._store.files.replace(self._path, self._said(renewed=False))
+                self._held = True
+        return self.lost
+
+    def keep(self, told: Callable[[str], None] = lambda _: None) -> None:
+        """Renew it from now on, in a thread. ``told`` gets the reason when another job has taken it."""
+        self._thread = threading.Thread(target=self._renew, args=[told], name="rackrun-lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self, told: Callable[[str], None]) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # until it answers again
+                found = _read(self._store, self._path)
+                if found is not None and found.owner != self._owner and not found.ended:
+                    self.lost = f"{self._store.directory} was taken over by another job, on {found.host}"
+                    told(self.lost)
+                    return
+                if self._over.is_set():
+                    return
+                self._beat += 1
+                self._store.files.replace(self._path, self._said())
+
+    def leave(self, *, ended: bool) -> None:
+        """Renew it no more. ``ended``: the job is over, and the next may begin at once."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(_LEAVING_S)
+        if ended:
+            with contextlib.suppress(OSError):
+                found = _read(self._store, self._path)
+                if found is not None and found.owner == self._owner:
+                    self._store.files.replace(self._path, self._said(ended=True, renewed=False))
+        end_session(self._me)
+
+    def _said(self, *, ended: bool = False, renewed: bool = True) -> bytes:
+        return msgspec.json.encode(
+            _Owner(
+                owner=self._owner,
+                epoch=self.epoch,
+                boot=_boot(),
+                host=socket.gethostname(),
+                process=(self._me.pid, self._me.start, self._me.namespace, self._me.session),
+                beat=self._beat,
+                renewed=renewed,
+                ended=ended,
+            )
+        )
+
+
+def living_epoch(store: DurableStore) -> tuple[bool, int | None]:
+    """Whether the directory says who its owner is; and the epoch of the owner, if it lives. Raises OSError."""
+    path = store.directory / NAME
+    found = _read(store, path)
+    if found is None:
+        return False, None
+    return True, found.epoch if _is_alive(store, path, found) else None
+
+
+def _read(store: DurableStore, path: Path) -> _Owner | None:
+    """None: it is not there, or nobody's. Raises OSError."""
+    try:
+        return msgspec.json.decode(read_small(store.files, path, _BYTES_MAX), type=_Owner)
+    except (FileNotFoundError, CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _is_alive(store: DurableStore, path: Path, owner: _Owner) -> bool:
+    if owner.ended:
+        return False
+    if _is_near(owner):
+        return Process(*owner.process).alive()
+    return _age_s(store, path) <= (EXPIRY_S if owner.renewed else _SILENT_S)
+
+
+def _is_near(owner: _Owner) -> bool:
+    """Its process can be seen from here."""
+    return owner.boot == _boot() and Process(*owner.process).namespace == namespace()
+
+
+def _age_s(store: DurableStore, path: Path) -> float:
+    """By the clock of the storage."""
+    probe = store.directory / f".clock-{secrets.token_hex(4)}"
+    store.files.replace(probe, b"?")
+    try:
+        return store.files.stat(probe).st_mtime - store.files.stat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0
+    finally:
+        with contextlib.suppress(OSError):
+            store.files.unlink(probe)
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,56 @@
+"""Writing one generation into an object store: data first, the manifest last.
+
+::
+
+    <root>/<job>/gen-000000000123/
+        data-<epoch>-<nonce>/       what the writers of one attempt have uploaded: shards and fragments, by their usual names
+        MANIFEST.json               the generation is whole when this is there; its step, epoch and world size name the attempt
+
+An object appears whole or not at all, so there are no temporary names and nothing is renamed. Attempts that differ in anything do
+not share a prefix: whoever is late writes over nothing that was published. The manifest is created only where there is
+none, as far as the store can be asked for that; of two that are whole, either may stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, Fragment, Manifest, fragment_name, seal, shard_name
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter, Sliced, _checked_chunks
+from rackrun.checkpoint.durable.files import FailureKind, Refused, delete_tree, write_new
+from rackrun.protocol.crash_points import crash_point
+
+__all__ = ["ObjectWriter"]
+
+
+class ObjectWriter(GenerationWriter):
+    """`_temporary` is this attempt's prefix."""
+
+    def _write(self, fragment: Fragment, data: memoryview | Sliced) -> None:
+        name = self._temporary / shard_name(fragment.rank, self.world_size)
+        write_new(self._files, name, _checked_chunks(data, fragment))
+        crash_point("durable.data_named")
+        self._read_back(name, fragment)
+        crash_point("durable.read_back")
+        self._files.replace(self._temporary / fragment_name(fragment.rank, self.world_size), seal(fragment)[0])
+        crash_point("durable.fragment_named")
+
+    def _publish(self, manifest: Manifest) -> None:
+        if not self._is_published(manifest):
+            try:
+                self._files.create(self._final / MANIFEST, seal(manifest)[0])
+            except FileExistsError as error:
+                if not self._is_published(manifest):
+                    raise Refused(FailureKind.DISAGREES, f"{self._final} is there, and is not whole") from error
+            crash_point("durable.manifest_named")
+        self._discard()
+
+    def _sync_name(self) -> None:
+        """An upload that is complete is durable."""
+
+    def _discard(self) -> None:
+        """Unless it is what was published."""
+        with contextlib.suppress(OSError):
+            if not self._store.is_used(self._temporary):
+                for _ in delete_tree(self._files, self._temporary):
+                    pass

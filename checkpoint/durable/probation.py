@@ -1,0 +1,117 @@
+"""What is remembered of generations across restarts, beside the durable ones: which turned out bad, and how often each was
+restored without proving good. A job that ends again and again after the same restore goes on to an older generation.
+
+Files of a few bytes; what storage refuses is not remembered, and never an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.checkpoint_choice import ATTEMPTS_MAX
+from rackrun.checkpoint.durable.files import Files, read_small
+from rackrun.checkpoint.durable.object_store import files_at
+from rackrun.protocol.crash_points import crash_point, register
+
+__all__ = ["Probation"]
+
+register("restore.counting", "restore.counted")
+
+_QUARANTINED, _RESTORED = "quarantined", "restored"
+_NAME = re.compile(r"(quarantined|restored)-(\d{12,20})", re.ASCII)
+_REASON_BYTES_MAX = 4096
+_NOTE_BYTES_MAX = 2**20
+
+
+class Probation:
+    """In ``directory``, which all ranks see. One rank writes."""
+
+    def __init__(self, directory: Path, files: Files | None = None) -> None:
+        self.directory, self._files = directory, files or files_at(directory)
+
+    def quarantined(self) -> dict[int, str]:
+        """Generation -> why."""
+        found = {}
+        for generation, path in self._of(_QUARANTINED):
+            try:
+                found[generation] = self._read(path)[:_REASON_BYTES_MAX].decode(errors="replace")
+            except FileNotFoundError:
+                continue  # it was lifted just now
+            except (OSError, CheckpointError) as error:
+                found[generation] = f"why cannot be read: {error}"
+        return found
+
+    def attempts(self) -> dict[int, int]:
+        """Generation -> restores that nobody has confirmed."""
+        found = {}
+        for generation, path in self._of(_RESTORED):
+            with contextlib.suppress(OSError):
+                found[generation] = self._files.stat(path).st_size
+        return found
+
+    def barred(self) -> dict[int, str]:
+        """Generation -> why no restore takes it."""
+        tried = {
+            generation: f"passed over: resumed from {times} times, and nothing newer was finished"
+            for generation, times in self.attempts().items()
+            if times >= ATTEMPTS_MAX
+        }
+        return tried | {generation: f"quarantined: {why}" for generation, why in self.quarantined().items()}
+
+    def quarantine(self, generation: int, reason: str) -> None:
+        self._append(_QUARANTINED, generation, reason.encode()[:_REASON_BYTES_MAX])
+
+    def restored(self, generation: int) -> None:
+        self._append(_RESTORED, generation, b".")
+
+    def confirm(self, generation: int) -> None:
+        """It has proven good: what was restored from it went on to something newer, or to the end."""
+        with contextlib.suppress(OSError):
+            self._files.unlink(self.directory / _name(_RESTORED, generation))
+
+    def forget(self, generation: int) -> None:
+        """It is gone, or shall be taken again."""
+        self.confirm(generation)
+        with contextlib.suppress(OSError):
+            self._files.unlink(self.directory / _name(_QUARANTINED, generation))
+
+    def _read(self, path: Path) -> bytes:
+        return read_small(self._files, path, _NOTE_BYTES_MAX)
+
+    def _append(self, what: str, generation: int, data: bytes) -> None:
+        if self._files.objects:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._append_to_object(self.directory / _name(what, generation), data)
+            crash_point("restore.counted")
+            return
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (self.directory / _name(what, generation)).open("ab") as file:
+                crash_point("restore.counting")
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        crash_point("restore.counted")
+
+    def _append_to_object(self, path: Path, data: bytes) -> None:
+        former = b""
+        with contextlib.suppress(FileNotFoundError):
+            former = self._read(path)
+        crash_point("restore.counting")
+        self._files.replace(path, former + data)
+
+    def _of(self, what: str) -> Iterator[tuple[int, Path]]:
+        with contextlib.suppress(OSError):
+            for name in self._files.listdir(self.directory):
+                match = _NAME.fullmatch(name)
+                if match and match[1] == what:
+                    yield int(match[2]), self.directory / name
+
+
+def _name(what: str, generation: int) -> str:
+    return f"{what}-{generation:012d}"

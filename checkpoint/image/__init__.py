@@ -1,0 +1,1 @@
+"""A rank's state as bytes: the header, boxes of tensors, the plain part."""

@@ -1,0 +1,240 @@
+"""From the shards of one world into the tensors of another: planned as boxes, read as few byte ranges, copied once.
+
+`plan_reshard` is pure and the same wherever it is computed. Where a box has several holders (replicas), the bytes are
+spread evenly over them. A `Fetch` is one range of one shard's image: neighbouring parts, of one tensor or of several, are
+read together across gaps of up to `GAP_BYTES`, because a request costs more than so many bytes; a gap that is read is not
+copied. No fetch is longer than `FETCH_BYTES`, so that what a remote read holds in memory is bounded. `fill` copies each part once, from what ``read`` gave straight into the tensor, of any strides.
+
+The trap: parts that overlap without being the same box are two opinions on the same elements. They are refused, unless the
+caller knows that they are replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from rackrun.checkpoint.base.errors import IntegrityError, LayoutMismatch
+from rackrun.checkpoint.image.boxes import Box, cover, overlap_of
+from rackrun.checkpoint.image.image_layout import Buffer, ImageLayout, TensorEntry, itemsize_of
+from rackrun.checkpoint.image.safetensors_image import bits_of, check_local, memory_of
+from rackrun.checkpoint.image.tensor_entries import entries_of, locals_of
+
+__all__ = ["Copy", "Fetch", "Read", "entries_of", "fill", "locals_of", "plan_reshard"]
+
+GAP_BYTES = 32 * 2**10
+FETCH_BYTES = 64 * 2**20
+
+Read = Callable[[int, int, int], Buffer]
+"""(shard, start, stop) -> those bytes of its image, verified."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A box of a target tensor, and where its elements lie in what was fetched."""
+
+    entry: TensorEntry
+    """Of the target."""
+    piece: Box
+    offset: int
+    """In bytes, from the start of the fetch."""
+    strides: tuple[int, ...]
+    """In elements."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bytes ``start`` to ``stop`` of the image of ``shard``, which is an index into the sources."""
+
+    shard: int
+    start: int
+    stop: int
+    copies: tuple[Copy, ...]
+
+
+_Holder = tuple[int, TensorEntry]
+
+
+class _Part(NamedTuple):
+    shard: int
+    start: int
+    stop: int
+    entry: TensorEntry
+    piece: Box
+    strides: tuple[int, ...]
+
+
+def plan_reshard(
+    sources: Sequence[ImageLayout],
+    target: Sequence[TensorEntry],
+    *,
+    turn: int = 0,
+    overlaps_are_replicas: bool = False,
+) -> list[Fetch]:
+    """What to read to fill the tensors of ``target``, one rank's, in the order of shards and bytes.
+
+    ``turn``: where the choice among equal holders begins; target ranks that give their own number do not all ask the same
+    one first. ``overlaps_are_replicas``: parts that overlap hold the same bits. Raises `LayoutMismatch`, naming tensor and
+    box, for gaps, other overlaps, and where dtype or shape differ.
+    """
+    held: dict[str, list[_Holder]] = {entry.name: [] for entry in target}
+    if len(held) != len(target):
+        raise LayoutMismatch("the target names a tensor twice.", remedy="give each tensor of a rank its own name.")
+    for shard, layout in enumerate(sources):
+        for entry in layout.entries:
+            if entry.name in held:
+                held[entry.name].append((shard, entry))
+    load = [0] * len(sources)
+    parts: list[_Part] = []
+    for entry in target:
+        itemsize = itemsize_of(entry.dtype)
+        for piece, holders in _pieces(entry, held[entry.name], overlaps_are_replicas):
+            shard, source = min(holders, key=lambda held_by: (load[held_by[0]], (held_by[0] - turn) % len(sources)))
+            load[shard] += piece.numel * itemsize
+            strides, base = _strides(source.box.sizes), sources[shard].extents[entry.name][0]
+            for box in _cut(piece, strides, itemsize):
+                apart = zip(box.offsets, source.box.offsets, strides, strict=True)
+                start = base + sum((a - b) * stride for a, b, stride in apart) * itemsize
+                stop = start + _span(box.sizes, strides) * itemsize
+                parts.append(_Part(shard, start, stop, entry, box, strides))
+    parts.sort(key=lambda part: part[:3])
+    return list(_coalesced(parts))
+
+
+def fill(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor], read: Read) -> None:
+    """Read all of ``plan`` and copy it into ``tensors``: local ones, as `locals_of` gives them. Slices of a plan may be
+    filled by several threads: no two copies write the same element.
+
+    Raises `LayoutMismatch` when one is not as planned, before anything is read, and `IntegrityError` when ``read`` gives
+    fewer bytes than asked for. Whatever it raises, the tensors are torn.
+    """
+    places = _places(plan, tensors)
+    with torch.no_grad():
+        for fetch in plan:
+            got = read(fetch.shard, fetch.start, fetch.stop)
+            if memoryview(got).nbytes != fetch.stop - fetch.start:
+                raise IntegrityError(
+                    f"shard {fetch.shard}: {memoryview(got).nbytes} bytes came for {fetch.start} to {fetch.stop}.",
+                    remedy="use another copy.",
+                )
+            memory = memory_of(got)
+            for copy in fetch.copies:
+                _copy(copy, memory, places[copy.entry.name])
+
+
+def _pieces(
+    entry: TensorEntry, holders: Sequence[_Holder], overlaps_are_replicas: bool
+) -> list[tuple[Box, list[_Holder]]]:
+    for shard, source in holders:
+        if (source.dtype, source.global_shape) != (entry.dtype, entry.global_shape):
+            raise LayoutMismatch(
+                f"tensor {entry.name!r:.200}: {entry.dtype}{list(entry.global_shape)} is wanted, shard {shard} has {source.dtype}{list(source.global_shape)}.",
+                remedy="restore into the model that was saved; dtypes are not converted here.",
+            )
+    if not holders:
+        raise LayoutMismatch(
+            f"tensor {entry!s:.300} is in none of the shards.",
+            remedy="it was saved by another model, or shards are missing.",
+        )
+    by_box: dict[Box, list[_Holder]] = {}
+    for shard, source in holders:
+        by_box.setdefault(source.box, []).append((shard, source))
+    parts = [(common, of) for box, of in by_box.items() if (common := box.intersect(entry.box)) is not None]
+    held_numel = sum(common.numel for common, _ in parts)
+    if held_numel > entry.box.numel and not overlaps_are_replicas:
+        held = [of[0] for _, of in parts]
+        pair = overlap_of([source.box for _, source in held])
+        assert pair is not None
+        ranks = [by_box[box][0][0] for box in pair]
+        raise LayoutMismatch(
+            f"tensor {entry.name!r:.200}: {pair[0]} of shard {ranks[0]} and {pair[1]} of shard {ranks[1]} overlap.",
+            remedy="use the shards of one world; if both hold the same bits, say that overlaps are replicas.",
+        )
+    try:
+        return cover(entry.box, parts)
+    except LayoutMismatch as error:
+        raise LayoutMismatch(f"tensor {entry.name!r:.200}: {error.what}", remedy=error.remedy) from error
+
+
+def _cut(piece: Box, strides: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """``piece`` in boxes that can be read at once. Gaps only shrink from outer dims to inner ones, so outer dims are cut."""
+    dim = next((dim for dim, size in enumerate(piece.sizes) if size > 1), None)
+    if dim is None:
+        yield piece
+        return
+    size, step = piece.sizes[dim], strides[dim] * itemsize
+    inner = _span(piece.sizes[dim + 1 :], strides[dim + 1 :]) * itemsize
+    if step - inner > GAP_BYTES:
+        each = 1
+    elif (size - 1) * step + inner <= FETCH_BYTES:
+        each = size
+    else:
+        each = max(1, FETCH_BYTES // step)
+    for at in range(0, size, each):
+        offsets = (*piece.offsets[:dim], piece.offsets[dim] + at, *piece.offsets[dim + 1 :])
+        box = Box(offsets, (*piece.sizes[:dim], min(each, size - at), *piece.sizes[dim + 1 :]))
+        if each == 1:
+            yield from _cut(box, strides, itemsize)
+        else:
+            yield box
+
+
+def _coalesced(parts: Sequence[_Part]) -> Iterator[Fetch]:
+    """``parts`` in the order of their bytes, neighbours read together."""
+    first, stop = 0, 0
+    for index, part in enumerate(parts):
+        begin = parts[first]
+        apart = part.shard != begin.shard or part.start - stop > GAP_BYTES
+        if apart or max(stop, part.stop) - begin.start > FETCH_BYTES:
+            if index:
+                yield _fetch(parts[first:index], stop)
+            first, stop = index, part.stop
+        stop = max(stop, part.stop)
+    if parts:
+        yield _fetch(parts[first:], stop)
+
+
+def _fetch(parts: Sequence[_Part], stop: int) -> Fetch:
+    start = parts[0].start
+    copies = tuple(Copy(part.entry, part.piece, part.start - start, part.strides) for part in parts)
+    return Fetch(parts[0].shard, start, stop, copies)
+
+
+def _places(plan: Sequence[Fetch], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The memory to fill, as integers."""
+    places: dict[str, torch.Tensor] = {}
+    for entry in {copy.entry.name: copy.entry for fetch in plan for copy in fetch.copies}.values():
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            raise LayoutMismatch(f"tensor {entry.name!r:.200} is not there to be filled.", remedy="plan again.")
+        check_local(entry, tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            raise LayoutMismatch(
+                f"tensor {entry.name!r:.200} is a lazy conjugate or negative.", remedy="give the tensor that it is of."
+            )
+        places[entry.name] = bits_of(tensor)
+    return places
+
+
+def _copy(copy: Copy, memory: Any, place: torch.Tensor) -> None:
+    for dim, (start, size) in enumerate(zip(copy.piece.offsets, copy.piece.sizes, strict=True)):
+        if size != place.shape[dim]:
+            place = place.narrow(dim, start - copy.entry.box.offsets[dim], size)
+    strides = copy.strides
+    if place.dim() > len(strides):  # complex, seen as pairs
+        strides = (*(2 * stride for stride in strides), 1)
+    held = torch.frombuffer(memory, dtype=place.dtype, count=_span(place.shape, strides), offset=copy.offset)
+    place.copy_(held.as_strided(place.shape, strides))
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

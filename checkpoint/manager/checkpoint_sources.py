@@ -1,0 +1,229 @@
+"""What this rank could restore from: arenas that it sees, and durable generations, told alike so that `choose` takes both.
+
+A durable shard is known by the digest that its sealed image had: it is computed from the checksums in its fragment, or named
+there where replicas have shared the writing, so that a shard on disk stands in for a damaged one in memory, generation by
+generation. A durable generation without a commit record
+(its host's memory is gone) gives one: it was written after the commit, and its manifest is its word for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_folder import ArenaFolder
+from rackrun.checkpoint.arena.arena_format import SlotHeader, SlotState, manifest_digest, table_bytes
+from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
+from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration, is_damage
+from rackrun.checkpoint.commit.checkpoint_choice import Holding, RestorePlan, Tier
+from rackrun.checkpoint.commit.commit_records import CommitRecord, Copy
+from rackrun.checkpoint.durable.durable_manifest import Manifest
+from rackrun.checkpoint.durable.durable_reader import GenerationReader, ShardReader
+from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo
+
+__all__ = ["DISK", "Seen", "ShardBytes", "Sources", "identity_of", "newest_records"]
+
+DISK = "disk"
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says that it sees."""
+
+    place: str = ""
+    """Ranks of one place see the same arenas."""
+    holdings: tuple[Holding, ...] = ()
+    """In memory, verified. Each arena is looked at by one rank of its place."""
+    records: tuple[CommitRecord, ...] = ()
+    durable: tuple[tuple[int, str], ...] = ()
+    """(generation, digest of its manifest), newest first."""
+    left_out: dict[int, str] = {}
+    """Generations that are there and cannot be read as much as what they are, and why; -1: none can even be listed."""
+    damaged: tuple[int, ...] = ()
+    """Those of them whose bytes on disk are wrong or missing. Of the others nothing is known."""
+    newest_generation: int = -1
+    newest_epoch: int = -1
+
+
+class Sources:
+    """Opened for one restore."""
+
+    def __init__(self, folder: ArenaFolder | None, store: DurableStore, *, rank: int, world: int) -> None:
+        self._folder, self._store = folder, store
+        self._rank, self._world = rank, world
+        self._arenas: dict[tuple[int, int], tuple[Arena, SlotReader]] = {}
+        """(generation, owner) -> where."""
+        self._opened: list[Arena] = []
+        self._durable: dict[int, GenerationReader] = {}
+
+    def look(self) -> Seen:
+        """Every byte in memory that counts is verified here."""
+        durable: list[GenerationInfo] = []
+        left_out: dict[int, str] = {}
+        damaged: tuple[int, ...] = ()
+        try:
+            self._store.complete()
+            durable, unusable = self._store.look()
+            left_out = {g: str(why) for g, why in unusable.items()}
+            damaged = tuple(g for g, why in unusable.items() if is_damage(why))
+        except CheckpointError as error:
+            left_out = {-1: str(error)}
+        records, unreadable = self._folder.commits() if self._folder is not None else ([], {})
+        left_out = {**unreadable, **left_out}
+        known = [*(info.generation for info in durable), *(record.generation for record in records), *left_out]
+        newest = max(known, default=-1)  # of what is lost too
+        epoch = max((info.epoch for info in durable), default=-1)
+        holdings: list[Holding] = []
+        for arena, mine in self._visible():
+            epoch = max(epoch, arena.epoch)
+            for info in arena.slots():
+                newest = max(newest, info.generation)
+                if info.state not in (SlotState.SEALED, SlotState.COMMITTED) or info.kind != "data":
+                    continue
+                try:
+                    reader = arena.reader(info.generation, owner=info.owner)
+                    if mine:
+                        reader.verify()
+                except CheckpointError as error:
+                    print(f"rackrun: {error.what}", file=sys.stderr, flush=True)
+                    continue
+                self._arenas[info.generation, info.owner] = arena, reader
+                if mine:
+                    holdings.append(_in_memory(info, self.place))
+                if info.state is SlotState.COMMITTED and all(info.generation != one.generation for one in records):
+                    left_out.setdefault(info.generation, "it was committed in memory, and its commit record is gone.")
+        return Seen(
+            place=self.place,
+            holdings=tuple(holdings),
+            records=tuple(records),
+            durable=tuple((info.generation, info.digest) for info in durable),
+            left_out=left_out,
+            damaged=damaged,
+            newest_generation=newest,
+            newest_epoch=epoch,
+        )
+
+    @property
+    def place(self) -> str:
+        return self._folder.place if self._folder is not None else ""
+
+    def on_disk(self, common: set[tuple[int, str]]) -> tuple[list[Holding], list[CommitRecord]]:
+        """`look_into` of all that can be read."""
+        holdings, records = list[Holding](), list[CommitRecord]()
+        for generation, _ in sorted(common):
+            with contextlib.suppress(CheckpointError):
+                found, record = self.look_into(generation)
+                holdings += found
+                records.append(record)
+        return holdings, records
+
+    def look_into(self, generation: int) -> tuple[list[Holding], CommitRecord]:
+        """The shards of a durable generation, and a record of it. Raises CheckpointError with what is wrong."""
+        holdings = _durable_holdings(self._reader(generation))
+        copies = [
+            Copy(owner=h.owner, holder=DISK, domain=DISK, digest=h.digest, layout_hash=h.layout_hash) for h in holdings
+        ]
+        return holdings, CommitRecord.of(generation, holdings[0].step, holdings[0].epoch, copies=copies)
+
+    def shard(self, plan: RestorePlan, owner: int) -> ShardBytes:
+        """The nearest that can be opened. Raises what is wrong with the directory's, else `NoUsableGeneration`."""
+        for source in plan.sources[owner]:
+            if (
+                source.tier is Tier.OWN_TRAY
+                and source.holder == self.place
+                and (plan.generation, owner) in self._arenas
+            ):
+                return ShardBytes(Tier.OWN_TRAY, self._arenas[plan.generation, owner][1], None)
+            if source.tier is Tier.SHARED:
+                return ShardBytes(Tier.SHARED, None, (self._reader(plan.generation), owner))
+        raise NoUsableGeneration(
+            f"rank {self._rank} reaches no copy of the shard of rank {owner} in generation {plan.generation}.",
+            remedy="write durable generations: memory is read on its own host only.",
+        )
+
+    def close(self) -> None:
+        self._arenas.clear()
+        for arena in self._opened:
+            arena.close()
+        self._opened.clear()
+        for reader in self._durable.values():
+            reader.close()
+        self._durable.clear()
+
+    def _visible(self) -> list[tuple[Arena, bool]]:
+        """Arenas, and whether it is for this rank to verify them."""
+        found = []
+        for path, (rank, _) in self._folder.arenas().items() if self._folder is not None else ():
+            if self._folder is not None and (arena := self._folder.attach(path)) is not None:
+                self._opened.append(arena)
+                found.append((arena, rank % self._world == self._rank))
+        return found
+
+    def _reader(self, generation: int) -> GenerationReader:
+        if generation not in self._durable:
+            self._durable[generation] = self._store.open(generation)
+        return self._durable[generation]
+
+
+class ShardBytes:
+    """One shard's verified bytes."""
+
+    def __init__(self, tier: Tier, memory: SlotReader | None, disk: tuple[GenerationReader, int] | None) -> None:
+        self.tier = tier
+        self._memory, self._disk = memory, disk
+
+    @property
+    def size(self) -> int:
+        if self._memory is not None:
+            return len(self._memory.payload)
+        assert self._disk is not None
+        return self._disk[0].reader(self._disk[1]).size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if self._memory is not None:
+            return self._memory.payload[start:stop]  # verified when it was looked at
+        assert self._disk is not None
+        return self._disk[0].read(self._disk[1], start, stop)
+
+
+def newest_records(told: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """One for each generation: of the larger epoch, should there be two."""
+    found: dict[int, CommitRecord] = {}
+    for record in sorted(told, key=lambda record: record.epoch):
+        found[record.generation] = record
+    return list(found.values())
+
+
+def _in_memory(info: SlotInfo, place: str) -> Holding:
+    return Holding(
+        generation=info.generation, step=info.step, epoch=info.epoch, owner=info.owner, holder=place, domain=place,
+        tier=Tier.OWN_TRAY, digest=info.manifest_digest, layout_hash=info.layout_hash, verified=True,
+    )  # fmt: skip
+
+
+def _durable_holdings(reader: GenerationReader) -> list[Holding]:
+    """Their bytes are verified when they are read."""
+    manifest = reader.manifest
+    found = []
+    for rank in range(manifest.world_size):
+        digest, layout_hash = identity_of(manifest, reader.reader(rank))
+        found.append(
+            Holding(
+                generation=manifest.generation, step=manifest.step, epoch=manifest.epoch, owner=rank, holder=DISK,
+                domain=DISK, tier=Tier.SHARED, digest=digest, layout_hash=layout_hash, verified=True,
+            )
+        )  # fmt: skip
+    return found
+
+
+def identity_of(manifest: Manifest, shard: ShardReader) -> tuple[str, str]:
+    """Digest and layout hash of the sealed image that a shard on disk is, or is a part of."""
+    header = SlotHeader(
+        b"", 0, kind="data", generation=manifest.generation, step=manifest.step, owner=shard.rank,
+        payload_bytes=shard.size, layout_hash=shard.layout_hash,
+    )  # fmt: skip
+    digest = manifest_digest(header, shard.chunk_bytes, table_bytes(shard.crcs)).hex()
+    return shard.share_of or (digest, shard.layout_hash)

@@ -1,0 +1,177 @@
+"""Which rank writes what of a generation to disk: a tensor that several ranks have alike is written once.
+
+Alike is the same box of the same tensor with the same bytes. That is looked at anew for every generation that goes to disk,
+in the sealed images: a replica is compared, never assumed, and whoever has other bytes writes its own. What may be shared
+is told by the caller (parameters and optimizer state); all else stays with its rank.
+
+A rank's file is then an image of its own, with a part of the tensors, whose plain part says which shards have the others. It
+is put together from the sealed image while it is written, and takes no memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from rackrun.checkpoint.arena.arena_slot import SlotReader
+from rackrun.checkpoint.base.digest import CHUNK_BYTES, content_digest, crc
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, itemsize_of, plan_image
+from rackrun.checkpoint.image.plain_part import with_elsewhere
+
+if TYPE_CHECKING:
+    from rackrun.checkpoint.commit.peers import Peers
+
+__all__ = ["Held", "Share", "Writers", "agree", "assign", "held_in"]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a rank has sealed that others may have too, tensor by tensor. Nothing when it has failed."""
+
+    boxes: list[str] = []
+    """Equal for equal boxes of tensors of one name, dtype and shape."""
+    digests: list[int] = []
+    sizes: list[int] = []
+    """In bytes."""
+
+
+class Writers(msgspec.Struct, frozen=True):
+    """The answer to a rank's `Held`, tensor by tensor."""
+
+    ranks: list[int] = []
+    """Who writes it."""
+    apart: list[int] = []
+    """Indices of those of which most other ranks have other bytes."""
+
+
+def held_in(
+    reader: SlotReader, layout: ImageLayout, names: Collection[str], chunk_bytes: int
+) -> tuple[list[str], Held]:
+    """The tensors among ``names`` that have any bytes, and what is to be told of them. Raises `IntegrityError` when the sealed
+    image is damaged."""
+    entries = [entry for entry in layout.entries if entry.name in names and entry.box.numel]
+    sealed, digests = _Verified(reader, chunk_bytes), []
+    for entry in entries:
+        value = 0
+        for piece in sealed.pieces(*layout.extents[entry.name]):
+            value = crc(piece, value)
+        digests.append(value)
+    boxes = [content_digest(msgspec.json.encode(entry))[:32] for entry in entries]
+    sizes = [entry.box.numel * itemsize_of(entry.dtype) for entry in entries]
+    return [entry.name for entry in entries], Held(boxes, digests, sizes)
+
+
+def agree(peers: Peers, generation: int, mine: Held, *, seconds: float) -> Writers:
+    """With all ranks, through rank 0. Raises `PeersGone`."""
+    if peers.rank == 0:
+        keys = [f"held/{generation}/{rank}" for rank in range(1, peers.world_size)]
+        answers = assign([mine, *(peers.hear(keys, Held, seconds=seconds) if keys else ())])
+        peers.forget(keys)
+        for rank, answer in enumerate(answers[1:], start=1):
+            peers.say(f"writers/{generation}/{rank}", answer)
+        return answers[0]
+    peers.say(f"held/{generation}/{peers.rank}", mine)
+    key = f"writers/{generation}/{peers.rank}"
+    (answer,) = peers.hear([key], Writers, seconds=seconds)
+    peers.forget([key])
+    return answer
+
+
+def assign(everyone: Sequence[Held]) -> list[Writers]:
+    """Who writes what, for every rank: the largest first, to whoever of those that have it has the least to write. Pure."""
+    copies: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    sizes: dict[str, int] = {}
+    for rank, held in enumerate(everyone):
+        for index, (box, digest, size) in enumerate(zip(held.boxes, held.digests, held.sizes, strict=True)):
+            copies.setdefault(box, {}).setdefault(digest, []).append((rank, index))
+            sizes[box] = size
+    writers = [[0] * len(held.boxes) for held in everyone]
+    apart: list[list[int]] = [[] for _ in everyone]
+    loads = [0] * len(everyone)
+    groups = [(sizes[box], box, places) for box, by_digest in copies.items() for places in by_digest.values()]
+    groups.sort(key=lambda group: (len(group[2]) > 1, -group[0], group[1], group[2]))  # first, what has no choice
+    for size, _, places in groups:
+        writer = min((rank for rank, _ in places), key=lambda rank: (loads[rank], rank))
+        loads[writer] += size
+        for rank, index in places:
+            writers[rank][index] = writer
+    for by_digest in copies.values():
+        most = max(by_digest.values(), key=lambda places: (len(places), -places[0][0]))
+        for rank, index in (place for places in by_digest.values() if places is not most for place in places):
+            apart[rank].append(index)
+    return [Writers(ranks, sorted(indices)) for ranks, indices in zip(writers, apart, strict=True)]
+
+
+class Share:
+    """A sealed image without the tensors that are ``elsewhere`` (name -> rank), as an image: read it by slices."""
+
+    def __init__(self, reader: SlotReader, whole: ImageLayout, elsewhere: Mapping[str, int], chunk_bytes: int) -> None:
+        plain = with_elsewhere(bytes(reader.payload[slice(*whole.extents[PLAIN])]), elsewhere)
+        kept = [entry for entry in whole.entries if entry.name not in elsewhere]
+        self.layout = plan_image(kept, len(plain))
+        self.nbytes = self.layout.total_bytes
+        self._reader, self._sealed = reader, _Verified(reader, chunk_bytes)
+        made = {0: self.layout.header, self.layout.extents[PLAIN][0]: plain}
+        self._made = {start: memoryview(data) for start, data in made.items()}
+        """Where what is not in the sealed image begins."""
+        self._from = {self.layout.extents[entry.name][0]: whole.extents[entry.name][0] for entry in kept}
+        """The same of what is, and where it begins there."""
+        stops = {0: len(self.layout.header)} | dict(self.layout.extents.values())
+        self._extents = sorted((start, stop) for start, stop in stops.items() if stop > start)
+        self._starts = [start for start, _ in self._extents]
+
+    @property
+    def payload(self) -> Share:
+        return self
+
+    def crcs(self) -> np.ndarray:
+        """CRC32C of every `CHUNK_BYTES`, of bytes that are what was sealed. Raises `IntegrityError`."""
+        found = []
+        for start in range(0, self.nbytes, CHUNK_BYTES):
+            value = 0
+            for piece in self._pieces(start, min(start + CHUNK_BYTES, self.nbytes), verified=True):
+                value = crc(piece, value)
+            found.append(value)
+        return np.array(found, dtype=np.uint32)
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        """A copy, not verified."""
+        start, stop, _ = wanted.indices(self.nbytes)
+        return memoryview(b"".join(self._pieces(start, stop, verified=False)))
+
+    def _pieces(self, start: int, stop: int, *, verified: bool) -> Iterator[memoryview]:
+        for first, end in self._extents[max(bisect.bisect_right(self._starts, start) - 1, 0) :]:
+            if first >= stop:
+                break
+            low, high = max(start, first), min(stop, end)
+            if low >= high:
+                continue
+            if first in self._made:
+                yield self._made[first][low - first : high - first]
+                continue
+            apart = self._from[first] - first
+            if verified:
+                yield from self._sealed.pieces(low + apart, high + apart)
+            else:
+                yield self._reader.payload[low + apart : high + apart]
+
+
+class _Verified:
+    """Bytes of a sealed image, each chunk compared with its CRC32C when it is come to."""
+
+    def __init__(self, reader: SlotReader, chunk_bytes: int) -> None:
+        self._reader, self._chunk_bytes = reader, chunk_bytes
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        size = self._chunk_bytes
+        while start < stop:
+            index = start // size
+            if self._last[0] != index:
+                self._last = index, self._reader.chunk(index)
+            end = min((index + 1) * size, stop)
+            yield self._last[1][start - index * size : end - index * size]
+            start = end

@@ -1,0 +1,233 @@
+"""One save, as whoever asked for it sees it, and its two threads' work: copy, seal, commit; then write to disk.
+
+Nothing here raises into training. What goes wrong is the `SaveHandle.failure` of that save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.peers import Peers
+from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationWriter
+from rackrun.checkpoint.durable.retention import Retention, collect
+from rackrun.checkpoint.image.user_state import Image
+from rackrun.checkpoint.manager.replica_writers import Held, Share, agree, held_in
+from rackrun.checkpoint.manager.staging import Staging
+from rackrun.protocol.crash_points import crash_point, register
+
+__all__ = ["Counters", "Disk", "Flush", "SaveHandle", "Saving"]
+
+register("save.copied", "save.sealed", "flush.leased", "flush.written", "flush.gathered", "flush.finished")
+
+_ORPHANS_S = 24 * 3600.0
+_FLUSH_S = 3600.0
+
+
+@dataclass
+class Counters:
+    """Of this rank. ``stall_s``: what training waited for, in `save` and at the fence."""
+
+    saves: int = 0
+    committed: int = 0
+    failed: int = 0
+    durable: int = 0
+    durable_failed: int = 0
+    durable_passed_over: int = 0
+    """They were due while an older one was still being written."""
+    stall_s: float = 0.0
+
+
+class SaveHandle:
+    """Four futures of a bool, in the order in which they are done: True when it is so, False when it will never be."""
+
+    def __init__(self, generation: int, step: int) -> None:
+        self.generation, self.step = generation, step
+        self.staged: Future[bool] = Future()
+        """The state may be changed."""
+        self.sealed: Future[bool] = Future()
+        """This rank's image is whole."""
+        self.committed: Future[bool] = Future()
+        """Every rank's is."""
+        self.durable: Future[bool] = Future()
+        """It is on disk. False also where that was not due."""
+        self.failure = ""
+
+    def fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self.end()
+
+    def end(self) -> None:
+        """What is not so by now never will be."""
+        for future in (self.staged, self.sealed, self.committed, self.durable):
+            if not future.done():
+                future.set_result(False)
+
+    def __repr__(self) -> str:
+        done = [
+            n for n in ("staged", "sealed", "committed", "durable") if (f := getattr(self, n)).done() and f.result()
+        ]
+        return f"SaveHandle(generation={self.generation}, step={self.step}, {', '.join(done) or 'begun'}{self.failure and ': '}{self.failure})"
+
+
+@dataclass
+class Saving:
+    """A shard on its way into a slot."""
+
+    handle: SaveHandle
+    image: Image
+    writer: SlotWriter | None = None
+    ready: torch.cuda.Event | None = None
+    failure: str = ""
+    """Why there is no slot."""
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Of what is copied while the next step runs."""
+
+    def copy_and_seal(self, staging: Staging) -> None:
+        """In the helper thread."""
+        layout, writer = self.image.layout, self.writer
+        if writer is None:
+            self.handle.staged.set_result(False)
+            return
+        try:
+            staging.copy(layout, self.image.tensors, self.image.later, writer.payload, self.ready)
+            crash_point("save.copied")
+            torn = any(tensor._version != version for tensor, version in self.versions)
+            self._let_go()
+            self.handle.staged.set_result(not torn)
+            if torn:
+                self.failure = (
+                    "parameters were changed before they were copied: call guard() before whatever changes them"
+                )
+                writer.abandon()
+                return
+            writer.seal(layout.total_bytes, layout.layout_hash)
+            self.handle.sealed.set_result(True)
+            crash_point("save.sealed")
+        except Exception as error:  # noqa: BLE001 - told to all ranks as this one's failure
+            self.failure = f"{type(error).__name__}: {error}"
+            writer.abandon()
+        finally:
+            self._let_go()
+            if not self.handle.staged.done():
+                self.handle.staged.set_result(False)
+
+    def _let_go(self) -> None:
+        """The caller may free what was copied."""
+        self.versions.clear()
+        self.image.tensors.clear()
+        self.writer = None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where generations become durable, and what stays there. ``began``: the generation that was restored; -1: none was."""
+
+    store: DurableStore
+    epoch: int
+    keep: int
+    began: int
+    hold: Callable[[], str] = str
+    """Why nothing is written any more: a later start has taken the directory. Rank 0's counts."""
+
+
+class Flush:
+    """A committed generation on its way to disk: what other ranks have too is written by one of them. Its slot is not written
+    over meanwhile."""
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        image: Image,
+        disk: Disk,
+        arena: Arena,
+        *,
+        peers: Peers,
+        former: int,
+    ) -> None:
+        """``former``: the generation before, of which all ranks have heard."""
+        self._handle, self._disk, self._arena = handle, disk, arena
+        self._layout, self._settled = image.layout, image.later
+        self._peers, self._former = peers, former
+        self._lease = contextlib.ExitStack()
+        self._reader: SlotReader | None = None
+        self._failure = ""
+        self.remark = ""
+        """What is to be told besides."""
+        try:
+            self._lease.enter_context(arena.lease(handle.generation))
+            self._reader = arena.reader(handle.generation)
+        except CheckpointError as error:
+            self._failure = error.what
+
+    def run(self) -> str:
+        """All ranks run it; rank 0 finishes. Why it is not on disk; "" when it is. Raises `PeersGone`."""
+        generation, peers = self._handle.generation, self._peers
+        disk = self._disk
+        writer = disk.store.writer(generation, self._handle.step, disk.epoch, peers.world_size)
+        with self._lease:
+            crash_point("flush.leased")
+            elsewhere = self._elsewhere() if peers.world_size > 1 else {}
+            if self._reader is not None and not self._failure:
+                self._write(writer, self._reader, elsewhere)
+        crash_point("flush.written")
+        peers.say(f"written/{generation}/{peers.rank}", self._failure)
+        if peers.rank != 0:
+            return peers.hear([f"durable/{generation}"], str, seconds=_FLUSH_S)[0]
+        keys = [f"written/{generation}/{rank}" for rank in range(peers.world_size)]
+        outcome = next((one for one in peers.hear(keys, str, seconds=_FLUSH_S) if one), "")
+        fenced = disk.hold()
+        outcome = outcome or fenced
+        crash_point("flush.gathered")
+        if not outcome and not writer.finish():
+            outcome = str(writer.failure or "a shard is gone")
+        crash_point("flush.finished")
+        peers.say(f"durable/{generation}", outcome)
+        peers.forget([*keys, f"durable/{self._former}"])
+        if outcome:
+            writer.give_up()  # all have said that they are done with it
+        collect(
+            disk.store, Retention(disk.keep), epoch=disk.epoch, now=time.time, orphan_ttl_s=_ORPHANS_S,
+            finished=generation, began=disk.began, over=lambda epoch: epoch < disk.epoch and not fenced,
+        )  # fmt: skip
+        return outcome
+
+    def _elsewhere(self) -> dict[str, int]:
+        """With all ranks: what others write of this rank's tensors. A rank that fails shares nothing."""
+        names, held = list[str](), Held()
+        try:
+            if self._reader is not None:
+                names, held = held_in(self._reader, self._layout, self._settled, self._arena.chunk_bytes)
+        except CheckpointError as error:
+            self._failure = error.what
+        writers = agree(self._peers, self._handle.generation, held, seconds=_FLUSH_S)
+        if writers.apart:
+            self.remark = (
+                f"{len(writers.apart)} tensors, such as {names[writers.apart[0]]!r:.200}, are not the same as on its replicas: "
+                "each writes its own"
+            )
+        return {name: rank for name, rank in zip(names, writers.ranks, strict=True) if rank != self._peers.rank}
+
+    def _write(self, writer: GenerationWriter, reader: SlotReader, elsewhere: dict[str, int]) -> None:
+        rank = self._peers.rank
+        try:
+            if elsewhere:
+                share = Share(reader, self._layout, elsewhere, self._arena.chunk_bytes)
+                whole = reader.manifest_digest, reader.layout_hash
+                written = writer.write_shard(rank, share, share.layout.layout_hash, share.crcs(), share_of=whole)
+            else:
+                written = writer.write_shard(
+                    rank, reader, reader.layout_hash, reader.crcs, chunk_bytes=self._arena.chunk_bytes
+                )
+        except CheckpointError as error:
+            self._failure = error.what
+        else:
+            self._failure = "" if written else f"rank {rank}: {writer.failure}"

@@ -1,0 +1,1 @@
+"""Checkpoints without a job: survey, rebuild, convert, export."""

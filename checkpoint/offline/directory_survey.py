@@ -1,0 +1,194 @@
+"""What lies in a checkpoint directory: jobs, whole generations, damaged ones, and what writers and retention have left.
+
+It only looks, and trusts nothing but `DurableStore`. Jobs may write and collect meanwhile: what is gone by then is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rackrun.checkpoint.base.errors import CheckpointError, NoUsableGeneration
+from rackrun.checkpoint.base.location import absolute
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, TemporaryName, check_job, generation_of
+from rackrun.checkpoint.durable.durable_store import DurableStore, GenerationInfo, Part
+from rackrun.checkpoint.durable.files import Files
+from rackrun.checkpoint.durable.object_store import files_at
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.errors import UsageError
+
+__all__ = ["Damaged", "Leftover", "Survey", "nothing_in", "one_store", "stores_in", "survey"]
+
+_TRASH = re.compile(r"\.trash-(?:tmp-)?gen-(\d+)-", re.ASCII)
+_FRAGMENT = re.compile(r"rank-\d+-of-(\d+)\.json", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A directory with a generation's name that is not a whole one."""
+
+    generation: int
+    path: Path
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """*unfinished*: a writer is at work on it, or died. *trash*: on its way out."""
+
+    kind: Literal["unfinished", "trash"]
+    path: Path
+    generation: int
+    epoch: int
+    """Of the writers; -1 of trash."""
+    shards: int
+    """Of how many ranks it has all bytes."""
+    world_size: int | None
+    """None: no rank's fragment is there to say it."""
+    bytes: int
+    touched_s: float
+    """Newest file time, in seconds since the epoch of Unix."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One job's directory. Generations are newest first."""
+
+    job: str
+    directory: Path
+    whole: tuple[GenerationInfo, ...]
+    written_s: Mapping[int, float]
+    """Generation -> when its manifest was written, in seconds since the epoch of Unix."""
+    damaged: tuple[Damaged, ...]
+    leftovers: tuple[Leftover, ...]
+    barred: Mapping[int, str]
+    """Generation -> why no restore takes it."""
+
+    def generations(self) -> list[int]:
+        """Whole or not."""
+        found = [info.generation for info in self.whole] + [one.generation for one in self.damaged]
+        return sorted(found, reverse=True)
+
+
+def stores_in(directory: Path | str, job: str | None = None) -> list[DurableStore]:
+    """The jobs under ``directory``, or the one whose own directory it is; only ``job``, when that is given.
+
+    Raises UsageError when the directory is not there or no directory, and when there is no such job.
+    """
+    path = absolute(directory).resolve()
+    files = files_at(path)
+    names = _listed(files, path)
+    if generation_of(path.name) is not None and MANIFEST in names:
+        raise UsageError(
+            f"{path} is one generation.", remedy=f"give {path.parent}, and {generation_of(path.name)} as generation."
+        )
+    if any(map(_belongs, names)):
+        found = [DurableStore(path.parent, path.name)]
+    else:
+        found = [DurableStore(path, name) for name in names if _is_job(files, path, name)]
+    if job is None:
+        return found
+    wanted = [store for store in found if store.job == job]
+    if not wanted:
+        there = ", ".join(store.job for store in found) or "none"
+        raise UsageError(f"there is no job {job!r} in {path}.", remedy=f"choose one that is there: {there}.")
+    return wanted
+
+
+def one_store(directory: Path, job: str | None) -> DurableStore:
+    """The only job there is, or ``job``. Raises as `stores_in`, and UsageError when there are several."""
+    stores = stores_in(directory, job)
+    if len(stores) > 1:
+        raise UsageError(
+            f"{directory} has several jobs: {', '.join(store.job for store in stores)}.",
+            remedy="choose one with --job.",
+        )
+    if not stores:
+        raise nothing_in(directory)
+    return stores[0]
+
+
+def nothing_in(directory: Path) -> NoUsableGeneration:
+    return NoUsableGeneration(
+        f"there is no checkpoint in {directory}.",
+        remedy="is it the directory of --checkpoint-dir? See rackctl ckpt ls.",
+    )
+
+
+def survey(store: DurableStore) -> Survey:
+    """Raises CheckpointError when the job's directory cannot be listed."""
+    whole = store.generations()
+    names = _listed(store.files, store.directory)
+    seen = {info.generation for info in whole}
+    damaged = []
+    for number in sorted({g for name in names if (g := generation_of(name)) is not None} - seen, reverse=True):
+        try:
+            store.whole(number)
+        except NoUsableGeneration:
+            continue  # collected meanwhile
+        except CheckpointError as error:
+            damaged.append(Damaged(number, store.path(number), error.what, error.remedy))
+    written = {}
+    for info in whole:
+        with contextlib.suppress(OSError):
+            written[info.generation] = store.files.stat(info.path / MANIFEST).st_mtime
+    leftovers = [found for name in names if (found := _trash(store, name)) is not None]
+    with contextlib.suppress(OSError):
+        leftovers += [found for part in store.parts() if (found := _unfinished(store, part)) is not None]
+    barred = {g: why for g, why in Probation(store.directory, store.files).barred().items() if g in seen}
+    return Survey(store.job, store.directory, tuple(whole), written, tuple(damaged), tuple(leftovers), barred)
+
+
+def _listed(files: Files, path: Path) -> list[str]:
+    try:
+        return files.listdir(path)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is not there.", remedy="give the directory of --checkpoint-dir.") from error
+    except NotADirectoryError as error:
+        raise UsageError(f"{path} is a file.", remedy="give the directory of --checkpoint-dir.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", remedy="be the user who wrote it.") from error
+
+
+def _belongs(name: str) -> bool:
+    return generation_of(name) is not None or TemporaryName.parse(name) is not None or bool(_TRASH.match(name))
+
+
+def _is_job(files: Files, root: Path, name: str) -> bool:
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
+        check_job(name)
+        is_directory = stat.S_ISDIR(files.stat(root / name).st_mode) or (root / name).is_dir()
+        return is_directory and any(map(_belongs, _listed(files, root / name)))
+    return False
+
+
+def _trash(store: DurableStore, name: str) -> Leftover | None:
+    match = _TRASH.match(name)
+    return _leftover(store, "trash", store.directory / name, int(match[1]), -1) if match else None
+
+
+def _unfinished(store: DurableStore, part: Part) -> Leftover | None:
+    return _leftover(store, "unfinished", part.path, part.generation, part.epoch)
+
+
+def _leftover(
+    store: DurableStore, kind: Literal["unfinished", "trash"], path: Path, generation: int, epoch: int
+) -> Leftover | None:
+    size, shards, world_size = 0, 0, None
+    try:
+        touched = store.files.stat(path).st_mtime
+        for below in store.files.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                status = store.files.stat(path / below)
+                size, touched = size + status.st_size, max(touched, status.st_mtime)
+                if fragment := _FRAGMENT.fullmatch(below):
+                    shards, world_size = shards + 1, int(fragment[1])
+    except OSError:
+        return None  # finished or collected meanwhile
+    return Leftover(kind, path, generation, epoch, shards, world_size, size, touched)

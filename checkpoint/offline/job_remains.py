@@ -1,0 +1,203 @@
+"""What is left of a job that is gone: arenas and commit records in memory, shards on disk. It is only read here.
+
+A shard of a generation counts as found when its bytes were read and are those that were committed, by the digest in the
+commit record; or, where no record is left, by the manifest on disk, which was written after the commit.
+
+There is no parity here: a manager keeps none, and what agents keep of snapshots is gone with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_folder import commits_in, keepers_in
+from rackrun.checkpoint.arena.arena_slot import SlotInfo, SlotReader
+from rackrun.checkpoint.arena.orphans import ArenaState, FoundArena, find_arenas
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError
+from rackrun.checkpoint.commit.commit_records import CommitRecord
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, generation_of, unseal
+from rackrun.checkpoint.durable.durable_reader import ShardReader
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.files import read_small
+from rackrun.checkpoint.manager.checkpoint_sources import identity_of, newest_records
+
+__all__ = ["Found", "Remains", "Sought", "identities"]
+
+Identity = tuple[str, str]
+"""Digest of a sealed image, and its layout hash."""
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A generation as it was committed."""
+
+    generation: int
+    step: int
+    epoch: int
+    shards: tuple[Identity | None, ...]
+    """By rank; None: nothing says what it was."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One shard, verified."""
+
+    where: str
+    reader: SlotReader | Callable[[], ShardReader]
+    """In memory; or to be opened, on disk."""
+    identity: Identity
+    chunk_bytes: int
+    bytes: int
+
+
+class Remains:
+    """Of the job of ``store``: what is on disk there, and the arenas below ``folders``. As a context manager it closes what it opened."""
+
+    def __init__(self, store: DurableStore, folders: Sequence[Path], *, gone: bool = False) -> None:
+        """``gone``: the job is, even if an arena names a process of another container. Raises CheckpointError when it lives."""
+        self.store = store
+        self.unused: dict[Path, str] = {}
+        """Arenas that are not read, and why."""
+        self._open = contextlib.ExitStack()
+        self._slots: list[tuple[Path, Arena, SlotInfo]] = []
+        found = {one.path: one for folder in folders for one in find_arenas(folder) if one.job in ("", store.job)}
+        self._gone, self._places = gone, sorted({path.parent for path in found} | set(folders))
+        if not gone:
+            _check_unused(found.values())
+        self.check_gone()
+        for one in found.values():
+            try:
+                arena = self._open.enter_context(Arena.attach(one.path, job=store.job))
+                self._slots += [(one.path, arena, info) for info in arena.slots()]
+            except CheckpointError as error:
+                self.unused[one.path] = error.what
+        records = newest_records(record for place in self._places for record in commits_in(place)[0])
+        self._records = {record.generation: record for record in records}
+        self.arenas = len(found) - len(self.unused)
+
+    def check_gone(self) -> None:
+        """Raises CheckpointError when a process of the job has come back."""
+        for place in () if self._gone else self._places:
+            if (alive := next((keeper for keeper in keepers_in(place) if keeper.alive()), None)) is not None:
+                raise _in_use(place, f"{alive} would come back for it")
+
+    def generations(self) -> list[int]:
+        """Committed ones, newest first: in memory, or on disk in any state."""
+        on_disk: list[int | None] = []
+        with contextlib.suppress(OSError):
+            on_disk = [generation_of(name) for name in self.store.files.listdir(self.store.directory)]
+        return sorted({*self._records, *(number for number in on_disk if number is not None)}, reverse=True)
+
+    def sought(self, generation: int) -> Sought:
+        """Raises IntegrityError when neither a record nor a manifest can be read."""
+        if (record := self._records.get(generation)) is not None:
+            return _recorded(record)
+        manifest = self._manifest(generation)
+        return Sought(generation, manifest.step, manifest.epoch, identities(self.store, manifest))
+
+    def find(self, sought: Sought) -> tuple[dict[int, Found], dict[int, str]]:
+        """What there is of every rank's shard, from memory where it is there; and of which there is nothing, and why."""
+        found: dict[int, Found] = {}
+        missing: dict[int, str] = {}
+        for rank, identity in enumerate(sought.shards):
+            if identity is None:
+                missing[rank] = "Nothing that can be read says what was committed."
+                continue
+            reasons = []
+            for look in (self._in_memory, self._whole_on_disk):
+                try:
+                    found[rank] = look(sought, rank, identity)
+                    break
+                except CheckpointError as error:
+                    reasons.append(error.what)
+            else:
+                missing[rank] = " ".join(reasons)
+        return found, missing
+
+    def __enter__(self) -> Remains:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()
+
+    # -- one shard
+    def _in_memory(self, sought: Sought, rank: int, identity: Identity) -> Found:
+        reasons = []
+        for path, arena, info in self._slots:
+            if (info.generation, info.owner, info.kind, info.step) != (sought.generation, rank, "data", sought.step):
+                continue
+            try:
+                if (info.manifest_digest, info.layout_hash) != identity:
+                    raise IntegrityError("It is not what was committed.")
+                reader = arena.reader(info.generation, owner=rank)
+                reader.verify()
+                return Found(str(path), reader, identity, arena.chunk_bytes, len(reader.payload))
+            except CheckpointError as error:
+                reasons.append(f"{path}: {error.what}")
+        raise CheckpointError(" ".join(reasons) or "No arena has it.")
+
+    def _whole_on_disk(self, sought: Sought, rank: int, identity: Identity) -> Found:
+        manifest = self._manifest(sought.generation)
+        with contextlib.closing(_shard(self.store, manifest, rank)) as shard:  # not one open for each rank
+            if (manifest.step, identity_of(manifest, shard)) != (sought.step, identity):
+                raise IntegrityError(f"{shard.path} is not what was committed.")
+            if bad := shard.verify():
+                raise IntegrityError(bad[0][1])
+        return Found(
+            str(shard.path), partial(_shard, self.store, manifest, rank), identity, shard.chunk_bytes, shard.size
+        )
+
+    # -- disk
+    def _manifest(self, generation: int) -> Manifest:
+        path = self.store.path(generation)
+        try:
+            manifest, _ = unseal(read_small(self.store.files, path / MANIFEST, MANIFEST_BYTES_MAX), Manifest, path)
+        except FileNotFoundError as error:
+            raise IntegrityError("It is not on disk.") from error
+        except OSError as error:
+            raise IntegrityError(f"{path / MANIFEST} cannot be read: {error.strerror or error}.") from error
+        if (manifest.job, manifest.generation) != (self.store.job, generation):
+            raise IntegrityError(f"{path} holds generation {manifest.generation} of {manifest.job}.")
+        return manifest
+
+
+def identities(store: DurableStore, manifest: Manifest) -> tuple[Identity | None, ...]:
+    """Of each rank's shard in ``store``; None: its fragment cannot be read."""
+    found: list[Identity | None] = []
+    for rank in range(manifest.world_size):
+        identity = None
+        with contextlib.suppress(IntegrityError), contextlib.closing(_shard(store, manifest, rank)) as shard:
+            identity = identity_of(manifest, shard)
+        found.append(identity)
+    return tuple(found)
+
+
+def _shard(store: DurableStore, manifest: Manifest, rank: int) -> ShardReader:
+    directory = store.data(manifest)
+    if rank >= manifest.world_size:
+        raise IntegrityError(f"{directory} is of {manifest.world_size} ranks.")
+    return ShardReader(store.files, directory, manifest, manifest.shards[rank])
+
+
+def _recorded(record: CommitRecord) -> Sought:
+    shards = {shard.owner: (shard.digest, shard.layout_hash) for shard in record.shards if shard.kind == "data"}
+    return Sought(record.generation, record.step, record.epoch, tuple(shards.get(r) for r in range(max(shards) + 1)))
+
+
+def _check_unused(arenas: Iterable[FoundArena]) -> None:
+    for one in arenas:
+        if one.state is ArenaState.USED:
+            raise _in_use(one.path, one.why)
+
+
+def _in_use(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is in use: {why}.",
+        remedy="end the job first, or let it go on: it restores from there itself. Of a container that is gone: --gone.",
+    )

@@ -1,0 +1,350 @@
+"""A whole generation on disk, out of what a job that is gone has left: the newest of which every byte has a verified source.
+
+It is put together beside the job's generations, read back, and only then given its name. What had that name and was damaged
+is set aside, as waste for retention. Whatever ends this on the way, it goes on from there the next time: what is set aside
+is not needed any more by then.
+
+What is whole on disk, and right, is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from rackrun.checkpoint.arena.arena_slot import SlotReader
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, NoUsableGeneration
+from rackrun.checkpoint.durable.durable_manifest import shard_name
+from rackrun.checkpoint.durable.durable_reader import ShardReader
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.durable_writer import GenerationWriter
+from rackrun.checkpoint.durable.files import delete_tree, set_aside
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, header_bytes, parse_image
+from rackrun.checkpoint.manager.replica_writers import Held, Share, assign, held_in
+from rackrun.checkpoint.offline.job_remains import Found, Remains, Sought, identities
+
+__all__ = ["BESIDE", "Rebuilt", "rebuild_generation"]
+
+BESIDE = ".rebuilding"
+"""In the job's directory: what is not whole yet."""
+_LOCK = ".rebuilding.lock"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    generation: int
+    step: int
+    world_size: int
+    written: bool
+    """False: it was there, whole, and every byte was right."""
+    sources: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> the file that its shard was read from."""
+    bytes: int = 0
+    passed_over: Mapping[int, str] = field(default_factory=dict)
+    """Newer generation -> why it is not taken."""
+    missing: tuple[int, ...] = ()
+    """Those of them of which bytes are missing: they were not barred."""
+
+
+def rebuild_generation(
+    remains: Remains,
+    target: DurableStore,
+    generation: int | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Rebuilt:
+    """Make the newest generation that can be had whole in ``target``, or just ``generation``. ``progress`` is called with the bytes
+    written so far and all there are.
+
+    Raises `NoUsableGeneration` with what is missing of each, `CheckpointError` when it cannot be written.
+    """
+    beside = DurableStore(target.directory / BESIDE, target.job, files=target.files)
+    passed: dict[int, str] = {}
+    barred = Probation(remains.store.directory).barred()
+    known = {info.generation for info in (*target.generations(), *beside.generations())}
+    for number in sorted({*remains.generations(), *known}, reverse=True) if generation is None else [generation]:
+        if number in barred and generation is None:
+            passed[number] = barred[number]
+            continue
+        missing = tuple(one for one in passed if one not in barred)
+        try:
+            there = _whole(target, number)
+            source = None if there is not None else _finished(remains, beside, number) or _found(remains, number)
+        except CheckpointError as error:
+            passed[number] = error.what
+            continue
+        if there is not None:
+            _check_the_same(remains, target, there)
+            if not dry_run:
+                _tidy(beside, target, number)
+            return replace(there, passed_over=passed, missing=missing)
+        assert source is not None
+        if not dry_run:
+            _make(source, remains, beside, target, progress)
+        return replace(source.told, written=not dry_run, passed_over=passed, missing=missing)
+    story = " ".join(f"Generation {number}: {why}" for number, why in passed.items())
+    raise NoUsableGeneration(
+        f"no generation can be rebuilt. {story or 'There is neither an arena with a commit record nor anything on disk.'}",
+        remedy="name the folders of arenas of all hosts with --arenas.",
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    told: Rebuilt
+    sought: Sought
+    found: Mapping[int, Found]
+    """Empty: an earlier attempt has put it together, and it is right."""
+    shares: Mapping[int, Share] = field(default_factory=dict)
+
+
+def _whole(store: DurableStore, generation: int) -> Rebuilt | None:
+    """It is there, and all bytes were read and are right. Raises FormatVersionError: who knows?"""
+    try:
+        manifest, _ = store.whole(generation)
+        if not store.verify(generation).ok:
+            return None
+    except FormatVersionError:
+        raise
+    except CheckpointError:
+        return None
+    size = sum(shard.size for shard in manifest.shards)
+    return Rebuilt(generation, manifest.step, manifest.world_size, False, bytes=size)
+
+
+def _finished(remains: Remains, beside: DurableStore, generation: int) -> _Source | None:
+    """Ended before it had its name; and it is what was committed, where anything still says what that was."""
+    if (told := _whole(beside, generation)) is None:
+        return None
+    manifest, _ = beside.whole(generation)
+    shards = identities(beside, manifest)
+    with contextlib.suppress(CheckpointError):
+        sought = remains.sought(generation)
+        known = [identity or shards[rank] for rank, identity in enumerate(sought.shards) if rank < len(shards)]
+        if (sought.step, len(sought.shards), known) != (manifest.step, len(shards), list(shards)):
+            return None
+    where = {rank: str(beside.path(generation) / shard_name(rank, len(shards))) for rank in range(len(shards))}
+    return _Source(replace(told, sources=where), Sought(generation, manifest.step, manifest.epoch, shards), {})
+
+
+def _found(remains: Remains, generation: int) -> _Source:
+    """Raises CheckpointError with all that is missing."""
+    sought = remains.sought(generation)
+    found, missing = remains.find(sought)
+    if missing:
+        raise CheckpointError(" ".join(f"Rank {rank}: {why}" for rank, why in missing.items()))
+    where = {rank: one.where for rank, one in found.items()}
+    shares = _shares(found)
+    told = Rebuilt(generation, sought.step, len(found), False, where, _total(found, shares))
+    return _Source(told, sought, found, shares)
+
+
+def _check_the_same(remains: Remains, target: DurableStore, there: Rebuilt) -> None:
+    """Another directory may be another run's."""
+    try:
+        sought = remains.sought(there.generation)
+    except CheckpointError:
+        return  # newer than all that is left of this one
+    if (sought.step, len(sought.shards)) != (there.step, there.world_size):
+        raise CheckpointError(
+            f"{target.path(there.generation)} is step {there.step} of {there.world_size} ranks, and not this job's step {sought.step}.",
+            remedy="give a directory of its own.",
+        )
+
+
+# -- writing
+def _make(
+    source: _Source, remains: Remains, beside: DurableStore, target: DurableStore, progress: Progress | None
+) -> None:
+    number = source.told.generation
+    with _alone(target):
+        if _whole(target, number) is not None:
+            return  # another has been here
+        if source.found:
+            _clear(beside, number)
+            try:
+                _write(beside, source, progress)
+            except CheckpointError:
+                with contextlib.suppress(CheckpointError):
+                    _clear(beside, number)  # the room is the job's
+                raise
+        remains.check_gone()
+        _publish(beside, target, number)
+
+
+@contextlib.contextmanager
+def _alone(target: DurableStore) -> Iterator[None]:
+    """Raises CheckpointError when another process does the same, or nothing can be written."""
+    path = target.directory / _LOCK
+    try:
+        target.root.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            target.files.mkdir(target.directory)
+        fd = target.files.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.directory} cannot be written to: {error.strerror or error}.",
+            remedy="give a directory that can be written to.",
+        ) from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(target.files.stat(path), os.fstat(fd))
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be locked: {error.strerror or error}.", remedy="give a directory elsewhere with --into."
+            ) from error
+        if not mine:
+            raise CheckpointError(
+                f"another rebuild is at work in {target.directory}.", remedy="do this again when it has ended."
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                target.files.unlink(path)
+    finally:
+        os.close(fd)
+
+
+def _tidy(beside: DurableStore, target: DurableStore, generation: int) -> None:
+    """It is there already, and what has put it there was ended before it had cleared up."""
+    if any(os.path.lexists(path) for path in (beside.root, target.directory / _LOCK)):
+        with contextlib.suppress(CheckpointError), _alone(target):
+            _clear(beside, generation)
+
+
+def _clear(beside: DurableStore, generation: int) -> None:
+    """What earlier attempts have left, but for other generations that are whole: they may be nowhere else."""
+    keep = {info.path for info in beside.generations() if info.generation != generation}
+    try:
+        if not stat.S_ISDIR(beside.files.stat(beside.root).st_mode):
+            raise CheckpointError(f"{beside.root} is no directory.", remedy="look whose it is, and move it away.")
+        names = beside.files.listdir(beside.directory) if keep else []
+        for path in [beside.directory / name for name in names] or [beside.root]:
+            if path not in keep:
+                for _ in delete_tree(beside.files, path):
+                    pass
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"{beside.root} cannot be cleared: {error.strerror or error}.", remedy="remove it."
+        ) from error
+
+
+def _write(beside: DurableStore, source: _Source, progress: Progress | None) -> None:
+    sought, found, shares = source.sought, source.found, source.shares
+    try:
+        with contextlib.suppress(FileExistsError):
+            beside.files.mkdir(beside.root)
+    except OSError as error:
+        raise CheckpointError(
+            f"{beside.root} cannot be made: {error.strerror or error}.",
+            remedy="give a directory that can be written to.",
+        ) from error
+    writer = beside.writer(sought.generation, sought.step, sought.epoch, len(found))
+    done = 0
+    for rank, one in found.items():
+        if not _write_shard(writer, rank, one, shares.get(rank)):
+            raise CheckpointError(f"rank {rank}: {writer.failure}.", remedy="see that there is room, and try again.")
+        done += _total({rank: one}, shares)
+        if progress is not None:
+            progress(done, source.told.bytes)
+    if not writer.finish():
+        raise CheckpointError(f"{beside.directory}: {writer.failure}.", remedy="see that there is room, and try again.")
+    if not (verified := beside.verify(sought.generation)).ok:
+        raise CheckpointError(
+            f"what was written is not what was read: {verified.damage[0].what}", remedy="look at that disk."
+        )
+
+
+def _write_shard(writer: GenerationWriter, rank: int, found: Found, share: Share | None) -> bool:
+    if share is not None:
+        return writer.write_shard(rank, share, share.layout.layout_hash, share.crcs(), share_of=found.identity)
+    if isinstance(found.reader, SlotReader):
+        slot = found.reader
+        return writer.write_shard(rank, slot, slot.layout_hash, slot.crcs, chunk_bytes=found.chunk_bytes)
+    with contextlib.closing(found.reader()) as reader:
+        return writer.write_shard(
+            rank,
+            _FromDisk(reader),
+            reader.layout_hash,
+            reader.crcs,
+            chunk_bytes=found.chunk_bytes,
+            share_of=reader.share_of,
+        )
+
+
+def _publish(beside: DurableStore, target: DurableStore, generation: int) -> None:
+    """It is whole and right. What has its name is not."""
+    try:
+        set_aside(target.files, target.path(generation))
+        target.files.rename(beside.path(generation), target.path(generation))
+        target.sync()
+    except OSError as error:
+        raise CheckpointError(
+            f"generation {generation} is whole in {beside.directory}, and cannot be moved from there: {error.strerror or error}.",
+            remedy="do this again when it can be written to.",
+        ) from error
+    _clear(beside, generation)
+
+
+def _shares(found: Mapping[int, Found]) -> dict[int, Share]:
+    """Who writes what, as the job itself does it. When shards on disk are used too, they rely on what the others had there:
+    every other one is written as a whole."""
+    if len(found) == 1 or not all(isinstance(one.reader, SlotReader) for one in found.values()):
+        return {}
+    layouts: dict[int, ImageLayout] = {}
+    names: dict[int, list[str]] = {}
+    held: list[Held] = []
+    for rank, one in found.items():
+        assert isinstance(one.reader, SlotReader)
+        layouts[rank] = _layout(one.reader)
+        mine = [entry.name for entry in layouts[rank].entries if entry.name != PLAIN]
+        names[rank], of_rank = held_in(one.reader, layouts[rank], mine, one.chunk_bytes)
+        held.append(of_rank)
+    shares = {}
+    for rank, writers in zip(found, assign(held), strict=True):
+        elsewhere = {name: by for name, by in zip(names[rank], writers.ranks, strict=True) if by != rank}
+        if elsewhere:
+            reader = found[rank].reader
+            assert isinstance(reader, SlotReader)
+            shares[rank] = Share(reader, layouts[rank], elsewhere, found[rank].chunk_bytes)
+    return shares
+
+
+def _layout(reader: SlotReader) -> ImageLayout:
+    size = len(reader.payload)
+    length = header_bytes(reader.payload[: min(8, size)], limit=size)
+    return parse_image(reader.payload[:length], limit=size)
+
+
+def _total(found: Mapping[int, Found], shares: Mapping[int, Share]) -> int:
+    """Bytes to be written."""
+    return sum(shares[rank].nbytes if rank in shares else one.bytes for rank, one in found.items())
+
+
+class _FromDisk:
+    """A shard's verified bytes, by slices."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader, self.nbytes = reader, reader.size
+
+    @property
+    def payload(self) -> _FromDisk:
+        return self
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        start, stop, _ = wanted.indices(self.nbytes)
+        return self._reader.read(start, stop)

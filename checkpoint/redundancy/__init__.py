@@ -1,0 +1,1 @@
+"""Who keeps whose copy or parity, and the arithmetic of it."""

@@ -1,0 +1,253 @@
+"""Parity over a set of shards of different lengths: as many lost members as the set has parities are rebuilt from the others.
+
+Stripes and rows are those of `rackrun.checkpoint.redundancy.stripe_set`. A keeper's `Row` takes in the others' stripes as they arrive,
+each checked against its owner's CRC32C and multiplied by its factor, which is 1 for XOR; `rebuild` gives a lost shard back,
+stripe by stripe, each checked against the same.
+
+A stripe that breaks off or is damaged spoils its row: what was mixed in is not taken out again, because a row without
+every member is of no use. A spoiled or incomplete row gives no header, and without one nothing is rebuilt. A member that
+is lost takes its parities with it, which is counted in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rackrun.checkpoint.base.digest import crc as crc32c
+from rackrun.checkpoint.base.errors import IntegrityError
+from rackrun.checkpoint.redundancy.isal import multiply_into
+from rackrun.checkpoint.redundancy.stripe_set import ParityError, Part, Recipe, RowHeader, StripeSet
+
+__all__ = ["Incoming", "Read", "Row", "mix_into", "rebuild", "xor_into"]
+
+Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
+Room: TypeAlias = Callable[[int], Bytes]
+"""Writable memory of so many bytes or more. What a former call gave is at its beginning, the rest is zeros."""
+Read: TypeAlias = Callable[[Part | int, int, int], Iterable[Bytes]]
+"""``read(where, start, stop)``: those bytes of a member's shard, or of a block of parity, in order, in any pieces."""
+_BLOCK = 2**20
+
+
+class Row:
+    """One block of parity. Not for two threads at once; different ones are independent, and arithmetic and CRC release the GIL."""
+
+    def __init__(self, generation: int, stripe_set: StripeSet, part: Part, room: Room | None = None) -> None:
+        self.owners = stripe_set.owners(part)
+        """Those whose stripes it takes in."""
+        self.generation, self.stripe_set, self.part = generation, stripe_set, part
+        self._room = _own_room() if room is None else room
+        self._came: dict[int, Incoming] = {}
+        self.spoiled = ""
+        """Why it will never be whole."""
+
+    @property
+    def keeper(self) -> int:
+        return self.part.keeper
+
+    def begin(self, owner: int, length: int) -> Incoming:
+        """``owner``, whose shard has ``length`` bytes, is about to give its stripe. `ParityError` when it did before, or when the
+        row is spoiled."""
+        start, stop = self.stripe_set.stripe(owner, self.part, length)
+        if self.spoiled:
+            raise ParityError(f"rank {self.keeper}'s row is spoiled: {self.spoiled}.")
+        if owner not in self.owners or owner in self._came:
+            raise ParityError(f"rank {owner} has no stripe in rank {self.keeper}'s row, or gave it before.")
+        self._room(stop - start)
+        self._came[owner] = Incoming(self, owner, length, stop - start)
+        return self._came[owner]
+
+    @property
+    def missing(self) -> list[int]:
+        """Members whose stripe is not here, whole."""
+        whole = [owner for owner, stripe in self._came.items() if stripe.whole]
+        return [owner for owner in self.owners if owner not in whole]
+
+    def header(self) -> RowHeader:
+        """Of a row that has all stripes. `ParityError`: it has not."""
+        if self.spoiled or self.missing:
+            why = self.spoiled or f"the stripes of {self.missing} never came"
+            raise ParityError(f"rank {self.keeper}'s row of generation {self.generation}: {why}.")
+        came = [self._came.get(member) for member in self.stripe_set.members]
+        return RowHeader(
+            self.generation,
+            self.keeper,
+            self.stripe_set.members,
+            tuple(stripe.length if stripe else 0 for stripe in came),
+            tuple(stripe.crc if stripe else 0 for stripe in came),
+            self.stripe_set.parity,
+            self.part.number,
+        )
+
+    def parity(self) -> NDArray[np.uint8]:
+        """The bytes behind `header`."""
+        return _flat(self._room(0))[: self.header().row_bytes]
+
+    def _mix(self, at: int, data: NDArray[np.uint8], factor: int) -> None:
+        mix_into(_flat(self._room(0))[at : at + len(data)], data, factor)
+
+
+class Incoming:
+    """One stripe on its way into a row: `add` its bytes in order, then `end`."""
+
+    def __init__(self, row: Row, owner: int, length: int, size: int) -> None:
+        self._row, self._owner, self.length, self._size = row, owner, length, size
+        self._factor = row.stripe_set.factor(owner, row.part)
+        self._at = 0
+        self.crc = 0
+        self.whole = False
+
+    def add(self, data: Bytes) -> None:
+        view = _flat(data)
+        if self._row.spoiled or self._at + len(view) > self._size:
+            raise self._spoil(f"more than {self._size} bytes of rank {self._owner}")
+        for start in range(0, len(view), _BLOCK):  # one pass over memory for both
+            block = view[start : start + _BLOCK]
+            self.crc = crc32c(block, self.crc)
+            self._row._mix(self._at, block, self._factor)
+            self._at += len(block)
+
+    def end(self, crc: int) -> None:
+        """That was all of it. `ParityError` when it was not, `IntegrityError` when it is not what the owner sent; the row is
+        spoiled then."""
+        if self._row.spoiled or self._at != self._size:
+            raise self._spoil(f"{self._at} bytes of rank {self._owner}, of {self._size}")
+        if self.crc != crc:
+            self._spoil(f"damaged bytes of rank {self._owner}")
+            raise IntegrityError(f"rank {self._owner}'s stripe has CRC32C {self.crc:08x}, not {crc:08x}.")
+        self.whole = True
+
+    def broke_off(self) -> None:
+        """It will not be ended."""
+        if not self.whole:
+            self._spoil(f"rank {self._owner} broke off")
+
+    def _spoil(self, what: str) -> ParityError:
+        self._row.spoiled = self._row.spoiled or what
+        return ParityError(f"rank {self._row.keeper}'s row is spoiled: {self._row.spoiled}.")
+
+
+def rebuild(
+    stripe_set: StripeSet,
+    lost: int,
+    gone: Collection[int],
+    header: Callable[[Part], RowHeader],
+    room: Callable[[int], Bytes],
+    read: Read,
+    threads: int = 1,
+) -> None:
+    """The shard of ``lost``, put into ``room(its length)``, when all of ``gone`` are lost, itself included.
+
+    `ParityError` when too many are or rows are not of one set and generation, `IntegrityError` when a stripe is not the one that was
+    lost. ``header`` gives what stands in front of a block of parity. ``read`` may be called by ``threads`` threads at once.
+    """
+    recipes = stripe_set.recipes(lost, gone)
+    rows = [_agreed(stripe_set, [header(part) for part in recipe.parities]) for recipe in recipes]
+    at = stripe_set.index(lost)
+    if len({(row.generation, row.lengths[at]) for row in rows}) != 1:
+        raise ParityError(f"the rows of rank {lost}'s stripes are not of one set and one generation.")
+    shard = _flat(room(rows[0].lengths[at]))
+    failed = threading.Event()
+
+    def stripe_of(row: RowHeader, recipe: Recipe) -> None:
+        if failed.is_set():
+            return  # each read of somebody silent takes its whole deadline
+        try:
+            start, stop = row.stripe(lost)
+            _rebuild_stripe(row, recipe, lost, shard[start:stop], read)
+        except BaseException:
+            failed.set()
+            raise
+
+    if threads <= 1:
+        for row, recipe in zip(rows, recipes, strict=True):
+            stripe_of(row, recipe)
+        return
+    with ThreadPoolExecutor(threads, "rackrun-rebuild") as pool:
+        for done in [pool.submit(stripe_of, row, recipe) for row, recipe in zip(rows, recipes, strict=True)]:
+            done.result()
+
+
+def _agreed(stripe_set: StripeSet, headers: list[RowHeader]) -> RowHeader:
+    """Of the parities of one row: they have taken in the same stripes."""
+    first = headers[0]
+    told = {(one.generation, one.members, one.parity, one.lengths, one.crcs) for one in headers}
+    if len(told) != 1 or first.stripe_set() != stripe_set:
+        raise ParityError(f"the parities of rank {first.keeper}'s row are not of one set and one generation.")
+    return first
+
+
+def _rebuild_stripe(header: RowHeader, recipe: Recipe, lost: int, target: NDArray[np.uint8], read: Read) -> None:
+    for nth, (part, factor) in enumerate(recipe.parities.items()):
+        _each(read(part, 0, len(target)), target, factor, fresh=nth == 0)
+    for member, factor in recipe.stripes.items():
+        start, stop = header.stripe(member)
+        stop = min(stop, start + len(target))
+        if start < stop:
+            _each(read(member, start, stop), target[: stop - start], factor)
+    found = crc32c(target) if len(target) else 0
+    expected = header.crcs[header.members.index(lost)]
+    if found != expected:
+        raise IntegrityError(
+            f"the stripe of rank {lost} in rank {header.keeper}'s row has CRC32C {found:08x}, not {expected:08x}: data or parity"
+            " of another member is damaged.",
+            remedy="Take an older generation, or another copy.",
+        )
+
+
+def _each(pieces: Iterable[Bytes], target: NDArray[np.uint8], factor: int, *, fresh: bool = False) -> None:
+    """``fresh``: there is nothing in the target yet."""
+    at = 0
+    for piece in pieces:
+        view = _flat(piece)
+        if at + len(view) > len(target):
+            raise ParityError(f"more than the {len(target)} bytes that were asked for.")
+        into = target[at : at + len(view)]
+        if fresh:
+            into[:] = view if factor == 1 else 0
+        if not fresh or factor != 1:
+            mix_into(into, view, factor)
+        at += len(view)
+    if at != len(target):
+        raise ParityError(f"{at} bytes, of {len(target)} that were asked for.")
+
+
+def mix_into(target: NDArray[np.uint8], source: NDArray[np.uint8], factor: int) -> None:
+    """``target ^= factor * source`` in GF(2^8). Raises `rackrun.checkpoint.redundancy.isal.CodecMissing` for a factor above 1 where Reed-Solomon is not installed."""
+    if factor == 1:
+        xor_into(target, source)
+    elif factor:
+        multiply_into(target, source, factor)
+
+
+def xor_into(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+    """``target ^= source``, in blocks that stay in the cache.
+
+    numpy's loop over uint8 is as wide as the processor's vectors and does not mind where the bytes begin; over uint64 it
+    is no faster, and it copies whatever is not aligned.
+    """
+    for start in range(0, len(target), _BLOCK):
+        block = target[start : start + _BLOCK]
+        np.bitwise_xor(block, source[start : start + _BLOCK], out=block)
+
+
+def _flat(data: Bytes) -> NDArray[np.uint8]:
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
+
+
+def _own_room() -> Room:
+    held = np.zeros(0, dtype=np.uint8)
+
+    def room(size: int) -> Bytes:
+        nonlocal held
+        if size > len(held):
+            held = np.concatenate([held, np.zeros(size - len(held), dtype=np.uint8)])
+        return held
+
+    return room

@@ -1,0 +1,220 @@
+"""Sets: which shards are tied together, how each is cut into stripes, and what stands in front of a row of parity.
+
+Of N members any M may be lost. With M = 1 (XOR) the layout is that of RAID-5, as in SCR's redset, and M more (Reed-Solomon)
+keep its rotation. Each shard is cut into N - M stripes, by its own length alone, so nobody has to know the others' lengths.
+Row ``r`` ties one stripe of each member but M together: members r, r + 1, ... keep its parities 0, 1, ..., each as wide as
+the widest stripe; shorter ones count as padded with zeros, which are neither stored nor sent. N = 4, M = 1 and 2::
+
+    row      member 0   member 1   member 2   member 3        member 0   member 1   member 2   member 3
+    0        parity     stripe 0   stripe 0   stripe 0        parity 0   parity 1   stripe 0   stripe 0
+    1        stripe 0   parity     stripe 1   stripe 1        stripe 0   parity 0   parity 1   stripe 1
+    2        stripe 1   stripe 1   parity     stripe 2        stripe 1   stripe 0   parity 0   parity 1
+    3        stripe 2   stripe 2   stripe 2   parity          parity 1   stripe 1   stripe 1   parity 0
+
+So a member keeps M blocks of parity, its *parts*: part ``j`` is parity ``j`` of the row that many before its own number. In front of each stands its `RowHeader`:
+who is in the set, the true lengths, the CRC32C of every stripe in the row. Whatever is read here may be damaged or made up:
+every length is bounded before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from rackrun.checkpoint.base.digest import crc
+from rackrun.checkpoint.base.errors import CheckpointError, FormatVersionError, IntegrityError
+from rackrun.checkpoint.redundancy.galois import POINTS, coefficient, multiply, solve
+
+__all__ = ["ParityError", "Part", "Recipe", "RowHeader", "Span", "StripeSet", "decode_header", "encode_header"]
+
+Span = tuple[int, int]
+"""Bytes from start up to stop."""
+
+FORMAT = 3
+LENGTH_MAX = 2**46
+MEMBERS_MAX = 2**16
+_ALIGN = 64
+_PAGE = 4096
+_HEAD = struct.Struct("<II")  # bytes of the header, their CRC32C
+
+
+class ParityError(CheckpointError):
+    """A stripe came twice or never, or it is not of this set."""
+
+
+class Part(NamedTuple):
+    """One block of parity: who keeps it, and which of those that it keeps."""
+
+    keeper: int
+    number: int = 0
+
+
+class Recipe(NamedTuple):
+    """One stripe of a lost member, out of the parities and the other stripes of its row: the sum of each times its factor."""
+
+    parities: Mapping[Part, int]
+    stripes: Mapping[int, int]
+    """By member."""
+
+
+@dataclass(frozen=True)
+class StripeSet:
+    """The members: ranks, in the order of `Placement.sets`. Any ``parity`` of them may be lost."""
+
+    members: tuple[int, ...]
+    parity: int = 1
+
+    def __post_init__(self) -> None:
+        count = len(self.members)
+        most = MEMBERS_MAX if self.parity == 1 else POINTS - self.parity
+        if not 1 <= self.parity < count <= most or len(set(self.members)) != count:
+            raise ParityError(f"no set: {count} members {self.members[:9]}, of which {self.parity} may be lost.")
+
+    def index(self, member: int) -> int:
+        if member not in self.members:
+            raise ParityError(f"rank {member} is not in the set {self.members}.")
+        return self.members.index(member)
+
+    def parts(self, keeper: int) -> list[Part]:
+        """What ``keeper`` keeps."""
+        return [Part(keeper, number) for number in range(self.parity)]
+
+    def owners(self, part: Part) -> list[int]:
+        """Those whose stripes are in the row that this is a parity of."""
+        row = self._row(part)
+        return [member for i, member in enumerate(self.members) if not self._keeps(i, row)]
+
+    def stripe(self, owner: int, part: Part, length: int) -> Span:
+        """The bytes of ``owner``'s shard of ``length`` bytes that go into that row; none where it keeps one of its parities."""
+        i, row = self.index(owner), self._row(part)
+        width = self.widest(length)
+        without = sum((i - number) % len(self.members) < row for number in range(self.parity))
+        start = (row - without) * width  # its stripes are numbered without the rows of which it keeps a parity
+        return (0, 0) if self._keeps(i, row) else (min(start, length), min(start + width, length))
+
+    def factor(self, owner: int, part: Part) -> int:
+        """What ``owner``'s stripe is multiplied by in it: 1 in all of part 0."""
+        return coefficient(part.number, self.index(owner)) if part.number else 1
+
+    def recipes(self, lost: int, gone: Collection[int]) -> list[Recipe]:
+        """For every stripe of ``lost``, in order, when all of ``gone`` are lost, itself included. `ParityError`: too many are."""
+        if lost not in gone or len(gone) > self.parity:
+            left = [member for member in self.members if member not in gone]
+            raise ParityError(
+                f"rank {lost} cannot be rebuilt from {left}, in a set of {list(self.members)}: parity replaces"
+                f" {'one member' if self.parity == 1 else f'{self.parity} members'}.",
+                remedy="Take a mirror, or an older generation from disk.",
+            )
+        i = self.index(lost)
+        return [self._recipe(lost, gone, row) for row in range(len(self.members)) if not self._keeps(i, row)]
+
+    def _recipe(self, lost: int, gone: Collection[int], row: int) -> Recipe:
+        count = len(self.members)
+        parts = [Part(self.members[(row + number) % count], number) for number in range(self.parity)]
+        owners = self.owners(parts[0])
+        unknown = [owner for owner in owners if owner in gone]
+        used = [part for part in parts if part.keeper not in gone][: len(unknown)]
+        weights = solve(
+            [[self.factor(owner, part) for owner in unknown] for part in used],
+            [int(owner == lost) for owner in unknown],
+        )
+        factors = {owner: 0 for owner in owners if owner not in gone}
+        for owner in factors:
+            for part, weight in zip(used, weights, strict=True):
+                factors[owner] ^= multiply(weight, self.factor(owner, part))
+        return Recipe(
+            {part: weight for part, weight in zip(used, weights, strict=True) if weight},
+            {owner: factor for owner, factor in factors.items() if factor},
+        )
+
+    def _row(self, part: Part) -> int:
+        if not 0 <= part.number < self.parity:
+            raise ParityError(f"rank {part.keeper} keeps {self.parity} parts, not a number {part.number}.")
+        return (self.index(part.keeper) - part.number) % len(self.members)
+
+    def _keeps(self, index: int, row: int) -> bool:
+        return (index - row) % len(self.members) < self.parity
+
+    def widest(self, length: int) -> int:
+        """Bytes of the longest stripe of a shard of ``length`` bytes, rounded up."""
+        if not 0 <= length <= LENGTH_MAX:
+            raise ParityError(f"the length of a shard is 0 to 2**46, not {length}.")
+        return -(-length // ((len(self.members) - self.parity) * _ALIGN)) * _ALIGN
+
+    @property
+    def header_bytes(self) -> int:
+        return -(-(256 + 64 * len(self.members)) // _PAGE) * _PAGE
+
+    def kept_bytes(self, length: int) -> int:
+        """What a member keeps for the others when none of their shards is longer: headers, and blocks of parity."""
+        return self.parity * (self.header_bytes + self.widest(length))
+
+
+class RowHeader(msgspec.Struct, frozen=True):
+    """What a keeper knows of a row. ``lengths`` and ``crcs`` are 0 for those who have no stripe in it."""
+
+    generation: int
+    keeper: int
+    members: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Bytes of each whole shard."""
+    crcs: tuple[int, ...]
+    """CRC32C of each stripe."""
+    parity: int = 1
+    part: int = 0
+    format: int = FORMAT
+
+    def stripe_set(self) -> StripeSet:
+        return StripeSet(self.members, self.parity)
+
+    def stripe(self, owner: int) -> Span:
+        """Which bytes of ``owner``'s shard are in this row."""
+        stripe_set = self.stripe_set()
+        part = Part(self.keeper, self.part)
+        return stripe_set.stripe(owner, part, self.lengths[stripe_set.index(owner)])
+
+    @property
+    def row_bytes(self) -> int:
+        stripe_set, part = self.stripe_set(), Part(self.keeper, self.part)
+        lengths = zip(self.members, self.lengths, strict=True)
+        spans = [stripe_set.stripe(owner, part, length) for owner, length in lengths]
+        return max(stop - start for start, stop in spans)
+
+
+def encode_header(header: RowHeader) -> bytes:
+    """``StripeSet.header_bytes`` bytes: canonical JSON, so equal headers are equal bytes."""
+    encoded = msgspec.json.encode(header)
+    return (_HEAD.pack(len(encoded), crc(memoryview(encoded))) + encoded).ljust(header.stripe_set().header_bytes, b"\0")
+
+
+def decode_header(data: bytes | memoryview) -> RowHeader:
+    """The header at the beginning of ``data``. Bounds every length before it is used."""
+    view = memoryview(data)
+    if len(view) < _HEAD.size:
+        raise IntegrityError(f"parity of {len(view)} bytes has no header.")
+    length, expected = _HEAD.unpack_from(view)
+    encoded = view[_HEAD.size : _HEAD.size + length]
+    if length == 0 or len(encoded) < length or crc(encoded) != expected:
+        raise IntegrityError("the header of a row of parity is damaged.", remedy="take an older generation.")
+    try:
+        found = msgspec.json.decode(encoded, type=_Format).format
+        if found != FORMAT:
+            raise FormatVersionError(
+                f"parity of format {found}, this release reads {FORMAT}.",
+                remedy="Restore with the release that wrote it.",
+            )
+        header = msgspec.json.decode(encoded, type=RowHeader)
+        if not len(header.members) == len(header.lengths) == len(header.crcs):
+            raise IntegrityError(f"{len(header.lengths)} lengths, {len(header.crcs)} checksums: {header.members[:9]}.")
+        _ = header.row_bytes
+    except (msgspec.DecodeError, UnicodeDecodeError, ParityError) as error:
+        raise IntegrityError(f"not the header of a row of parity: {error}") from error
+    return header
+
+
+class _Format(msgspec.Struct):
+    format: int

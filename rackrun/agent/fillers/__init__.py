@@ -1,0 +1,1 @@
+"""Other work on idle GPUs, and how it is stopped."""

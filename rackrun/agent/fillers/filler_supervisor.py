@@ -1,0 +1,209 @@
+"""The process around one filler, between it and its agent: what the filler starts stays below it, and ends when it says so.
+
+`main` has as arguments the agent's process id, and an `Order` as JSON. Standard input is the agent's: `NOW` says that the filler has to
+go (SIGTERM, and SIGKILL after the grace time); `HELD` the same, but it is stopped first for a moment, while who needs the slot
+needs the processors most; its end, that all is to end at once. The exit code is the filler's, 128 + N
+after signal N. By then nothing of the filler lives: this process is the subreaper of all that is below it, and leaves when the
+kernel says that there is nobody. It imports little, nothing that is not Python's own, and is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from typing import NoReturn, TypedDict
+
+from rackrun.agent.host import proc
+from rackrun.agent.host.cgroup import Cgroup
+from rackrun.agent.host.priority import finish_off, first_to_go, lower, lower_session
+
+__all__ = ["EXEC_FAILED", "HELD", "NOW", "Order", "main"]
+
+NOW, HELD = b".", b"h"
+
+EXEC_FAILED = 127
+_AGAIN_MS = (2, 20)
+"""Between two looks for what is still alive below us: at first, and when somebody does not die."""
+_STOPS = 5
+"""Looks for processes to stop, at most."""
+_SESSIONS_S = 1.0
+"""Between two looks for sessions that the filler has made."""
+
+
+class Order(TypedDict):
+    command: list[str]
+    hold_s: float
+    """How long it is stopped before it is told, where that is asked for."""
+    grace_s: float
+    cpus: list[int]
+    cgroup: str
+    """"": there is none."""
+    last_in_line: bool
+    """For the processors."""
+
+
+class _Cage:
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._cgroup = Cgroup(order["cgroup"]) if order["cgroup"] else None
+        self._woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._poll.register(0, select.POLLIN)
+        self._status: int | None = None
+        self._sessions: set[int] = set()
+        self._sessions_at = 0.0
+        self._pid = 0
+
+    def run(self) -> int:
+        """Until nothing of the filler is left; returns its exit code."""
+        if not self._poll.poll(0):  # else the slot is needed by now
+            self._pid = self._start()
+            self._watch()
+        self._end_all()
+        code, number = proc.exit_code_and_signal(self._status or 0)
+        return code if code is not None else 128 + (number or 0)
+
+    def _watch(self) -> None:
+        """Until it has ended, or its time is over."""
+        told = deadline = math.inf
+        while self._status is None:
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if now >= told:
+                self._tell()
+                told, deadline = math.inf, now + self._order["grace_s"]
+                continue
+            for fd, _ in self._poll.poll(min(_SESSIONS_S, told - now, deadline - now) * 1e3):
+                if fd == 0:
+                    word = os.read(0, 1)
+                    if word == b"":  # there is no agent any more, or no time
+                        return
+                    told = time.monotonic() + (self._held() if word == HELD else 0.0)
+            self._rest()
+            if told == deadline == math.inf and self._order["last_in_line"]:
+                self._lower_sessions()
+
+    def _held(self) -> float:
+        """Stop it; returns for how long."""
+        before: set[int] = set()
+        for _ in range(_STOPS):  # somebody may fork while we look, or wake others
+            found = set(proc.descendants_now(os.getpid()))
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by its set-user-ID bit
+                    os.kill(pid, signal.SIGSTOP)
+            if found <= before:
+                break
+            before = found
+        return self._order["hold_s"]
+
+    def _lower_sessions(self) -> None:
+        """From time to time: every orphan that ends below us wakes us, and there may be thousands."""
+        if time.monotonic() < self._sessions_at:
+            return
+        self._sessions_at = time.monotonic() + _SESSIONS_S
+        seen = set()
+        for pid in proc.descendants_now(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                session = os.getsid(pid)
+                seen.add(session)
+                if session not in self._sessions:
+                    lower_session(pid)
+        self._sessions = seen
+
+    def _tell(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            try:
+                os.killpg(self._pid, signal.SIGTERM)
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(self._pid, signal.SIGTERM)
+        for pid in proc.descendants_now(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _start(self) -> int:
+        cage = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                proc.die_with(cage)
+                self._become_filler()
+            finally:
+                os._exit(EXEC_FAILED)
+        return pid
+
+    def _become_filler(self) -> NoReturn:
+        order = self._order
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        if self._cgroup is not None:
+            self._cgroup.join()  # before the next line: it takes a lock that everybody who forks or exits waits for
+        first_to_go()
+        if order["last_in_line"]:
+            lower()
+        if order["cpus"]:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, order["cpus"])
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        try:
+            os.execvp(order["command"][0], order["command"])
+        except OSError as error:
+            print(
+                f"rackrun: cannot run the filler {order['command'][0]}: {error.strerror}", file=sys.stderr, flush=True
+            )
+            os._exit(EXEC_FAILED)
+
+    def _end_all(self) -> None:
+        """Kill, look again, until we have no child: then there is nobody, since orphans become our children."""
+        pause_ms, longest_ms = _AGAIN_MS
+        while self._rest():
+            if self._cgroup is not None:
+                self._cgroup.kill()
+            finish_off(proc.descendants_now(os.getpid()))
+            self._poll.poll(pause_ms)
+            pause_ms = min(pause_ms + 1, longest_ms)
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
+    def _rest(self) -> bool:
+        """Reap who has ended. False: no child is left."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._pid:
+                self._status = status
+
+
+def main() -> NoReturn:
+    # SIGCONT, not SIGKILL: when the agent dies we must run, even if stopped, and take the filler with us.
+    proc.die_with(int(sys.argv[1]), signal.SIGCONT)
+    try:
+        proc.adopt_orphans()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        order: Order = json.loads(sys.argv[2])
+        os._exit(_Cage(order).run())
+    except BaseException:  # noqa: BLE001 - the agent looks for what a killed cage has left
+        traceback.print_exc()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")

@@ -1,0 +1,1 @@
+"""A tray's GPUs: which slot has which, their health, checks before a start."""

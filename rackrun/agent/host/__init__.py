@@ -1,0 +1,1 @@
+"""What Linux tells and does: processes, cgroups, priorities, cores and memory nodes."""

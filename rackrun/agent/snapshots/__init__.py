@@ -1,0 +1,1 @@
+"""Snapshots of a tray's ranks: copies and parity for other trays."""

@@ -1,0 +1,215 @@
+"""Copies snapshots to the agent of another tray, and keeps those of others: so a shard outlives its tray.
+
+Pushed by the owner's agent, when a worker says so in its page (all ranks after the same steps, a new one when all have done
+with the last): as a whole to a holder, or as stripes to the keepers of a set (`rackrun.agent.snapshots.snapshot_parity`). The holder verifies every chunk before it says yes, and keeps two of each worker: the newest, and the newest
+that every rank of the world has on another tray. A push that fails costs nothing but the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import aiohttp
+
+from rackrun.agent.snapshots.memory_limit import Refused, check_room
+from rackrun.agent.snapshots.snapshot_parity import Set, Source, give_stripes
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.protocol.boot import SNAPSHOT_JOB
+from rackrun.protocol.crash_points import crash_point, register
+from rackrun.protocol.events import Event, SnapshotMirrored, SnapshotStriped
+from rackrun.protocol.ids import Generation, Incarnation, Step, TrayId, step_of
+
+__all__ = ["Copies", "Holder", "Mirror", "verify"]
+
+register("replicate.allocating", "replicate.verified", "replicate.replacing", "replicate.kept")
+
+_SILENCE_S = 60.0
+"""Of the holder, before a push is given up."""
+
+
+@dataclass(frozen=True)
+class _Owner:
+    tray: str
+    index: int
+    incarnation: int
+
+
+class Copies:
+    """What this tray keeps of others' snapshots."""
+
+    def __init__(self) -> None:
+        self._held: dict[_Owner, dict[int, int]] = {}  # step -> descriptor
+
+    def find(self, tray: str, index: int, incarnation: int, step: int) -> int | None:
+        return self._held.get(_Owner(tray, index, incarnation), {}).get(step)
+
+    def room(self, size: int) -> int:
+        """A descriptor of so much memory. Raises `Refused`."""
+        if size < 1:
+            raise Refused("there is nothing to keep")
+        check_room(size)
+        crash_point("replicate.allocating")
+        fd = os.memfd_create("rackrun-mirror", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            os.close(fd)
+            raise Refused(f"no memory for {size} bytes: {error.strerror}") from error
+        return fd
+
+    def keep(self, tray: str, index: int, incarnation: int, step: int, fd: int) -> None:
+        """It was verified."""
+        held = self._held.setdefault(_Owner(tray, index, incarnation), {})
+        if (old := held.pop(step, None)) is not None:
+            os.close(old)
+        held[step] = fd
+        crash_point("replicate.replacing")
+
+    def steps(self, tray: str, index: int, incarnation: int) -> list[int]:
+        """What is kept of this worker."""
+        return sorted(self._held.get(_Owner(tray, index, incarnation), ()))
+
+    def prune(self, everywhere: int) -> None:
+        """Of each worker, present or former, the step that is ``everywhere`` stays, and the last that came, if it is newer."""
+        for owner in list(self._held):
+            held = self._held[owner]
+            last = next(reversed(held))
+            for step in [step for step in held if step != everywhere and (step != last or step < everywhere)]:
+                os.close(held.pop(step))
+            if not held:
+                del self._held[owner]
+        crash_point("replicate.kept")
+
+    def close(self) -> None:
+        for held in self._held.values():
+            for fd in held.values():
+                os.close(fd)
+        self._held.clear()
+
+
+def verify(fd: int, step: int) -> None:
+    """Raises `rackrun.checkpoint.base.errors.CheckpointError` when it is not the whole snapshot of ``step``."""
+    with Arena.attach(fd, job=SNAPSHOT_JOB) as arena:
+        arena.reader(step, owner=arena.rank).verify()
+    crash_point("replicate.verified")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Of whole copies, in one generation."""
+
+    generation: int
+    tray: str
+    address: str
+
+
+class Mirror:
+    """``destination`` says where a worker's snapshots go, as the newest plan has it: to a holder, to the keepers of a set,
+    or nowhere when there is no other tray."""
+
+    def __init__(
+        self, token: str, destination: Callable[[Worker], Holder | Set | None], tell: Callable[[Event], None]
+    ) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._destination, self._tell = destination, tell
+        self._session: aiohttp.ClientSession | None = None
+        self._pushing: dict[Worker, asyncio.Task[None]] = {}
+        self._to: dict[Worker, Holder | Set] = {}
+
+    def look(self, worker: Worker) -> None:
+        """Does it want a copy? Called now and then. What is on its way to where it is not wanted any more is given up."""
+        to = self._destination(worker)
+        if worker in self._pushing and self._to[worker] != to:
+            self._pushing[worker].cancel()
+        if worker.page.mirroring and worker not in self._pushing and to:
+            if self._session is None:
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_SILENCE_S)
+                self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+            task = asyncio.create_task(self._push(self._session, worker, to), name=f"mirror-{worker.slot}")
+            self._pushing[worker], self._to[worker] = task, to
+            task.add_done_callback(lambda _: (self._pushing.pop(worker), self._to.pop(worker)))
+
+    def forget_all_but(self, living: Collection[Worker]) -> None:
+        """Of a worker that has ended nothing is sent any more: the world goes on from what is elsewhere already."""
+        for worker, task in self._pushing.items():
+            if worker not in living:
+                task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._pushing.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _push(self, session: aiohttp.ClientSession, worker: Worker, to: Holder | Set) -> None:
+        step, besides, generation = worker.page.mirror_wanted
+        which = worker.page.snapshots().get(step)
+        well, fd = False, -1
+        try:
+            if which is None or worker.snapshot_fds[which] < 0 or to.generation != generation:
+                return  # of an older generation: others may have given theirs to the keepers of another set
+            fd = os.dup(worker.snapshot_fds[which])  # outlives the slot's forgetting
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(_SILENCE_S) as limit:
+                source = Source(
+                    fd,
+                    step,
+                    os.fstat(fd).st_size,
+                    lambda: worker.page.snapshots().get(step) == which,
+                    lambda: limit.reschedule(loop.time() + _SILENCE_S),
+                )
+                if isinstance(to, Holder):
+                    event: Event = await self._copy(session, worker, to, source, besides)
+                else:
+                    await give_stripes(session, to, source, besides)
+                    event = SnapshotStriped(
+                        slot=worker.slot,
+                        incarnation=Incarnation(worker.incarnation),
+                        generation=Generation(generation),
+                        step=Step(step),
+                        besides=Step(besides),
+                    )
+            self._tell(event)
+            well = True
+        except (aiohttp.ClientError, OSError, TimeoutError, Refused) as error:
+            why = str(error) if isinstance(error, Refused) else repr(error)
+            _say(f"the snapshot of {worker.slot} after step {step_of(Step(step))} is not on other trays: {why}")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            worker.page.mirror_done(step, well=well)
+
+    async def _copy(
+        self, session: aiohttp.ClientSession, worker: Worker, to: Holder, source: Source, besides: int
+    ) -> SnapshotMirrored:
+        path = f"{worker.slot}/{worker.incarnation}"
+        async with session.put(
+            f"http://{to.address}/snapshot/{path}/{source.step}",
+            params={"besides": str(besides), "generation": str(to.generation)},
+            headers={"Content-Length": str(source.size)},
+            data=source.read(0, source.size),
+        ) as answer:
+            if answer.status != 200:
+                raise Refused(f"{to.tray} does not take it: {(await answer.text()).strip()}")
+            kept = await answer.json()
+        return SnapshotMirrored(
+            slot=worker.slot,
+            incarnation=Incarnation(worker.incarnation),
+            generation=Generation(to.generation),
+            holder=TrayId(to.tray),
+            where=f"{to.address}/{path}",
+            steps=tuple(Step(one) for one in kept),
+        )
+
+
+def _say(text: str) -> None:
+    print(f"rackrun: agent: {text}", file=sys.stderr)

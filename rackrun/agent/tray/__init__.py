@@ -1,0 +1,1 @@
+"""A tray: the coordinator's commands to its workers, and the link to the coordinator."""

@@ -1,0 +1,323 @@
+"""The agent's connection to its coordinator: in order, bounded, and taken up again when it breaks (`rackrun.link.reliable_messages`).
+
+Telemetry waits for up to 20 ms for company; an event goes at once, and takes with it whatever waits, so nothing overtakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from enum import Enum
+from socket import SHUT_RDWR
+
+import aiohttp
+import msgspec
+
+from rackrun.link.channel import frame
+from rackrun.link.reliable_messages import BATCH_BYTES, PACKET_BYTES_MAX, Numbered, Welcome
+from rackrun.protocol.agent_config import AgentConfig
+from rackrun.protocol.commands import WorkerCommand
+from rackrun.protocol.events import Event
+from rackrun.protocol.versions import own_versions
+from rackrun.protocol.wire import PROTOCOL, decode_command
+
+__all__ = ["End", "Uplink", "Urgency"]
+
+_BATCH_S = 0.02
+_LOGGED_MAX = 10_000
+_CONNECT_S = 60.0
+_RETRY_S = (0.02, 1.0)
+_CLOSE_S = 1.0
+_REFUSED = (400, 401, 403, 404, 409, 426)
+_TAKEN = 503
+"""Another agent has the tray, and may be gone soon."""
+_LENGTH = struct.Struct("<I")
+
+
+class Urgency(Enum):
+    NOW = "an event"
+    SOON = "telemetry that must arrive"
+    MAYBE = "telemetry that may be dropped in a flood, the oldest first"
+
+
+class End(Enum):
+    """Why there is no coordinator any more."""
+
+    REFUSED = 2
+    LOST = 3
+
+
+class Uplink:
+    def __init__(
+        self, config: AgentConfig, first: Event, obey: Callable[[WorkerCommand], None], orphan_s: float
+    ) -> None:
+        self._config = config
+        self._first = frame(first)
+        self._obey = obey
+        self._orphan_s = orphan_s
+        self._session = ""
+        """What the coordinator calls the link; "": it has not welcomed us yet."""
+        self._numbered = Numbered()
+        self._senseless = False
+        """The coordinator has sent what cannot be carried out; it would not send again what came with it."""
+        self._waiting: deque[tuple[Urgency, bytes]] = deque()
+        self._logged = 0
+        self.dropped = 0
+        """Logged messages that a flood has cost so far."""
+        self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._over = False
+        self.connected = False
+
+    def event(self, event: Event) -> None:
+        self._put(Urgency.NOW, frame(event))
+
+    def forward(self, urgency: Urgency, body: bytes) -> None:
+        """A message of a worker, as it came."""
+        self._put(urgency, _LENGTH.pack(len(body)) + body)
+
+    async def run(self) -> End:
+        """Connect and stay connected; returns when that cannot be."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CONNECT_S
+        pause, told = _RETRY_S[0], False
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
+            while True:
+                try:
+                    async with self._connect(session) as socket:
+                        welcomed = await self._converse(socket)
+                        if self._closing or self._over or self._senseless:
+                            return End.LOST
+                        _break(socket)
+                    because = "it hung up"
+                    if welcomed:
+                        _say("the connection to the coordinator broke; the workers go on, and I try again")
+                        deadline, pause = loop.time() + self._orphan_s, _RETRY_S[0]
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in _REFUSED and not self._begins_anew():
+                        _say(f"the coordinator refuses this tray: {await self._reason(session, error)}")
+                        return End.LOST if self._session else End.REFUSED
+                    because = await self._reason(session, error)
+                    if error.status == _TAKEN and not told:
+                        told = True
+                        _say(f"the coordinator does not take this tray yet: {because}; I ask again")
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    because = str(error) or type(error).__name__
+                waiting_bytes = sum(len(data) for _, data in self._waiting)
+                if self._session and self._numbered.overflows(len(self._waiting), waiting_bytes):
+                    _say("more waits for the coordinator than is kept without a connection")
+                    return End.LOST
+                if loop.time() >= deadline:
+                    _say(f"no coordinator at {self._config.coordinator}: {because}")
+                    return End.LOST
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _RETRY_S[1])
+
+    def _begins_anew(self) -> bool:
+        """Where the connection broke before the coordinator had heard a word: it has given up a tray that it does not know."""
+        unheard = self._numbered.unheard
+        if not self._session or not unheard:
+            return False
+        self._waiting.extendleft(
+            (Urgency.NOW, data) for data in reversed(unheard[1:])
+        )  # the first comes after the welcome
+        self._session, self._numbered = "", Numbered()
+        self._idle.clear()
+        return True
+
+    def job_is_over(self) -> None:
+        """Somebody else has heard so: a connection that breaks is not made anew."""
+        self._over = True
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all is sent."""
+        self._closing = True
+        self._urgent.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    def _put(self, urgency: Urgency, data: bytes) -> None:
+        if urgency is Urgency.MAYBE:
+            self._logged += 1
+            if self._logged > _LOGGED_MAX:
+                self._drop_oldest_logged()
+        self._waiting.append((urgency, data))
+        self._idle.clear()
+        if urgency is Urgency.NOW:
+            self._urgent.set()
+        self._wake.set()
+
+    def _drop_oldest_logged(self) -> None:
+        """Half of them, so that a flood costs one pass in many."""
+        surplus = self._logged - _LOGGED_MAX // 2
+        kept: deque[tuple[Urgency, bytes]] = deque()
+        for item in self._waiting:
+            if surplus and item[0] is Urgency.MAYBE:
+                surplus -= 1
+                self._logged -= 1
+                self.dropped += 1
+            else:
+                kept.append(item)
+        self._waiting = kept
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> bool:
+        """Until the connection ends. Whether the coordinator has welcomed us."""
+        welcome = await self._welcome(socket)
+        if welcome is None:
+            return False
+        again: list[bytes] = []
+        if self._session:
+            again = self._numbered.resume(welcome.received)
+        else:
+            self._session = welcome.session
+            self._waiting.appendleft((Urgency.NOW, self._first))
+        self._urgent.set()
+        self._wake.set()
+        writer = asyncio.create_task(self._write(socket, again))
+        self.connected = True
+        try:
+            async for packet in self._heard(socket):
+                for body in self._numbered.unpack(packet):
+                    self._carry_out(decode_command(body))
+                self._wake.set()  # there may be room for more
+                if self._numbered.owes_much:
+                    await socket.send_bytes(self._numbered.pack())
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._senseless = True
+            _say(f"the coordinator sent what cannot be carried out: {error}")
+        except (aiohttp.ClientError, OSError):
+            pass  # it broke
+        finally:
+            self.connected = False
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
+                await writer
+        return True
+
+    def _carry_out(self, command: WorkerCommand) -> None:
+        """Raises ValueError where this host cannot."""
+        try:
+            self._obey(command)
+        except OSError as error:  # it is not the connection's
+            raise ValueError(f"{type(command).__name__}: {error}") from error
+
+    async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome | None:
+        """The first thing that the coordinator says. None: the connection ended before."""
+        with contextlib.suppress(TimeoutError, msgspec.MsgspecError):
+            message = await socket.receive()
+            if message.type is aiohttp.WSMsgType.TEXT:
+                return msgspec.json.decode(message.data, type=Welcome)
+        return None
+
+    async def _heard(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+        """Until the connection ends, or has been silent for so long that the coordinator must have given us up. It may be the coordinator
+        that is cut off, and then it gives nobody up; a ping finds out whether its end of the connection is there, if anything comes through."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        while True:
+            try:
+                message = await socket.receive()
+            except TimeoutError:
+                if loop.time() - heard_s > self._config.lease_s + self._orphan_s or self._over:
+                    _say(f"no word from the coordinator for {loop.time() - heard_s:.0f} s")
+                    return
+                await socket.ping()
+                continue
+            heard_s = loop.time()
+            if message.type is aiohttp.WSMsgType.BINARY:
+                yield message.data
+            elif message.type is aiohttp.WSMsgType.PING:
+                await socket.pong(message.data)
+                if self._numbered.owes:
+                    await socket.send_bytes(self._numbered.pack())
+            elif message.type is not aiohttp.WSMsgType.PONG:
+                return
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, again: Sequence[bytes]) -> None:
+        """``again``: packets that were sent before, over a connection that broke."""
+        for packet in again:
+            await socket.send_bytes(packet)
+        while True:
+            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BATCH_S):  # `asyncio.wait_for` may swallow that this task is cancelled
+                    await self._urgent.wait()
+            self._wake.clear()
+            self._urgent.clear()
+            while self._waiting and self._numbered.has_room:
+                await socket.send_bytes(self._numbered.pack([data for _, data in self._take()]))
+            if not self._waiting:
+                self._idle.set()
+
+    def _take(self) -> list[tuple[Urgency, bytes]]:
+        batch: list[tuple[Urgency, bytes]] = []
+        size = 0
+        while self._waiting and (not batch or size + len(self._waiting[0][1]) <= BATCH_BYTES):
+            urgency, data = self._waiting.popleft()
+            self._logged -= urgency is Urgency.MAYBE
+            size += len(data)
+            batch.append((urgency, data))
+        return batch
+
+    async def _reason(self, session: aiohttp.ClientSession, error: aiohttp.WSServerHandshakeError) -> str:
+        """The text of the refusal: aiohttp throws it away, but a plain request is refused with the same."""
+        text = ""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            limit = aiohttp.ClientTimeout(total=5.0)
+            async with session.get(self._url(), params=self._query(), timeout=limit) as answer:
+                text = (await answer.text()).strip() if answer.status == error.status else ""
+        return f"{error.status} {text or error.message}"
+
+    def _url(self) -> str:
+        return f"{self._config.coordinator}/agent"
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._config.token}"}
+
+    def _query(self) -> dict[str, str]:
+        query = {
+            "protocol": str(PROTOCOL),
+            "tray": self._config.tray,
+            "host": os.uname().nodename,
+            "pid": str(os.getpid()),
+            **own_versions(),
+        }
+        return {**query, "resume": self._session, "received": str(self._numbered.received)} if self._session else query
+
+    @asynccontextmanager
+    async def _connect(self, session: aiohttp.ClientSession) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A connection; who takes a link up again does not wait longer than a lease for the answer, and asks again."""
+        async with asyncio.timeout(self._config.lease_s if self._session else None):
+            socket = await session.ws_connect(
+                self._url(),
+                params=self._query(),
+                timeout=aiohttp.ClientWSTimeout(ws_receive=self._config.lease_s, ws_close=_CLOSE_S),
+                max_msg_size=PACKET_BYTES_MAX,
+                autoping=False,
+            )
+        try:
+            yield socket
+        finally:
+            await socket.close()
+
+
+def _break(connection: aiohttp.ClientWebSocketResponse) -> None:
+    """End it without a farewell: whoever says that it leaves is lost at once, and cannot take the link up again."""
+    ours = connection.get_extra_info("socket")
+    if ours is not None:
+        with contextlib.suppress(OSError):  # it has ended already
+            ours.shutdown(SHUT_RDWR)
+
+
+def _say(text: str) -> None:
+    print(f"rackrun: agent: {text}", file=sys.stderr)

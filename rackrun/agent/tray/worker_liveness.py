@@ -1,0 +1,284 @@
+"""Sees that a worker is dying before its death is done, and that one has stopped moving.
+
+A killed process becomes readable on its pidfd only after its memory is torn down (tens of milliseconds a gigabyte, seconds
+where a GPU pins it). Its lifeline is released before that, and the exiting flag in /proc set; where there is no lifeline
+(a program that is no Python script, a worker that is just starting) the flag is polled.
+
+A worker without progress waits for others in a collective, or stands in its own code. Both are told when their time is over, with how far
+each has come and where it stands; and when it goes on after all. Where its history says too little, an idle worker is told of early, and so are those
+that wait, so that they can be compared (`rackrun.core.faults.peer_times`), and a deadlock is found (`rackrun.core.faults.deadlock`). In its own code it may
+work: then it has longer, outside of steps (`rackrun.agent.workers.hang_detector`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rackrun.agent.snapshots.mirror import Mirror
+from rackrun.agent.tray.tray import Tray
+from rackrun.agent.tray.uplink import Uplink
+from rackrun.agent.workers.hang_detector import HeldUp, Patience
+from rackrun.agent.workers.process_activity import frozen, read_signs, where_in_kernel
+from rackrun.agent.workers.worker_handle import Worker
+from rackrun.link.heartbeat_page import Activity, HeartbeatPage
+from rackrun.protocol.events import WorkerBusy, WorkerStalled
+from rackrun.protocol.ids import Step
+
+__all__ = ["Watch"]
+
+_PERIOD_S = 0.1
+_POLL_S = 0.01
+"""While some worker has no lifeline. Ten times the processor time."""
+_LATE_NS = 200_000_000
+_SILENCE_NS, _BUSY_SILENCE_NS = 60_000_000_000, 600_000_000_000
+"""Without a tick, where no shorter deadline holds: it may hold the interpreter's lock for long. The second while it works."""
+_LOOK_NS = (90_000_000, 1_000_000_000)
+"""How often a process is looked at whose time is running out."""
+_PLAIN_STOPPED_NS, _PLAIN_LOOK_NS = 3_000_000_000, 500_000_000
+"""A process that tells of nothing is given up when it is stopped for so long."""
+_COMES_NS, _COMES_AGAIN_NS = 1_000_000_000, 4_000_000_000
+"""After the others were called to another generation."""
+_UNITS = (Activity.STEP, Activity.PHASE)
+_WAITS_NS = 10_000_000_000
+"""Who waits for so long in a collective tells how long its own code took before it, and in what it is blocked, whatever its limit."""
+_SEEN_FROM_NS = 2_000_000_000
+"""Who may be compared is looked at from then on: its time counts from the first look that finds it lifeless."""
+_IDLE_AGAIN_NS = 5_000_000_000
+"""Who is idle says so again."""
+_MS = 1_000_000
+
+
+class Watch:
+    def __init__(self, tray: Tray, uplink: Uplink, mirror: Mirror, stall_floor_ms: int) -> None:
+        self._tray = tray
+        self._mirror = mirror
+        self._uplink = uplink
+        self._floor_ms = stall_floor_ms
+        self._loop = asyncio.get_running_loop()
+        self._looked_ns = time.monotonic_ns()
+        self._held = HeldUp()
+        self._timer = self._loop.call_later(_PERIOD_S, self._look)
+
+    def look_soon(self) -> None:
+        """Something has changed: do not sleep it out."""
+        self._timer.cancel()
+        self._timer = self._loop.call_later(_POLL_S, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_ns > _LATE_NS:
+            self._held.add(self._looked_ns, now_ns)
+        self._looked_ns = now_ns
+        poll = False
+        self._mirror.forget_all_but(self._tray.living())
+        for worker in self._tray.living():
+            worker.tie(self._tray.look)
+            if not worker.tied:
+                poll = True
+                self._tray.look(worker)
+            if not worker.reported:
+                self._check_progress(worker, now_ns)
+                self._mirror.look(worker)
+        self._timer = self._loop.call_later(_POLL_S if poll else _PERIOD_S, self._look)
+
+    def _check_progress(self, worker: Worker, now_ns: int) -> None:
+        page, held_ns = worker.page, self._held.total_ns
+        if not page.tick_ns:
+            self._check_plain(worker, now_ns)
+            return
+        patience, silence = worker.patience, worker.silence
+        if page.since_ns != patience.since_ns:
+            if patience.told:
+                patience.told = False
+                self._uplink.event(_stall(worker, over=True))
+            patience.progressed(page.since_ns, self._held.by(page.since_ns))
+        if page.tick_ns != silence.since_ns:
+            silence.progressed(page.tick_ns, self._held.by(page.tick_ns))
+        if worker.called_ns:
+            self._look_whether_it_comes(worker, now_ns)
+        floor_ns = self._floor_ms * _MS
+        armed = page.deadline_ms > 0
+        idle_ns = max(page.deadline_ms * _MS, floor_ns) if armed else _SILENCE_NS
+        busy_ns = page.busy_ms * _MS if armed else _BUSY_SILENCE_NS
+        silent_ns = silence.quiet_ns(now_ns, held_ns)
+        if silent_ns > floor_ns and (because := _held_still(worker)):
+            self._tell(worker, now_ns, silent=True, where=because)
+        elif self._compared(worker, silence if silent_ns > _LATE_NS else patience, now_ns):
+            pass
+        elif silent_ns > _LATE_NS:  # the interpreter's lock is held, or there is no processor
+            limit_ns = min(idle_ns, _SILENCE_NS)
+            if self._overdue(worker, silence, now_ns, limit_ns, busy_ns):
+                where = f"its interpreter does not run, {where_in_kernel(worker.pid)}"
+                self._tell(worker, now_ns, silent=True, where=where)
+        elif not armed or _waits_in_recovery(page):
+            pass  # how long that may take is the coordinator's to say
+        elif _waits(page):
+            if self._overdue(worker, patience, now_ns, idle_ns, 0):
+                self._tell(worker, now_ns)
+        elif self._overdue(worker, patience, now_ns, idle_ns, busy_ns):
+            self._tell(worker, now_ns)
+        elif busy_ns and not patience.prolonged and patience.quiet_ns(now_ns, held_ns) > idle_ns:
+            patience.prolonged = True
+            self._uplink.event(_busy(worker, awaited=False))
+
+    def _compared(self, worker: Worker, patience: Patience, now_ns: int) -> bool:
+        """Whether it is told now that it waits, or is idle where its history says too little, though its limit is not over."""
+        page, held_ns = worker.page, self._held.total_ns
+        if page.activity in (Activity.RECOVERING, Activity.WAITING) or not page.deadline_ms:
+            return False
+        if _waits(page):
+            blocked_since = page.blocked_mark not in (0, patience.blocked_mark)  # it was told
+            if blocked_since or not patience.compared_ns:
+                self._see(worker, patience, now_ns, _WAITS_NS, _WAITS_NS // 2)
+            due = patience.quiet_ns(now_ns, held_ns) > _WAITS_NS and (
+                not patience.compared_ns or (blocked_since and not page.place_asked)
+            )
+        elif page.least_ms:
+            least_ns = max(page.least_ms, self._floor_ms) * _MS
+            self._see(worker, patience, now_ns, least_ns, min(least_ns // 2, _SEEN_FROM_NS))
+            due = patience.lifeless_ns(now_ns, held_ns) > least_ns and now_ns - patience.compared_ns > _IDLE_AGAIN_NS
+        else:
+            due = False
+        if due:
+            worker.patience.told, patience.compared_ns = True, now_ns
+            patience.blocked_mark = page.blocked_mark
+            where = f"its interpreter does not run, {where_in_kernel(worker.pid)}" if patience is worker.silence else ""
+            for_ms = patience.lifeless_ns(now_ns, held_ns) // _MS
+            self._uplink.event(_stall(worker, early=True, for_ms=for_ms, where=where))
+        return due
+
+    def _see(self, worker: Worker, patience: Patience, now_ns: int, limit_ns: int, from_ns: int) -> None:
+        """Its process is looked at only after ``from_ns`` without progress."""
+        if patience.quiet_ns(now_ns, self._held.total_ns) <= from_ns:
+            return
+        if patience.look_again(now_ns, min(max(limit_ns // 10, _LOOK_NS[0]), _LOOK_NS[1])):
+            patience.saw(read_signs(worker.pid)._replace(spins=worker.page.spins))
+            worker.page.ask_place()
+
+    def _overdue(self, worker: Worker, patience: Patience, now_ns: int, idle_ns: int, busy_ns: int) -> bool:
+        self._see(worker, patience, now_ns, idle_ns, idle_ns // 2)
+        return patience.overdue(now_ns, self._held.total_ns, idle_ns, busy_ns)
+
+    def _check_plain(self, worker: Worker, now_ns: int) -> None:
+        """No rackrun in it (yet): it tells of no progress, but whether it is stopped can be seen, and whether its interpreter runs."""
+        tick_ns, silence = worker.page.plain_tick_ns, worker.silence
+        if tick_ns != silence.since_ns:
+            silence.progressed(tick_ns, self._held.by(tick_ns))
+        if now_ns < worker.plain_ns:
+            return
+        worker.plain_ns = now_ns + _PLAIN_LOOK_NS
+        held_ns = self._held.total_ns - self._held.by(worker.stopped_ns)
+        if not _held_still(worker):
+            worker.stopped_ns = 0
+            if tick_ns and self._overdue(worker, silence, now_ns, _SILENCE_NS, _BUSY_SILENCE_NS):
+                for_ms, where = silence.quiet_ns(now_ns, self._held.total_ns) // _MS, where_in_kernel(worker.pid)
+                silence.tell(now_ns, self._held.total_ns)
+                where = f"its interpreter does not run, {where}"
+                self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=where))
+        elif not worker.stopped_ns:
+            worker.stopped_ns = now_ns - 1
+        elif now_ns - worker.stopped_ns - held_ns > max(_PLAIN_STOPPED_NS, self._floor_ms * _MS):
+            for_ms, worker.stopped_ns = (now_ns - worker.stopped_ns) // _MS, now_ns
+            self._uplink.event(_stall(worker, silent=True, for_ms=for_ms, where=_held_still(worker)))
+
+    def _look_whether_it_comes(self, worker: Worker, now_ns: int) -> None:
+        """All others go on to another generation. As long as it does not, it is told that it still works: its deadlines hold."""
+        page = worker.page
+        if page.generation >= worker.called_to or page.activity is Activity.EXITING:
+            worker.called_ns = 0
+        elif now_ns - worker.called_ns > _COMES_NS:
+            in_script = page.activity not in (Activity.RECOVERING, Activity.WAITING)
+            if page.tick_ns < worker.called_ns or (in_script and worker.called_with_plan):
+                page.ask_place()
+                worker.called_ns = now_ns + _COMES_AGAIN_NS - _COMES_NS
+                self._uplink.event(_busy(worker, awaited=True))
+
+    def _tell(self, worker: Worker, now_ns: int, *, silent: bool = False, where: str = "") -> None:
+        page = worker.page
+        quiet_ns = now_ns - (page.tick_ns if silent else page.since_ns)
+        for patience in (worker.patience, worker.silence):
+            patience.tell(now_ns, self._held.total_ns)
+        self._uplink.event(_stall(worker, silent=silent, for_ms=quiet_ns // _MS, where=where))
+
+
+def _stall(
+    worker: Worker,
+    *,
+    silent: bool = False,
+    over: bool = False,
+    early: bool = False,
+    for_ms: int = 0,
+    where: str = "",
+) -> WorkerStalled:
+    page = worker.page
+    return WorkerStalled(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        step=Step(page.at.step),
+        phase=page.at.phase,
+        collective=page.collectives[0],
+        silent=silent,
+        for_ms=for_ms,
+        waiting=_waits(page),
+        over=over,
+        unit="" if over or not page.tick_ns else unit_of(page),
+        where=where or ("" if over else page.place),
+        allowed_ms=page.least_ms if early else page.deadline_ms,
+        early=early,
+        took_ms=page.own_ms if _waits(page) else -1,
+        blocked=page.blocked if _waits(page) and page.activity in _UNITS and not (over or silent) else None,
+    )
+
+
+def _busy(worker: Worker, *, awaited: bool) -> WorkerBusy:
+    page = worker.page
+    return WorkerBusy(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        unit=unit_of(page),
+        where=page.place,
+        for_ms=max(time.monotonic_ns() - page.since_ns, 0) // _MS,
+        allowed_ms=page.busy_ms or page.deadline_ms,
+        awaited=awaited,
+    )
+
+
+def unit_of(page: HeartbeatPage) -> str:
+    """What its main thread is in, for people."""
+    after = f" after step {page.at.step}" if page.at.step >= 0 else " before the first step"
+    match page.activity:
+        case Activity.SETUP:
+            return "setup" if page.at.step < 0 else f"main, entered again{after}"
+        case Activity.STEP:
+            return f"step {page.at.step}"
+        case Activity.PHASE:
+            return f"phase {page.unit_name or page.at.phase}{after}"
+        case Activity.BETWEEN:
+            return f"the script's code between two units,{after}"
+        case Activity.EXITING:
+            return "the script's code after main"
+        case Activity.RECOVERING:
+            return f"a recovery{after}"
+        case Activity.WAITING:
+            return "a wait"
+
+
+def _held_still(worker: Worker) -> str:
+    """By whom; "": it may run."""
+    if worker.stopped():
+        return "it is stopped by a signal"
+    return "its control group is frozen" if frozen(worker.pid) else ""
+
+
+def _waits(page: HeartbeatPage) -> bool:
+    """For others, in a collective."""
+    entered, completed = page.collectives
+    return entered > completed
+
+
+def _waits_in_recovery(page: HeartbeatPage) -> bool:
+    return page.activity is Activity.RECOVERING or (page.activity is Activity.SETUP and _waits(page))

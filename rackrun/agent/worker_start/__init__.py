@@ -1,0 +1,1 @@
+"""From the fork server to the script's first line."""

@@ -1,0 +1,320 @@
+"""A process that has imported everything and forks workers from that: milliseconds instead of seconds a start.
+
+It has one thread and no sockets but the one to its agent, so a fork of it is sound. Conversation, one packet a message::
+
+    agent  -> server   ScriptConfig, once
+    agent  -> server   Boot, with descriptors: channel, page, two snapshots, stdout, stderr
+    server -> agent    Forked, with a pidfd: opened before the child can have been reaped, so it names that very process
+    server -> agent    Reaped
+
+Before a worker is reaped the rest of its session is killed: until then nobody else can have its process group's id. When
+the agent's end closes, however that comes about, everything below the server is killed, and the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import msgspec
+
+from rackrun.agent.host import proc
+from rackrun.agent.worker_start.worker_main import exec_fresh, run_worker
+from rackrun.link.process import descriptor_limit
+from rackrun.protocol.agent_config import ScriptConfig
+from rackrun.protocol.boot import Boot
+from rackrun.protocol.encodable import clean
+
+__all__ = ["ForkServer", "Forked", "Reaped", "preload", "unsound_because"]
+
+_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # the first AdamW would import it: 1.2 s
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "rackrun.worker.loop.elastic",
+)
+_PACKET_BYTES_MAX = 1 << 20
+_FDS = 6
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    incarnation: int
+    pid: int
+    """0: there was no fork, see ``error``."""
+    error: str = ""
+
+
+class Reaped(msgspec.Struct, frozen=True, tag=True):
+    incarnation: int
+    status: int
+    """As `os.waitpid` gives it."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_answer: msgspec.msgpack.Decoder[Forked | Reaped] = msgspec.msgpack.Decoder(Forked | Reaped)
+_boot: msgspec.msgpack.Decoder[Boot] = msgspec.msgpack.Decoder(Boot)
+
+
+def preload(modules: Iterable[str] = ()) -> list[str]:
+    """Import what workers will need; return what could not be imported, with the reason."""
+    failed = []
+    for name in (*_PRELOAD, *modules):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a user's module may raise anything; the script will say it again
+            failed.append(f"{name} ({type(error).__name__}: {error})")
+    return failed
+
+
+def _forget_what_others_end() -> None:
+    """What those that we are a fork of want done at their end: finalizers remove their temporary directories, and log handlers close their
+    files, whose numbers are ours by now (a process group's, say, which ends the process)."""
+    finalizers: dict[object, object] = weakref.finalize._registry  # type: ignore[attr-defined]
+    finalizers.clear()
+    handlers: list[object] = logging._handlerList  # type: ignore[attr-defined]
+    handlers.clear()
+
+
+class ForkServer:
+    """The agent's side."""
+
+    def __init__(self, process: int, connection: socket.socket) -> None:
+        self.pid = process
+        self._connection = connection
+
+    @classmethod
+    def fork(cls, script: ScriptConfig) -> ForkServer:
+        """From the main thread of a process that has no other, and no sockets."""
+        ours, theirs = _socket_pair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.detach()  # closed with the rest; no destructor may close its number later
+                _serve(theirs, parent)
+            finally:
+                os._exit(70)
+        theirs.close()
+        return cls._introduce(pid, ours, script)
+
+    @classmethod
+    def spawn(cls, script: ScriptConfig) -> ForkServer:
+        """In a new interpreter: slower, but possible from a process that has threads."""
+        ours, theirs = _socket_pair()
+        command = [
+            sys.executable,
+            "-m",
+            "rackrun.agent.worker_start.fork_server",
+            str(theirs.fileno()),
+            str(os.getpid()),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for GPUs need not initialise CUDA
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        descriptor_limit.give_back(process.pid)
+        theirs.close()
+        process.returncode = 0  # the agent reaps it itself
+        return cls._introduce(process.pid, ours, script)
+
+    @classmethod
+    def _introduce(cls, pid: int, connection: socket.socket, script: ScriptConfig) -> ForkServer:
+        connection.send(_encode(script))
+        return cls(pid, connection)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def wake(self) -> None:
+        """If somebody has stopped it: only it can reap the workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+    def ask(self, boot: Boot, fds: tuple[int, ...]) -> None:
+        """Raises OSError when the server is gone."""
+        socket.send_fds(self._connection, [_encode(boot)], list(fds))
+
+    def answer(self) -> tuple[Forked | Reaped, int] | None:
+        """The next answer, and the pidfd that came with it or -1. None: the server is gone."""
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._connection, _PACKET_BYTES_MAX, 1)
+        except ConnectionResetError:
+            return None
+        if not packet:
+            return None
+        return _answer.decode(packet), (fds[0] if fds else -1)
+
+    def close(self) -> None:
+        """Tell the server to kill what is left, and to end."""
+        self._connection.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BYTES_MAX)
+    return pair
+
+
+# -- the server's side -------------------------------------------------------------------------------------------------
+def _serve(connection: socket.socket, agent: int) -> NoReturn:
+    # SIGCONT, not SIGKILL: when the agent dies we must run, even if stopped, and take everybody with us.
+    proc.die_with(agent, signal.SIGCONT)
+    proc.adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    proc.close_other_fds([connection.fileno()])
+    code = 0
+    try:
+        server = _Server(connection)
+        gc.collect()
+        gc.freeze()  # what children share they need not look through, and so copy, in every full collection
+        server.run()
+    except BaseException:  # noqa: BLE001 - it is told, and everybody below goes with us
+        code = 70
+        _say(f"failed\n{traceback.format_exc()}")
+    finally:
+        if proc.kill_tree(os.getpid()):
+            _reap_all()
+        os._exit(code)
+
+
+class _Server:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._script = msgspec.msgpack.decode(connection.recv(_PACKET_BYTES_MAX), type=ScriptConfig)
+        self._incarnation_of: dict[int, int] = {}
+        self._pid_of: dict[int, int] = {}  # pidfd -> pid
+        failed = preload(self._script.preload)
+        self._fresh = unsound_because() if not self._script.no_python else ""
+        for text in failed:
+            _say(f"preloading failed: {text}")
+        if self._fresh:
+            _say(f"workers start in fresh interpreters, which is slower: {self._fresh}")
+
+    def run(self) -> None:
+        """Until the agent hangs up."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll(1_000):
+                if fd == self._connection.fileno():
+                    packet, fds, _, _ = socket.recv_fds(self._connection, _PACKET_BYTES_MAX, _FDS)
+                    if not packet:
+                        return
+                    self._start(_boot.decode(packet), fds, lambda pidfd: poll.register(pidfd, select.POLLIN))
+                else:
+                    poll.unregister(fd)
+                    self._reap(fd)
+            self._reap_adopted()
+
+    def _start(self, boot: Boot, fds: list[int], watch: Callable[[int], None]) -> None:
+        if self._fresh == "" and proc.thread_count() > 1:
+            self._fresh = unsound_because()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(Forked(boot.incarnation, 0, f"fork: {error.strerror}"))
+        else:
+            if pid == 0:
+                try:
+                    self._become(boot, fds, parent)
+                finally:
+                    os._exit(70)
+            pidfd = os.pidfd_open(pid)
+            self._incarnation_of[pid] = boot.incarnation
+            self._pid_of[pidfd] = pid
+            self._tell(Forked(boot.incarnation, pid), pidfd)
+            watch(pidfd)
+        for fd in fds:
+            os.close(fd)
+
+    def _become(self, boot: Boot, fds: list[int], parent: int) -> NoReturn:
+        proc.die_with(parent)
+        os.setsid()  # the terminal's Ctrl-C is for the launcher; and what we start can be killed as one group
+        self._connection.detach()
+        channel, page, snapshot_0, snapshot_1, stdout, stderr = fds
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        proc.close_other_fds((channel, page, snapshot_0, snapshot_1))
+        boot = msgspec.structs.replace(boot, channel_fd=channel, page_fd=page, snapshot_fds=(snapshot_0, snapshot_1))
+        if self._fresh:
+            exec_fresh(boot, self._script)
+        _forget_what_others_end()
+        run_worker(boot, self._script)
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._pid_of.pop(pidfd)
+        incarnation = self._incarnation_of.pop(pid)
+        proc.kill_session(pid)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        self._tell(Reaped(incarnation, status))
+
+    def _reap_adopted(self) -> None:
+        """Grandchildren whose parents died are ours; nobody else would reap them."""
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None or info.si_pid in self._incarnation_of:
+                return  # workers are reaped through their pidfds
+            os.waitpid(info.si_pid, 0)
+
+    def _tell(self, answer: Forked | Reaped, *fds: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone: the next poll says so
+            socket.send_fds(self._connection, [_encode(answer)], list(fds))
+
+
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""Opened when a process initialises CUDA, whether or not torch has done it, or knows. NVML does without it."""
+
+
+def unsound_because() -> str:
+    """Why forks of this process cannot be trusted; "" when they can. A fork itself cannot see what it lost: ask before."""
+    if (threads := proc.thread_count()) > 1:
+        return f"after the preloads this process has {threads} threads"
+    cuda = sys.modules.get("torch.cuda")
+    initialised = cuda is not None and (cuda._is_in_bad_fork() or cuda.is_initialized())
+    if initialised or proc.has_open(_CUDA_DEVICE):
+        return "a preload has initialised CUDA"
+    return ""
+
+
+def _reap_all() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(2, clean(f"rackrun: fork server: {text}\n").encode())
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

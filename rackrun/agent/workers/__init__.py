@@ -1,0 +1,1 @@
+"""A living worker as its agent sees it, and whether it hangs."""

@@ -1,0 +1,202 @@
+"""One worker process as its agent holds it, from before its birth until its slot has forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from rackrun.agent.host import proc
+from rackrun.agent.workers.agent_channel import AgentChannel
+from rackrun.agent.workers.hang_detector import Patience
+from rackrun.link import robust_mutex
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.commands import StartWorker
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
+from rackrun.protocol.wire import UnitSealed
+
+__all__ = ["HELD_S", "Worker"]
+
+HELD_S = 1.0
+"""A filler that is not gone after this is not waited for."""
+
+
+class Worker:
+    def __init__(self, command: StartWorker, deliver: Callable[[Worker, bytes], None]) -> None:
+        self.command = command
+        self.slot: SlotId = command.slot
+        self.incarnation: Incarnation = command.incarnation
+        self.asked = False
+        """The fork server has been asked for it."""
+        self.pid = 0
+        self.reported = False
+        """The coordinator has been told of its end."""
+        self.gone = asyncio.Event()
+        """It has been reaped: its slot is empty."""
+        self.doomed = False
+        """To be killed, if need be as soon as it exists."""
+        self.patience, self.silence = Patience(), Patience()
+        """With its main thread, and with its control thread."""
+        self.stopped_ns = self.plain_ns = 0
+        """Since when a process without rackrun in it has been stopped, and when it is looked at again."""
+        self.called_ns = 0
+        """When it was last told of another generation that it has not joined yet; 0: it has."""
+        self.called_to, self.called_with_plan = 0, False
+        self.told: tuple[Generation, Position] = Generation(0), BEGIN
+        """The last unit that it has told of as committed, and its generation then."""
+        page_fd = HeartbeatPage.create(command.slot)
+        self.page = HeartbeatPage(page_fd)
+        name = f"rackrun-snapshot-{command.slot}-{command.incarnation}"
+        self.snapshot_fds = (_memfd(f"{name}-a"), _memfd(f"{name}-b"))
+        ours, theirs = socket.socketpair()
+        self.channel = AgentChannel(ours, lambda body: deliver(self, body))
+        self._birth_fds: tuple[int, ...] = (theirs.detach(), page_fd)
+        self._held: list[bytes] = []
+        self._releasing: asyncio.Task[None] | None = None
+        self._pidfd = -1
+        self._stat_fd = -1
+        self._seen_exiting = False
+        self._let_go = False
+        self.tied = False
+        """Its lifeline is waited for: there is no need to poll for its end."""
+
+    @property
+    def fds_for_birth(self) -> tuple[int, ...]:
+        """Channel, page, snapshots: what its process is to have."""
+        return (*self._birth_fds, *self.snapshot_fds)
+
+    def send(self, data: bytes, after: asyncio.Event | None = None) -> None:
+        """In order. ``after``: not before that has happened, nor later than `HELD_S` from now."""
+        if self._held:
+            self._held.append(data)
+        elif after is None or after.is_set():
+            self.channel.send(data)
+        else:
+            self._held.append(data)
+            self._releasing = asyncio.get_running_loop().create_task(self._release(after))
+
+    def called(self, generation: int, *, with_plan: bool) -> None:
+        """All are called to another generation."""
+        self.called_ns, self.called_to, self.called_with_plan = time.monotonic_ns(), generation, with_plan
+
+    async def _release(self, after: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(after.wait(), HELD_S)
+        held, self._held = self._held, []
+        if not self.gone.is_set():
+            for data in held:
+                self.channel.send(data)
+
+    def sent_off(self) -> None:
+        """Its process has its own descriptors now, or there will be none."""
+        for fd in self._birth_fds:
+            os.close(fd)
+        self._birth_fds = ()
+
+    def born(self, pid: int, pidfd: int, ended: Callable[[Worker], None]) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        with contextlib.suppress(OSError):  # already reaped: that will be told too; or hidden, then the pidfd tells
+            self._stat_fd = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        asyncio.get_running_loop().add_reader(pidfd, self._over, ended)
+        if self.doomed:
+            self.kill()
+
+    def tie(self, ended: Callable[[Worker], None]) -> None:
+        """Wait for its lifeline, once there is one."""
+        if self._let_go or self.tied or not robust_mutex.held(self.page):
+            return
+        self.tied = True
+        loop = asyncio.get_running_loop()
+
+        def released() -> None:
+            with contextlib.suppress(RuntimeError):  # the agent itself has ended
+                loop.call_soon_threadsafe(self._lifeline_released, ended)
+
+        robust_mutex.wait_in_thread(self.page, f"rackrun-lifeline-{self.slot}", released)
+
+    def ending(self) -> int | None:
+        """Its wait status if the kernel is tearing it down, or has. None: it runs, as far as can be seen."""
+        if self._stat_fd < 0:
+            return None
+        stat = proc.read_stat(self._stat_fd)
+        if stat is None or not stat.exiting:
+            return None
+        # The flag is set an instant before the status: a zero counts when it is seen twice.
+        if stat.status == 0 and not self._seen_exiting:
+            self._seen_exiting = True
+            return None
+        return stat.status
+
+    def stopped(self) -> bool:
+        stat = proc.read_stat(self._stat_fd) if self._stat_fd >= 0 else None
+        return stat is not None and stat.stopped
+
+    def kill(self) -> None:
+        """SIGKILL, to it and nobody else. Its group follows when it is reaped."""
+        self.doomed = True
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM to its whole group; to a process that does not exist yet, the end."""
+        if self._pidfd < 0:
+            self.doomed = True
+        elif not self.gone.is_set():
+            self.page.end()
+            try:
+                os.killpg(self.pid, signal.SIGTERM)
+            except ProcessLookupError:  # it has not made its group yet, or is gone
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+
+    def buried(self) -> None:
+        """It has been reaped. Page and snapshots stay."""
+        self.channel.close()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        if self._stat_fd >= 0:
+            os.close(self._stat_fd)
+        self._pidfd = self._stat_fd = -1
+        self.gone.set()
+
+    def forget(self) -> None:
+        for fd in self.snapshot_fds:
+            os.close(fd)
+        self.snapshot_fds = (-1, -1)
+
+    def step(self) -> Step:
+        return Step(self.page.at.step) if self.page.since_ns else Step(-1)
+
+    def snapshots(self) -> tuple[Step, ...]:
+        return tuple(Step(step) for step in sorted(self.page.snapshots()))
+
+    def untold(self) -> UnitSealed | None:
+        """The unit whose gate it may have passed without having told of it."""
+        page = self.page
+        at = page.at
+        generation = Generation(page.ledger_generation(at))
+        ids = page.ledger(at) if generation else None
+        if ids is None or self.told == (generation, at):
+            return None
+        packed = ids.astype("<i8").tobytes()
+        return UnitSealed(slot=self.slot, incarnation=self.incarnation, generation=generation, at=at, ids=packed)
+
+    def _lifeline_released(self, ended: Callable[[Worker], None]) -> None:
+        self._let_go = True
+        self.tied = False  # should it not be dying after all, it is polled from now on
+        ended(self)
+
+    def _over(self, ended: Callable[[Worker], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        ended(self)
+
+
+def _memfd(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -1,0 +1,1 @@
+"""The journal in SQLite: how it is written, read, folded and checked."""

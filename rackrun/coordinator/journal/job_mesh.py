@@ -1,0 +1,19 @@
+"""The mesh of a job, as its journal tells it."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from rackrun.core.placement.mesh_resize import Axes
+
+__all__ = ["mesh_of"]
+
+
+def mesh_of(connection: sqlite3.Connection) -> Axes:
+    """As a rank has told it, at whatever size its world then had; () when none has."""
+    row = connection.execute(
+        "SELECT body FROM events WHERE kind = 'event' AND name = 'WorkerReady' AND body LIKE '%\"mesh\":[[%' ORDER BY id LIMIT 1"
+    ).fetchone()
+    return msgspec.convert(msgspec.json.decode(row[0])["mesh"], Axes) if row else ()

@@ -1,0 +1,376 @@
+"""Nothing lost, nothing twice: the ledger's rows against the plans, unit by unit.
+
+An *execution* of a unit is one time that it was committed; rollbacks and restarts separate them, and within one each sample stands once. Some
+ranks may report it in the generation in which its gate passed, others in the next. The last execution is the one that counts: it has
+to be whole. An earlier one, which was taken back, may lack the rows of ranks that died with it; what is there must be what was
+computed again.
+
+A rank that is lost with its tray takes the rows with it that were not told yet. The unit counts all the same, by its gate, which has
+counted the samples of all ranks: how many are known by that, and no id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rackrun.coordinator.journal.committed_units import Eras
+from rackrun.core.placement.mesh_resize import Axes
+from rackrun.core.stragglers.shares import sharing
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import Position
+
+__all__ = ["FINDINGS", "Folded", "LedgerCheck", "Row", "check_ledger", "fold", "samples_in"]
+
+FINDINGS = ("doubled", "differing", "missing", "by_gate")
+"""Of a `LedgerCheck`."""
+
+
+class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Every sample counted once. Empty lists are good news."""
+
+    units: int
+    samples: int
+    distinct: int
+    """Different sample ids, where ids were kept."""
+    doubled: tuple[str, ...] = ()
+    """A sample id twice within one committed unit, and not by ranks that share their samples."""
+    differing: tuple[str, ...] = ()
+    """A unit that was computed again, on other samples than before; or ranks that share their samples, and had others."""
+    missing: tuple[str, ...] = ()
+    """A rank of the world whose row of a committed unit is not there."""
+    rows_lost: int = 0
+    """Rows that the journal could not take."""
+    by_gate: tuple[str, ...] = ()
+    """A rank whose row went with its tray: how many samples it had is known by the unit's gate."""
+    folded: int = 0
+    """Units whose rows are gone: they were checked before."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.doubled or self.differing or self.missing or self.rows_lost)
+
+
+class Row(NamedTuple):
+    """One rank's part of one unit."""
+
+    at: Position
+    rank: int
+    generation: int
+    samples: int
+    digest: bytes
+    ids: bytes | None
+    """None: only digests are kept."""
+
+
+class Folded(NamedTuple):
+    """What is left of a unit whose rows are gone."""
+
+    at: Position
+    generation: int
+    """Of the execution that counts: the first in which somebody told of it."""
+    samples: int
+    untold: int
+    """More samples, which its gate has counted: of ranks that were lost with their rows."""
+    ids: bytes | None
+    """A digest of the sample ids of all ranks, in whatever order; None: only digests were kept."""
+
+
+@dataclass
+class _Execution:
+    generation: int
+    """The first in which somebody told of it."""
+    told: set[int] = field(default_factory=set)
+    rows: dict[int, Row] = field(default_factory=dict)
+    samples: float | None = None
+    """Of all ranks, by its gate."""
+
+
+def check_ledger(
+    units: Iterable[tuple[Position, int, int, float | None]],
+    rows: Iterable[Row],
+    plans: Mapping[int, Plan],
+    axes: Axes = (),
+    rows_lost: int = 0,
+    folded: Iterable[Folded] = (),
+) -> LedgerCheck:
+    """``units``: of each that a rank told as committed, the rank, the generation, and how many samples its gate has counted (None: not told)."""
+    proof = _Proof(plans, axes, folded)
+    for at, rank, generation, samples in units:
+        proof.told(at, rank, generation, samples)
+    for row in rows:
+        proof.row(row)
+    return proof.result(rows_lost)
+
+
+def fold(
+    at: Position,
+    units: Iterable[tuple[int, int, float | None]],
+    rows: Iterable[Row],
+    plans: Mapping[int, Plan],
+    axes: Axes = (),
+    *,
+    before: Folded | None = None,
+    goes_on: Callable[[int, int], bool] = lambda *_: False,
+) -> tuple[Folded | None, LedgerCheck]:
+    """One unit, of which nobody will tell any more: what is left of it when its rows are gone, and what is wrong with them. None: it does not count, or
+    not yet. ``units``: rank, generation, samples by the gate. ``before``: what was left of it, when it is computed again. ``goes_on(generation, rank)``: whether
+    that rank has told of a later unit in that generation; asked only of ranks whose rows are not there."""
+    proof = _Proof(plans, axes, [before] if before else [])
+    for rank, generation, samples in units:
+        proof.told(at, rank, generation, samples)
+    for row in rows:
+        proof.row(row)
+    proof.go_on(at, goes_on)
+    return proof.left(at), proof.result(0, all_told=True)
+
+
+class _Proof:
+    def __init__(self, plans: Mapping[int, Plan], axes: Axes, folded: Iterable[Folded] = ()) -> None:
+        self._plans, self._axes, self._eras = plans, axes, Eras(plans)
+        self._folded = {one.at: one for one in folded if self._eras.counts(one.at, one.generation)}
+        self._units: dict[Position, dict[int, _Execution]] = defaultdict(dict)
+        self._last_of: dict[tuple[int, int], Position] = {}
+        """(generation, rank) -> the last unit that it told."""
+        self._reach: dict[int, tuple[Position, Position]] = {}
+        """Era -> the first and the last unit that were done in it."""
+        self._doubled: list[str] = []
+        self._differing: list[str] = []
+        self._missing: list[str] = []
+        self._by_gate: list[str] = []
+
+    def told(self, at: Position, rank: int, generation: int, samples: float | None) -> None:
+        if not self._eras.counts(at, generation):
+            return
+        execution = self._execution(at, generation)
+        execution.told.add(rank)
+        execution.samples = samples if samples is not None else execution.samples
+        key = generation, rank
+        self._last_of[key] = max(self._last_of.get(key, at), at)
+
+    def row(self, row: Row) -> None:
+        if self._eras.counts(row.at, row.generation):
+            self._execution(row.at, row.generation).rows[row.rank] = row
+
+    def _execution(self, at: Position, generation: int) -> _Execution:
+        found = self._units[at].setdefault(self._eras.of(generation), _Execution(generation))
+        found.generation = min(found.generation, generation)
+        return found
+
+    def go_on(self, at: Position, goes_on: Callable[[int, int], bool]) -> None:
+        """Learn of ranks without a row of ``at`` whether they have told of a later unit."""
+        later = Position(at.step + 1)
+        for execution in self._units.get(at, {}).values():
+            plan = self._plans.get(execution.generation)
+            for rank in range(plan.world_size if plan else 0):
+                if rank not in execution.told and goes_on(execution.generation, rank):
+                    self._last_of[execution.generation, rank] = later
+
+    def left(self, at: Position) -> Folded | None:
+        executions = self._since(at)
+        if not executions:
+            return self._folded.get(at)
+        counts = executions[max(executions)]
+        rows = self._apart(at, counts, tell=False)
+        told = sum(row.samples for row in rows.values())
+        whole = self._is_whole(counts)
+        known = whole and all(row.ids is not None for row in rows.values())
+        untold = 0 if whole else max(int(counts.samples or 0) - told, 0)
+        return Folded(at, counts.generation, told, untold, _mixed(_ids_of(rows)) if known else None)
+
+    def _since(self, at: Position) -> dict[int, _Execution]:
+        """Executions by era, since its rows were folded."""
+        executions, folded = self._units.get(at, {}), self._folded.get(at)
+        if folded is None:
+            return executions
+        over = self._eras.of(folded.generation)
+        return {era: execution for era, execution in executions.items() if era > over}
+
+    def result(self, rows_lost: int, *, all_told: bool = False) -> LedgerCheck:
+        known = sorted(self._units.keys() | self._folded.keys())
+        for at in known:
+            eras = list(self._since(at))
+            eras += [self._eras.of(self._folded[at].generation)] if at in self._folded else []
+            for era in eras:
+                self._reach[era] = (self._reach.get(era, (at, at))[0], at)
+        total, seen = 0, Counter[int]()
+        newest = None if all_told else max(self._units, default=None)
+        for at in known:
+            executions, folded = self._since(at), self._folded.get(at)
+            if not executions:
+                assert folded is not None
+                self._check_done_again(at, folded.generation)
+                total += folded.samples
+                continue
+            *taken_back, counts = (execution for _, execution in sorted(executions.items()))
+            if at != newest:  # of the last unit some rows may still be on their way
+                self._check_whole(at, counts)
+                self._check_done_again(at, counts.generation)
+            rows = self._apart(at, counts)
+            ids = self._ids(at, rows)
+            total += sum(row.samples for row in rows.values())
+            seen.update(ids.tolist())
+            told = sum(row.samples for row in counts.rows.values())
+            untold = 0 if self._is_whole(counts) else max(int(counts.samples or 0) - told, 0)
+            for execution in taken_back:
+                whole = self._is_whole(execution) and self._is_whole(counts)
+                self._compare(at, self._apart(at, execution), rows, ids, whole=whole, untold=untold)
+            if folded is not None and (at != newest or self._is_whole(counts)):
+                self._compare_folded(folded, rows, ids, whole=self._is_whole(counts), untold=untold)
+        return LedgerCheck(
+            units=len(known),
+            folded=sum(not self._since(at) for at in self._folded),
+            samples=total,
+            distinct=len(seen),
+            doubled=tuple(self._doubled),
+            differing=tuple(dict.fromkeys(self._differing)),
+            missing=tuple(self._missing),
+            rows_lost=rows_lost,
+            by_gate=tuple(self._by_gate),
+        )
+
+    def _is_whole(self, execution: _Execution) -> bool:
+        plan = self._plans.get(execution.generation)
+        return plan is not None and len(execution.rows) == plan.world_size
+
+    def _check_done_again(self, at: Position, generation: int) -> None:
+        """Whoever has gone back behind a unit, and come beyond it since, has done it again."""
+        for era, (first, last) in self._reach.items():
+            if era > self._eras.of(generation) and first < at < last:
+                self._missing.append(f"{_name(at)}: no row of any rank since everybody went back behind it")
+                return
+
+    def _check_whole(self, at: Position, execution: _Execution) -> None:
+        plan = self._plans.get(execution.generation)
+        absent = [rank for rank in range(plan.world_size) if rank not in execution.told] if plan else []
+        with_tray = [rank for rank in absent if execution.samples is not None and self._was_lost(at, rank, execution)]
+        known = sum(row.samples for row in execution.rows.values())
+        if with_tray and len(with_tray) == len(absent) and (execution.samples or 0) >= known:
+            ranks, left = ", ".join(map(str, with_tray)), (execution.samples or 0) - known
+            self._by_gate.append(
+                f"{_name(at)}: rank {ranks} was lost with its row; its gate has counted {left:.0f} more samples"
+            )
+        elif absent:
+            self._missing.append(f"{_name(at)}: no row of rank {', '.join(map(str, absent))}")
+
+    def _was_lost(self, at: Position, rank: int, execution: _Execution) -> bool:
+        """After this unit, before it told of a later one: who held it is in no later plan."""
+        plan = self._plans[execution.generation]
+        if self._last_of.get((execution.generation, rank), at) > at:
+            return False
+        holder = next((one for one in plan.members if one.rank == rank), None)
+        later = [one for generation, one in self._plans.items() if generation > execution.generation]
+        return (
+            holder is not None
+            and bool(later)
+            and not any(
+                (one.slot, one.incarnation) == (holder.slot, holder.incarnation)
+                for one in min(later, key=_generation).members
+            )
+        )
+
+    def _apart(self, at: Position, execution: _Execution, *, tell: bool = True) -> dict[int, Row]:
+        """Its rows, without those of ranks that have the same samples as another."""
+        rows = dict(execution.rows)
+        plan = self._plans.get(execution.generation)
+        for group in sharing(self._axes, plan.world_size) if plan else ():
+            told = {rank: (rows[rank].samples, rows[rank].digest) for rank in group if rank in rows}
+            if tell and len(set(told.values())) > 1:
+                self._differing.append(
+                    f"{_name(at)}: ranks {', '.join(map(str, told))} share their samples, and had others"
+                )
+            for rank in list(told)[1:]:
+                del rows[rank]  # counted once
+        return rows
+
+    def _ids(self, at: Position, rows: Mapping[int, Row]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        delivered = np.sort(_ids_of(rows))
+        twice = np.unique(delivered[1:][delivered[1:] == delivered[:-1]])
+        if len(twice):
+            self._doubled.append(f"{_name(at)}: {_some(twice.tolist())}")
+        return delivered
+
+    def _compare(
+        self,
+        at: Position,
+        before: Mapping[int, Row],
+        rows: Mapping[int, Row],
+        ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+        *,
+        whole: bool,
+        untold: int,
+    ) -> None:
+        """What was taken back with what was computed again: all of it, or what is left of it. ``untold``: samples of ranks that were lost
+        with their rows."""
+        count, now = (sum(row.samples for row in of.values()) for of in (before, rows))
+        same = count == now if whole else count <= now + untold
+        if all(row.ids is not None for row in (*before.values(), *rows.values())):
+            known = np.sort(_ids_of(before))
+            same &= len(known) == len(np.unique(known)) and len(np.setdiff1d(known, ids)) <= untold
+        elif before.keys() == rows.keys() and all(row.samples == rows[rank].samples for rank, row in before.items()):
+            same &= all(row.digest == rows[rank].digest for rank, row in before.items())
+        # else digests tell nothing: ranks had other shares
+        if same:
+            return
+        self._differing.append(f"{_name(at)}: computed again on other samples")
+
+    def _compare_folded(
+        self,
+        folded: Folded,
+        rows: Mapping[int, Row],
+        ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+        *,
+        whole: bool,
+        untold: int,
+    ) -> None:
+        before, now = folded.samples + folded.untold, sum(row.samples for row in rows.values())
+        same = before == now if whole else before <= now + untold
+        if whole and folded.ids is not None and all(row.ids is not None for row in rows.values()):
+            same &= folded.ids == _mixed(ids)
+        if not same:
+            self._differing.append(f"{_name(folded.at)}: computed again on other samples")
+
+
+def samples_in(gate: bytes | None) -> float | None:
+    """What the gate of a unit has counted, over all ranks."""
+    values = np.frombuffer(gate or b"", dtype="<f8")
+    return float(values[_SAMPLES_IN_GATE]) if len(values) > _SAMPLES_IN_GATE else None
+
+
+_SAMPLES_IN_GATE = 1
+"""As in `rackrun.worker.membership.gate.GateSums`."""
+
+
+def _mixed(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bytes:
+    """Equal for equal ids, each as often, in whatever order: sums of what SplitMix64 (https://prng.di.unimi.it/splitmix64.c) makes of each, from two seeds."""
+    found = b""
+    for seed in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
+        mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64)).to_bytes(8, "little")
+    return found
+
+
+def _generation(plan: Plan) -> int:
+    return int(plan.generation)
+
+
+def _ids_of(rows: Mapping[int, Row]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.frombuffer(b"".join(row.ids for row in rows.values() if row.ids is not None), dtype="<i8").astype(
+        np.int64
+    )
+
+
+def _name(at: Position) -> str:
+    return f"step {at.step}" if at.phase == 0 else f"step {at.step} phase {at.phase}"
+
+
+def _some(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:8]))
+    return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"

@@ -1,0 +1,119 @@
+"""How far the job is: unit commits as the ranks report them, and what the status line says of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import BEGIN, Position, Rank
+from rackrun.protocol.wire import Logged, UnitCommitted, UnitSealed
+
+__all__ = ["LastWords", "Ledger", "Progress"]
+
+_WINDOW = 64
+"""Positions that are kept while some rank's commit is still to come."""
+_RATE_MS = 10_000.0
+_PLANS_MAX = 16
+"""Of which it is remembered who was which rank."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job stands, for people."""
+
+    position: Position
+    """The newest unit that some rank has reported as committed."""
+    complete: Position
+    """The newest unit that every rank of its world has reported."""
+    steps: int
+    """Different steps committed since this coordinator began."""
+    steps_per_s: float
+    samples_per_s: float
+    values: dict[str, float | int | str]
+    """The last ``run.log``."""
+
+
+class Ledger:
+    """Counts commits. It stores nothing: rows go to the journal."""
+
+    def __init__(self) -> None:
+        self.position = BEGIN
+        self.complete = BEGIN
+        self.steps = 0
+        self.values: dict[str, float | int | str] = {}
+        self._open: dict[Position, dict[Rank, int]] = {}
+        self._recent: deque[tuple[float, int]] = deque()  # (when, samples) of each step that is complete
+
+    def commit(self, unit: UnitCommitted, world_size: int, now_ms: float) -> bool:
+        """True when with this the whole world has committed ``unit.at``, for the first time."""
+        if unit.at > self.position:
+            if unit.at.phase == 0:
+                self.steps += 1
+            self.position = unit.at
+        if unit.at <= self.complete:
+            return False  # said before: a step computed again after a rollback, or a late rank
+        ranks = self._open.setdefault(unit.at, {})
+        ranks[unit.rank] = len(unit.ids) // 8
+        if len(ranks) < world_size:
+            while len(self._open) > _WINDOW:
+                del self._open[min(self._open)]
+            return False
+        del self._open[unit.at]
+        self.complete = unit.at
+        for old in [at for at in self._open if at < unit.at]:
+            del self._open[old]
+        if unit.at.phase == 0:
+            self._recent.append((now_ms, sum(ranks.values())))
+        return True
+
+    def logged(self, line: Logged) -> None:
+        self.values = line.values
+
+    def progress(self, now_ms: float) -> Progress:
+        recent = self._recent
+        while recent and recent[0][0] < now_ms - _RATE_MS:
+            recent.popleft()
+        span_s = (now_ms - recent[0][0]) / 1e3 if len(recent) > 1 else 0.0
+        return Progress(
+            position=self.position,
+            complete=self.complete,
+            steps=self.steps,
+            steps_per_s=(len(recent) - 1) / span_s if span_s > 0 else 0.0,
+            samples_per_s=sum(samples for _, samples in list(recent)[1:]) / span_s if span_s > 0 else 0.0,
+            values=self.values,
+        )
+
+
+class LastWords:
+    """Units that a rank may have committed before it died without telling: whether they count is for the next plan to say."""
+
+    def __init__(self) -> None:
+        self._open: dict[Rank, UnitSealed] = {}
+        self._plans: deque[Plan] = deque(maxlen=_PLANS_MAX)
+
+    def heard(self, unit: UnitSealed) -> None:
+        """It counts for the rank that the worker was when it did it: by now it may have been told to be another."""
+        for plan in self._plans:
+            for member in plan.members if plan.generation == unit.generation else ():
+                if (member.slot, member.incarnation) == (unit.slot, unit.incarnation):
+                    self._open[member.rank] = unit
+
+    def settle(self, plan: Plan) -> list[UnitCommitted]:
+        """Those that ``plan`` counts, as the rank would have told; the others are forgotten."""
+        end = plan.committed if plan.rollback is None else Position(plan.rollback)
+        counted = [(rank, unit) for rank, unit in self._open.items() if unit.at <= end]
+        self._open.clear()
+        self._plans.append(plan)
+        return [
+            UnitCommitted(
+                slot=unit.slot,
+                incarnation=unit.incarnation,
+                generation=unit.generation,
+                rank=rank,
+                at=unit.at,
+                gate=plan.gate if unit.at == plan.committed else (),
+                ids=unit.ids,
+            )
+            for rank, unit in counted
+        ]

@@ -1,0 +1,420 @@
+"""One recovery after another, timed: what the report, the status line and the operator see of a failure.
+
+A pure observer: it hears every event and every command that the driver handles, with the time, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from rackrun.protocol.commands import (
+    BreakGeneration,
+    Command,
+    CondemnWorker,
+    Decided,
+    FenceWorker,
+    Plan,
+    Restore,
+    ResumeGeneration,
+    StartWorker,
+)
+from rackrun.protocol.events import (
+    Event,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+    WorkerExited,
+    WorkerParked,
+    WorkerPaused,
+    WorkerResumed,
+    WorkerStalled,
+    WorkerUnbuilt,
+)
+from rackrun.protocol.ids import BEGIN, Incarnation, Position, Rank, SlotId, TrayId, tray_of
+from rackrun.protocol.policy_types import Rung
+from rackrun.protocol.wire import StateCopied, UnitCommitted
+
+__all__ = ["LostRank", "Recovery", "RecoveryWatch", "describe_exit"]
+
+_STALLED = "stalled for"
+_GONE = "gone"
+
+
+class LostRank(msgspec.Struct, frozen=True, kw_only=True):
+    rank: Rank
+    slot: SlotId
+    how: str
+    """``SIGKILL``, ``exit code 1``, ``stalled for 1200 ms``, ``tray lost: ...``."""
+    to: SlotId | None = None
+    """Who took the rank over; None when the world shrank."""
+
+
+class Recovery(msgspec.Struct, kw_only=True):
+    """One answer to a failure. Times are milliseconds of the coordinator's clock; None: the stage was never reached."""
+
+    generation: int
+    kind: str
+    """``swap``, ``restart`` (the whole world, in place), ``resize`` (the world shrank or grew), ``regroup`` (nobody was lost)."""
+    because: str
+    fault_ms: float
+    """When the first event of the failure arrived; carried over when a newer generation overtakes this one."""
+    break_ms: float | None = None
+    parked_ms: float | None = None
+    plan_ms: float | None = None
+    resumed_ms: float | None = None
+    committed_ms: float | None = None
+    """Every rank of the new world has committed a unit."""
+    lost: tuple[LostRank, ...] = ()
+    freed: tuple[SlotId, ...] = ()
+    """Whose workers were ended with their replica, which had lost another rank: spares start there."""
+    joined: tuple[SlotId, ...] = ()
+    """Whose workers are ranks more of a world that has grown."""
+    world_size: int = 0
+    restores: tuple[str, ...] = ()
+    """Who got its state from where: ``rank 2 from rank 0``."""
+    sources: tuple[str, ...] = ()
+    """One for each rank that was restored: ``live_peer``, ``own_snapshot`` (its process lives), ``its_tray`` (left there by the process
+    before), ``other_tray``, ``parity``."""
+    rollback: int | None = None
+    """Everyone went back to the state after this step."""
+    redone: tuple[int, ...] = ()
+    """Steps computed again: the one that was broken, and those since the rollback."""
+    planned: bool = False
+    """Nothing was lost: all stood between two steps when the rank on a failing GPU was taken out."""
+    stages: dict[int, dict[str, float]] = {}
+    """Rank -> when it came to each stage, as `rackrun.protocol.wire.UnitCommitted` tells."""
+    overtaken: bool = False
+    """A newer generation replaced this one before its world had resumed."""
+    rungs: tuple[str, ...] = ()
+    """What was decided (`rackrun.policy.Rung`), in order: a ``swap`` may follow a ``wait``."""
+    reasons: tuple[str, ...] = ()
+    """Of each, with its figures."""
+    whose: str = ""
+    """Whose fault it was taken for (`rackrun.policy.Whose`)."""
+    decided_ms: float | None = None
+    """When the first of these was."""
+    predicted_gpu_s: float | None = None
+    """Of ranks, by that first decision: until all compute again, and what they compute again. Without weights. None: nothing is
+    known of it (a plain script does not tell what it computes again)."""
+    measured_gpu_s: float | None = None
+    """The same, as it was: with the first step that was done again, and an undisturbed step for each other. None: it was overtaken, or
+    never completed."""
+
+    def measure(self, step_s: float | None) -> None:
+        """``step_s``: of an undisturbed step."""
+        if self.decided_ms is None or self.resumed_ms is None or self.overtaken:
+            return
+        until_ms, more = self.resumed_ms, len(self.redone)
+        if more and self.committed_ms is not None:  # the first of them is known as it was
+            step_s = step_s or (self.committed_ms - self.resumed_ms) / 1e3 or None
+            until_ms, more = self.committed_ms, more - 1
+        if more and step_s is None:
+            return
+        self.measured_gpu_s = self.world_size * ((until_ms - self.decided_ms) / 1e3 + more * (step_s or 0.0))
+
+    @property
+    def seconds(self) -> float | None:
+        """From the fault until every rank computed again."""
+        return None if self.resumed_ms is None else (self.resumed_ms - self.fault_ms) / 1e3
+
+    def line(self) -> str:
+        """For people: ``rank 2 lost on tray-00/2 (SIGKILL) -> tray-00/4 in 0.38 s, step 41 done again``."""
+        restart = self.kind == "restart"
+        who = "; ".join(
+            f"rank {one.rank} {'leaves' if self.planned else 'lost on'} {one.slot} ({one.how})"
+            + ("" if restart or self.kind == "resize" else _successor(one))
+            for one in self.lost
+        )
+        if self.freed:
+            as_what = "a spare" if len(self.freed) == 1 else "spares"
+            who = "; ".join(filter(None, [who, f"{', '.join(self.freed)} will wait as {as_what}"]))
+        if self.joined:
+            verb = "joins" if len(self.joined) == 1 else "join"
+            who = "; ".join(filter(None, [who, f"{', '.join(self.joined)} {verb} at a step boundary"]))
+        parts = [who or f"generation {self.generation}: {self.because}"]
+        if restart:
+            parts.append(f" -> all {self.world_size} workers start again")
+        elif self.kind == "resize":
+            parts.append(" -> 1 rank goes on" if self.world_size == 1 else f" -> {self.world_size} ranks go on")
+        if self.overtaken:
+            parts.append(", overtaken by another failure")
+        elif self.seconds is not None:
+            parts.append(f" in {self.seconds:.2f} s")
+        if self.rollback is not None:
+            parts.append(f", back to the state after step {self.rollback}")
+        if self.redone:
+            first, last = self.redone[0], self.redone[-1]
+            parts.append(f", step {first} done again" if first == last else f", steps {first} to {last} done again")
+        return "".join(parts)
+
+
+def _successor(one: LostRank) -> str:
+    if one.to == one.slot:
+        return ", started again there"
+    return f" -> {one.to or 'nobody, the world shrinks'}"
+
+
+class RecoveryWatch:
+    """Follows the generations. ``on_done`` gets each recovery once: when it is complete, overtaken, or the job has ended."""
+
+    def __init__(self, on_done: Callable[[Recovery], None]) -> None:
+        self._on_done = on_done
+        self._open: Recovery | None = None
+        self._plan: Plan | None = None
+        self._how: dict[SlotId, str] = {}
+        self._fault_ms: float | None = None
+        self._waiting: set[tuple[SlotId, Incarnation]] = set()  # members that have not resumed
+        self._uncommitted: set[Rank] = set()  # ranks without a commit since the recovery
+        self._from = BEGIN
+        self._restarts = 0
+        self._counted = 0  # restarts of a plain script that were told of
+        self._newest_step = -1
+        self._elastic = False
+        self._fenced: set[SlotId] = set()  # ended by us, without a fault of their own
+        self._paused: set[SlotId] = set()
+        self._trays: dict[str, TrayId] = {}  # by the address of their snapshots
+        self.last: Recovery | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan: who is the world."""
+        return self._plan
+
+    def heard(self, event: Event, now_ms: float) -> None:
+        match event:
+            case WorkerElastic():
+                self._elastic = True
+            case TrayJoined():
+                self._trays[event.snapshots] = event.tray
+            case WorkerExited() if event.slot not in self._fenced:
+                self._fault(event.slot, describe_exit(event), now_ms)
+            case WorkerStalled():
+                self._stalled(event, now_ms)
+            case TrayLost():
+                for member in self._plan.members if self._plan else ():
+                    if tray_of(member.slot) == event.tray:
+                        self._fault(member.slot, f"tray lost: {event.because}", now_ms)
+            case WorkerUnbuilt() if (
+                self._open is None or self._open.kind == "restart"
+            ):  # else it is built again in place
+                self._fault(event.slot, "could not build its groups", now_ms)
+            case WorkerPaused() if self._plan and event.generation == self._plan.generation:
+                self._paused.add(event.slot)
+            case WorkerParked() if self._open and event.generation == self._open.generation:
+                self._open.parked_ms = now_ms
+            case WorkerResumed() if self._plan and event.generation == self._plan.generation:
+                self._waiting.discard((event.slot, event.incarnation))
+                if (
+                    self._open
+                    and not self._waiting
+                    and self._open.plan_ms is not None
+                    and self._open.resumed_ms is None
+                ):
+                    self._open.resumed_ms = now_ms
+            case _:
+                pass
+
+    def told(self, command: Command, cause_ms: float, now_ms: float) -> None:
+        """``cause_ms`` is when the event arrived that the command answers."""
+        match command:
+            case BreakGeneration():
+                if self._open is None or self._open.generation != command.generation:
+                    self._begin(command.generation, "regroup", command.because, cause_ms)
+                assert self._open is not None
+                if self._open.break_ms is None:
+                    self._open.break_ms = now_ms
+            case CondemnWorker() if command.slot not in self._how:
+                self._fault(command.slot, command.because, cause_ms)
+            case FenceWorker() if command.slot not in self._how:
+                if command.swept_along:
+                    self._fenced.add(command.slot)
+                else:
+                    self._fault(command.slot, command.because, cause_ms)
+            case StartWorker() if command.restarts > self._restarts:  # before or after its generation's plan
+                self._restarts = command.restarts
+                if self._open is None:
+                    self._begin(command.generation, "restart", "all start again", cause_ms)
+                assert self._open is not None
+                self._open.kind = "restart"
+                self._settle_restart()
+            case Decided():
+                self._decided(command, cause_ms, now_ms)
+            case ResumeGeneration():
+                self._planned(command, now_ms)
+            case _:
+                pass
+
+    def committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        recovery = self._open
+        self._newest_step = max(self._newest_step, unit.at.step)
+        if recovery is None or self._plan is None or unit.generation < self._plan.generation or unit.at <= self._from:
+            return
+        if unit.attempt > 0 and unit.at.phase == 0 and unit.at.step not in recovery.redone:
+            recovery.redone = tuple(sorted({*recovery.redone, unit.at.step}))
+        self._uncommitted.discard(unit.rank)
+        if unit.stages:
+            recovery.stages = {**recovery.stages, unit.rank: unit.stages}
+        if not self._uncommitted and recovery.plan_ms is not None:
+            recovery.committed_ms = now_ms
+            if recovery.resumed_ms is None:
+                recovery.resumed_ms = now_ms
+            self._end()
+
+    def copied(self, told: StateCopied) -> None:
+        """A world that begins again from a checkpoint does only the steps after it once more."""
+        recovery = self._open
+        if told.kind == "resume" and recovery is not None and recovery.kind == "restart":
+            recovery.redone = tuple(step for step in recovery.redone if step > told.at.step)
+
+    def finish(self) -> None:
+        """The job has ended: whatever is open will not be completed."""
+        self._end()
+
+    def _stalled(self, event: WorkerStalled, now_ms: float) -> None:
+        how = f"{_STALLED} {event.for_ms} ms"
+        if event.over and self._how.get(event.slot, "").startswith(_STALLED):
+            del self._how[event.slot]
+            self._fault_ms = self._fault_ms if self._how else None
+        elif event.early and not event.waiting:
+            self._how[event.slot] = how  # again and again; it is a fault only if the others' times say so
+        elif not (event.over or event.waiting):
+            self._fault(event.slot, how, now_ms)
+
+    def _fault(self, slot: SlotId, how: str, now_ms: float) -> None:
+        self._how.setdefault(slot, how)
+        members = self._plan.members if self._plan else ()
+        if self._fault_ms is None and any(member.slot == slot for member in members):
+            self._fault_ms = now_ms
+
+    def _begin(self, generation: int, kind: str, because: str, cause_ms: float) -> None:
+        fault_ms = cause_ms
+        if self._open is not None:
+            if self._open.resumed_ms is None:
+                fault_ms = self._open.fault_ms
+                self._open.overtaken = True
+            self._end()
+        elif self._fault_ms is not None and self._fault_ms < fault_ms:
+            fault_ms = self._fault_ms  # such as the first exit of several, before all start again
+        planned = self._plan is not None and self._paused == {member.slot for member in self._plan.members}
+        self._open = Recovery(generation=generation, kind=kind, because=because, fault_ms=fault_ms, planned=planned)
+
+    def _decided(self, command: Decided, cause_ms: float, now_ms: float) -> None:
+        decision = command.decision
+        if self._open is None or self._open.plan_ms is not None:  # nobody was there to be broken
+            kind = "restart" if decision.rung is Rung.RESTART else "regroup"
+            self._begin(command.generation, kind, command.failure.what, cause_ms)
+        recovery = self._open
+        assert recovery is not None
+        recovery.rungs += (decision.rung.value,)
+        recovery.reasons += (decision.reason,)
+        recovery.whose = command.failure.whose.value
+        if recovery.decided_ms is None:
+            recovery.decided_ms = now_ms
+            seconds = [value for name, value in decision.figures.items() if not name.endswith("_gpu_s")]
+            recovery.predicted_gpu_s = sum(seconds) * (self._plan.world_size if self._plan else 0) if seconds else None
+
+    def _planned(self, command: ResumeGeneration, now_ms: float) -> None:
+        plan, before = command.plan, self._plan
+        self._plan = plan
+        self._waiting = {(m.slot, m.incarnation) for m in plan.members}
+        self._uncommitted = {m.rank for m in plan.members}
+        self._from = plan.committed if plan.rollback is None else Position(plan.rollback)
+        if before is not None and (self._open is None or self._open.plan_ms is not None):
+            self._begin(plan.generation, "restart", command.because, now_ms)  # nobody was left to be broken
+        recovery = self._open
+        if recovery is not None:
+            recovery.generation = plan.generation
+            recovery.plan_ms = now_ms
+            recovery.because = command.because or recovery.because
+            recovery.world_size = plan.world_size
+            recovery.rollback = plan.rollback
+            recovery.restores = tuple(_told(r) for r in plan.restores)
+            recovery.sources = _sources(plan, self._trays)
+            if plan.rollback is not None:
+                recovery.redone = tuple(range(plan.rollback + 1, plan.committed.step + 1))
+            if before is not None:
+                recovery.lost = self._lost(before, plan)
+                if recovery.kind != "restart":
+                    resized = before.world_size != plan.world_size
+                    if plan.world_size < before.world_size:
+                        recovery.freed = tuple(one.slot for one in recovery.lost if one.slot in self._fenced)
+                        recovery.lost = tuple(one for one in recovery.lost if one.slot not in self._fenced)
+                    recovery.kind = "resize" if resized else "swap" if recovery.lost else "regroup"
+                    was = {(m.slot, m.incarnation) for m in before.members}
+                    recovery.joined = tuple(
+                        m.slot for m in plan.members if resized and (m.slot, m.incarnation) not in was
+                    )
+            self._settle_restart()
+        self._how.clear()
+        self._fenced.clear()
+        self._paused.clear()
+        self._fault_ms = None
+
+    def _settle_restart(self) -> None:
+        """All that is known of a restart, once both its plan and its count are. Of a plain script nothing more will come: it
+        does not tell when it computes again."""
+        recovery = self._open
+        if recovery is None or recovery.kind != "restart" or recovery.plan_ms is None:
+            return
+        recovery.lost = tuple(one for one in recovery.lost if one.how != _GONE) or recovery.lost
+        if self._plan is not None and self._plan.rollback is None:
+            recovery.redone = tuple(range(self._plan.committed.step + 1, self._newest_step + 1))
+        if not self._elastic and self._restarts > self._counted:
+            self._counted = self._restarts
+            self._end()
+
+    def _lost(self, before: Plan, after: Plan) -> tuple[LostRank, ...]:
+        now = {m.rank: m for m in after.members} if before.world_size == after.world_size else {}
+        alive = {(m.slot, m.incarnation) for m in after.members}
+        return tuple(
+            LostRank(
+                rank=m.rank,
+                slot=m.slot,
+                how=self._how.get(m.slot, _GONE),
+                to=now[m.rank].slot if m.rank in now else None,
+            )
+            for m in before.members
+            if (m.slot, m.incarnation) not in alive
+        )
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self.last, self._open = self._open, None
+            self._on_done(self.last)
+
+
+def describe_exit(event: WorkerExited) -> str:
+    if event.signal is not None:
+        try:
+            return signal.Signals(event.signal).name
+        except ValueError:
+            return f"signal {event.signal}"
+    if event.failure is not None:
+        return event.failure.type.removeprefix("builtins.")
+    return "gone" if event.exit_code is None else f"exit code {event.exit_code}"
+
+
+def _sources(plan: Plan, trays: Mapping[str, TrayId]) -> tuple[str, ...]:
+    found = []
+    for restore in plan.restores:
+        if restore.sources:
+            found.append("live_peer")
+        elif restore.snapshot:
+            address, _, worker = restore.snapshot.partition("/")
+            own = trays.get(address) == tray_of(SlotId(worker.rpartition("/")[0]))
+            found.append("its_tray" if own else "other_tray")
+        else:
+            found.append("parity")
+    if plan.rollback is not None:
+        found += ["own_snapshot" for member in plan.members if not member.fresh]
+    return tuple(found)
+
+
+def _told(restore: Restore) -> str:
+    if restore.snapshot:
+        return f"rank {restore.rank} from snapshot {restore.snapshot}"
+    ranks = ", ".join(str(rank) for rank in restore.sources or [one.rank for one in restore.rebuild])
+    return f"rank {restore.rank} {'from rank' if restore.sources else 'rebuilt from rank'} {ranks}"

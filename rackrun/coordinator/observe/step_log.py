@@ -1,0 +1,73 @@
+"""What ``run.log`` says, as one story: a line a step, in order, whoever tells it first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position
+from rackrun.protocol.wire import Logged
+
+__all__ = ["StepLog", "step_line"]
+
+
+class StepLog:
+    """Every rank logs the same call; the first to arrive is printed, at once, and the rest are dropped.
+
+    Of several that arrive together the lowest rank is taken. A position older than the newest one printed is dropped:
+    that is what a step sounds like when it is computed again after a rollback. Two different calls within one step are
+    told apart by the names of their values, and equal ones by how often this worker has made them in one generation: in the
+    next one it may compute the newest position again.
+    """
+
+    def __init__(self, emit: Callable[[str, Logged], None]) -> None:
+        self._emit = emit
+        self._newest = BEGIN
+        self._since = Generation(0)
+        self._printed: Counter[tuple[str, ...]] = Counter()
+        self._heard: Counter[tuple[Incarnation, Generation, tuple[str, ...]]] = Counter()
+
+    def takes_back(self, plan: Plan) -> None:
+        """Where what was told of later steps than ``plan.rollback`` was wrong they are told again, in its generation."""
+        if plan.anew and plan.rollback is not None and Position(plan.rollback) < self._newest:
+            self._newest, self._since = Position(plan.rollback), plan.generation
+            self._printed.clear()
+            self._heard.clear()
+
+    def take(self, logged: Iterable[Logged]) -> None:
+        """Lines that arrived together, in the order of each sender."""
+        for line in sorted(logged, key=lambda one: (one.at, one.rank)):
+            if line.at < self._newest or line.generation < self._since:
+                continue
+            if line.at > self._newest:
+                self._newest = line.at
+                self._printed.clear()
+                self._heard.clear()
+            call = tuple(line.values)
+            told = line.incarnation, line.generation, call
+            self._heard[told] += 1
+            if self._heard[told] > self._printed[call]:
+                self._printed[call] += 1
+                self._emit(step_line(line), line)
+
+
+def step_line(line: Logged) -> str:
+    """``step 12  loss 2.3123  lr 0.0003``"""
+    where = f"step {line.at.step}" if line.at.phase == 0 else f"step {line.at.step} phase {line.at.phase}"
+    return "  ".join([where, *(f"{_one_line(name)} {_value(value)}" for name, value in line.values.items())])
+
+
+def _value(value: float | int | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"
+    return _one_line(str(value))
+
+
+def _one_line(text: str) -> str:
+    """Line ends and what else a terminal would obey, as escapes."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )

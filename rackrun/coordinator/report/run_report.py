@@ -1,0 +1,311 @@
+"""What a journal tells afterwards: recoveries stage by stage, where the time went, and whether a sample was lost or doubled.
+
+Reads the file only; the job may still run. Formats: `rackrun.coordinator.journal.journal_writer`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from rackrun.coordinator.journal.folding import folded_units
+from rackrun.coordinator.journal.job_mesh import mesh_of
+from rackrun.coordinator.journal.journal_reader import open_journal, resume_of
+from rackrun.coordinator.journal.ledger_check import FINDINGS, LedgerCheck, Row, check_ledger, samples_in
+from rackrun.coordinator.observe.filler_usage import FillerUse, filler_uses
+from rackrun.coordinator.observe.recoveries import Recovery
+from rackrun.protocol.commands import Plan
+from rackrun.protocol.ids import Position
+
+__all__ = ["Goodput", "LedgerCheck", "OwnTime", "Report", "Stage", "read_goodput", "read_report"]
+
+_STAGES = (
+    ("break", "fault_ms", "break_ms"),
+    ("park", "break_ms", "parked_ms"),
+    ("plan", "parked_ms", "plan_ms"),
+    ("resume", "plan_ms", "resumed_ms"),
+    ("first commit", "resumed_ms", "committed_ms"),
+)
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    from_ms: float
+    ms: float
+
+
+class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
+    line: str
+    recovery: Recovery
+    seconds: float | None
+    """From the fault until every rank computed again."""
+    stages: tuple[Stage, ...]
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """ETTR: effective training time ratio, productive time over wall time (the Llama 3 and Revisiting Reliability papers)."""
+
+    wall_s: float
+    """From the coordinator's start to the job's end, or to the last thing in the journal."""
+    productive_s: float
+    """Each committed unit counted once, at the time an undisturbed one takes."""
+    startup_s: float
+    """Until the first generation was resumed."""
+    recovery_s: float
+    """From each fault until all ranks computed again."""
+    redone_s: float
+    """Computed again: broken steps, and those since a rollback."""
+    other_s: float
+    """The script's own code between units, and what is in none of the above."""
+    ettr: float
+    ettr_since_first_step: float
+
+
+class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's own part of a step: what it did not wait for others."""
+
+    rank: int
+    seconds: float
+    """The median over all steps of which it is known."""
+    waits: float
+    """The share of those steps that it waited."""
+
+
+class NoticeReport(msgspec.Struct, frozen=True, kw_only=True):
+    at_ms: int
+    text: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    exit_code: int | None
+    because: str
+    steps: int
+    steps_redone: int
+    generations: int
+    recoveries: tuple[RecoveryReport, ...]
+    notices: tuple[NoticeReport, ...]
+    """What was known of the hardware, and what was decided about it."""
+    goodput: Goodput
+    ledger: LedgerCheck
+    fillers: tuple[FillerUse, ...] = ()
+    """What ran beside spares while they waited, by slot."""
+    own_times: tuple[OwnTime, ...] = ()
+    """Of each rank, whoever held it."""
+
+
+class _Unit(msgspec.Struct, frozen=True):
+    at: Position
+    rank: int
+    generation: int
+    attempt: int
+    committed_ms: float
+    seconds: float
+    own_s: float
+
+
+def read_report(path: Path) -> Report:
+    """Raises UsageError when ``path`` is not a journal that this version can read."""
+    with open_journal(path) as (connection, meta):
+        _see_one_moment(connection)
+        return _report(connection, meta)
+
+
+def read_goodput(path: Path) -> Goodput | None:
+    """Where the time went, alone: of millions of units it takes seconds, and little memory. None: no unit was reported. Raises UsageError."""
+    with open_journal(path) as (connection, meta):
+        _see_one_moment(connection)
+        slowest = _slowest(connection)
+        if not slowest:
+            return None
+        newest = "SELECT max(max(at_ms), coalesce((SELECT max(committed_at_ms) FROM units), 0)) FROM events"
+        last_ms = connection.execute(newest).fetchone()[0] or 0
+        ended_ms = float(meta.get("ended_ms") or last_ms)
+        return _goodput(slowest, _recovery_s(connection), _redone(connection), ended_ms, _first_resume_ms(connection))
+
+
+def _see_one_moment(connection: sqlite3.Connection) -> None:
+    """All that is read from now on is of one moment, though the job goes on. Without a write-ahead log that would keep the job from writing."""
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+        connection.execute("BEGIN")
+
+
+def _report(connection: sqlite3.Connection, meta: dict[str, str]) -> Report:
+    plans: dict[int, Plan] = {
+        (resume := resume_of(body)).plan.generation: resume.plan
+        for (body,) in connection.execute("SELECT body FROM generations WHERE stage = 'resume' ORDER BY id")
+    }
+    recoveries = _recoveries(connection)
+    units = [
+        _Unit(Position(step, phase), *rest)
+        for step, phase, *rest in connection.execute(
+            "SELECT step, phase, rank, generation, attempt, committed_at_ms, seconds, own_s FROM units ORDER BY step, phase, rank"
+        )
+    ]
+    last_event_ms = connection.execute("SELECT max(at_ms) FROM events").fetchone()[0] or 0
+    ended_ms = float(meta.get("ended_ms") or max([last_event_ms, *(unit.committed_ms for unit in units)]))
+    redone, slowest = _redone(connection), _slowest(connection)
+    exit_code = meta.get("exit_code")
+    return Report(
+        run_id=meta.get("run_id", ""),
+        exit_code=int(exit_code) if exit_code else None,
+        because=meta.get("because", ""),
+        steps=len([at for at in slowest if at.phase == 0]),
+        steps_redone=len([at for at in redone if at.phase == 0]),
+        generations=len(plans),
+        recoveries=tuple(
+            RecoveryReport(line=one.line(), recovery=one, seconds=one.seconds, stages=_stages(one))
+            for one in recoveries
+        ),
+        notices=tuple(
+            NoticeReport(at_ms=at_ms, text=msgspec.json.decode(body)["text"])
+            for at_ms, body in connection.execute(
+                "SELECT at_ms, body FROM events WHERE kind = 'command' AND name IN ('Notice', 'Answer') ORDER BY id"
+            )
+        ),
+        goodput=_goodput(slowest, _recovery_s(connection), redone, ended_ms, _first_resume_ms(connection)),
+        ledger=_check_ledger(connection, plans, int(meta.get("rows_lost", 0))),
+        fillers=filler_uses(connection),
+        own_times=_own_times(units),
+    )
+
+
+def _recoveries(connection: sqlite3.Connection) -> list[Recovery]:
+    return [
+        msgspec.json.decode(body, type=Recovery)
+        for (body,) in connection.execute("SELECT body FROM recoveries ORDER BY generation")
+    ]
+
+
+def _first_resume_ms(connection: sqlite3.Connection) -> int | None:
+    found: int | None = connection.execute("SELECT min(at_ms) FROM generations WHERE stage = 'resume'").fetchone()[0]
+    return found
+
+
+def _stages(recovery: Recovery) -> tuple[Stage, ...]:
+    """Consecutive; a stage that was skipped (nobody to break, nobody to park) takes no time."""
+    stages = []
+    reached = recovery.fault_ms
+    for name, _, end in _STAGES:
+        at: float | None = getattr(recovery, end)
+        if at is not None:
+            stages.append(Stage(name=name, from_ms=reached - recovery.fault_ms, ms=max(0.0, at - reached)))
+            reached = max(reached, at)
+    return tuple(stages)
+
+
+def _own_times(units: list[_Unit]) -> tuple[OwnTime, ...]:
+    known: dict[int, list[_Unit]] = defaultdict(list)
+    for unit in units:
+        if unit.at.phase == 0 and unit.own_s > 0:
+            known[unit.rank].append(unit)
+    return tuple(
+        OwnTime(
+            rank=rank,
+            seconds=median(unit.own_s for unit in found),
+            waits=max(0.0, 1 - sum(unit.own_s for unit in found) / sum(unit.seconds for unit in found)),
+        )
+        for rank, found in sorted(known.items())
+    )
+
+
+# -- where the time went ---------------------------------------------------------------------------------------------
+def _slowest(connection: sqlite3.Connection) -> dict[Position, float]:
+    """Of each unit: how long the slowest rank took, in seconds."""
+    return {
+        Position(step, phase): max(seconds or 0.0, 0.0)
+        for step, phase, seconds in connection.execute(
+            "SELECT step, phase, max(seconds) FROM (SELECT step, phase, seconds FROM units UNION ALL SELECT step, phase, seconds FROM folded) "
+            "GROUP BY step, phase ORDER BY step, phase"
+        )
+    }
+
+
+def _redone(connection: sqlite3.Connection) -> dict[Position, int]:
+    """How many times each unit was computed in vain: broken attempts, and commits that a rollback took back."""
+    of_a_rank = (
+        "SELECT step, phase, max(attempt) AS attempts, count(*) AS generations FROM units GROUP BY step, phase, rank"
+    )
+    query = f"SELECT step, phase, max(attempts, generations - 1) AS vain FROM ({of_a_rank}) WHERE vain > 0"  # noqa: S608 - no input in it
+    found: dict[Position, int] = {}
+    for step, phase, vain in connection.execute(query):
+        found[Position(step, phase)] = max(found.get(Position(step, phase), 0), vain)
+    again = "EXISTS (SELECT 1 FROM units WHERE (units.step, units.phase) = (folded.step, folded.phase))"
+    query = f"SELECT step, phase, vain + {again} AS all_vain FROM folded WHERE all_vain > 0"  # noqa: S608 - no input in it
+    for step, phase, vain in connection.execute(query):
+        found[Position(step, phase)] = found.get(Position(step, phase), 0) + vain
+    return found
+
+
+def _recovery_s(connection: sqlite3.Connection) -> float:
+    """From each fault until all computed again. A coordinator that stood still hears of that late, together with what they have computed
+    meanwhile: they began no later than it took them to compute that."""
+    began = (
+        "committed_at_ms - 1000 * sum(max(coalesce(seconds, 0), 0)) OVER (PARTITION BY generation ORDER BY step, phase)"
+    )
+    query = f"SELECT generation, min(began) FROM (SELECT generation, {began} AS began FROM units WHERE rank = 0) GROUP BY generation"  # noqa: S608 - no input in it
+    computing: dict[int, float] = dict(connection.execute(query))
+    known = [
+        (one, one.resumed_ms) for one in _recoveries(connection) if one.resumed_ms is not None and not one.overtaken
+    ]
+    ends_ms = [(one.fault_ms, min(resumed_ms, computing.get(one.generation, resumed_ms))) for one, resumed_ms in known]
+    return sum(max(end_ms - fault_ms, 0.0) / 1e3 for fault_ms, end_ms in ends_ms)
+
+
+def _goodput(
+    slowest: dict[Position, float],
+    recovery_s: float,
+    redone: dict[Position, int],
+    ended_ms: float,
+    first_resume_ms: int | None,
+) -> Goodput:
+    calm: dict[int, list[float]] = defaultdict(list)  # phase -> seconds of units that nothing disturbed
+    for at, seconds in slowest.items():
+        if at not in redone:
+            calm[at.phase].append(seconds)
+    usual = {phase: median(times) for phase, times in calm.items()}
+
+    def worth(at: Position) -> float:
+        return usual.get(at.phase, 0.0) if at in redone else slowest[at]
+
+    wall_s = ended_ms / 1e3
+    productive_s = sum(worth(at) for at in slowest)
+    startup_s = (first_resume_ms if first_resume_ms is not None else ended_ms) / 1e3
+    since_s = wall_s - startup_s
+    estimated_s = sum(count * usual.get(at.phase, 0.0) for at, count in redone.items())
+    redone_s = min(estimated_s, max(0.0, since_s - productive_s - recovery_s))  # steps may have become slower since
+    return Goodput(
+        wall_s=wall_s,
+        productive_s=productive_s,
+        startup_s=startup_s,
+        recovery_s=recovery_s,
+        redone_s=redone_s,
+        other_s=max(0.0, wall_s - productive_s - startup_s - recovery_s - redone_s),
+        ettr=productive_s / wall_s if wall_s > 0 else 0.0,
+        ettr_since_first_step=productive_s / since_s if since_s > 0 else 0.0,
+    )
+
+
+# -- nothing lost, nothing twice -------------------------------------------------------------------------------------
+def _check_ledger(connection: sqlite3.Connection, plans: dict[int, Plan], rows_lost: int) -> LedgerCheck:
+    units = (
+        (Position(step, phase), rank, generation, samples_in(gate))
+        for step, phase, rank, generation, gate in connection.execute(
+            "SELECT step, phase, rank, generation, gate FROM units"
+        )
+    )
+    rows = (
+        Row(Position(step, phase), *rest)
+        for step, phase, *rest in connection.execute(
+            "SELECT step, phase, rank, generation, count, digest, ids FROM ledger ORDER BY step, phase, generation"
+        )
+    )
+    check = check_ledger(units, rows, plans, mesh_of(connection), rows_lost, folded_units(connection))
+    before: dict[str, list[str]] = defaultdict(list)
+    for kind, what in connection.execute("SELECT kind, what FROM findings ORDER BY rowid"):
+        before[kind].append(what)
+    return msgspec.structs.replace(check, **{kind: (*before[kind], *getattr(check, kind)) for kind in FINDINGS})

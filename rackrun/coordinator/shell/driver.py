@@ -1,0 +1,441 @@
+"""The shell around the core: it stamps events, asks the core, and carries out what the core says, in that order.
+
+Everything here runs on the event loop's thread, without an await between an event and the last of its commands: journal,
+then outboxes. Whoever sends from an outbox is `rackrun.coordinator.server.http_server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, assert_never
+
+import msgspec
+
+from rackrun.coordinator.journal.journal_writer import Journal, JournalError
+from rackrun.coordinator.observe.job_progress import LastWords, Ledger, Progress
+from rackrun.coordinator.observe.metrics import Metrics
+from rackrun.coordinator.observe.recoveries import Recovery, RecoveryWatch
+from rackrun.coordinator.observe.slow_ranks import SlowWatch
+from rackrun.coordinator.observe.speed_measurements import Pace
+from rackrun.coordinator.observe.step_log import StepLog
+from rackrun.coordinator.shell.request_waiters import Requests
+from rackrun.link.channel import frame
+from rackrun.protocol.commands import (
+    Answer,
+    AskPolicy,
+    BreakGeneration,
+    Command,
+    CondemnWorker,
+    DealShards,
+    Decided,
+    DismissTray,
+    DrainWorkers,
+    FenceWorker,
+    Notice,
+    PauseWorkers,
+    ReleaseRack,
+    ReleaseWorkers,
+    RequestRack,
+    ResumeGeneration,
+    SetTimer,
+    StartWorker,
+    StopJob,
+    WorkerCommand,
+)
+from rackrun.protocol.events import (
+    DepartureAnnounced,
+    Event,
+    JournalFailed,
+    PolicyAnswered,
+    RackRefused,
+    TimerFired,
+    TrayJoined,
+    TrayLost,
+    WorkerElastic,
+)
+from rackrun.protocol.ids import SlotId, TrayId, tray_of
+from rackrun.protocol.wire import FillerTold, Logged, StateCopied, Telemetry, UnitCommitted, UnitSealed
+
+__all__ = ["Core", "Driver", "Link", "Observer", "Status"]
+
+_log = logging.getLogger(__name__)
+_STOOD_STILL_MS, _CATCH_UP_MS = 1_000, 250
+"""A timer that is as late as that tells of a coordinator that stood still. It hears first what has come meanwhile: those whose time seems to be
+up may have answered long ago."""
+
+
+class Core(Protocol):
+    """What the driver needs of `rackrun.core.machine.control_plane.ControlPlane`."""
+
+    def handle(self, event: Event) -> Sequence[Command]: ...
+
+    def view(self) -> msgspec.Struct: ...
+
+
+class Link(Protocol):
+    """The way to one agent. ``send`` never blocks and keeps the order."""
+
+    host: str
+    pid: int
+    """Of the agent, on its host; 0: it has not said."""
+
+    def send(self, data: bytes) -> None: ...
+
+
+class Observer(Protocol):
+    """Whoever shows a person what goes on."""
+
+    def line(self, text: str, logged: Logged) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def protected(self, text: str) -> None:
+        """What snapshots survive from now on."""
+
+    def notice(self, text: str) -> None:
+        """What the coordinator has decided, or has not, about hardware, and what became of what was asked for."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /api/status``"""
+
+    run_id: str
+    uptime_s: float
+    trays: tuple[TrayId, ...]
+    progress: Progress
+    recoveries: int
+    last_recovery: str
+    """One line about it; "" when there was none."""
+    last_recovery_s: float | None
+    over: StopJob | None
+    core: msgspec.Struct
+    """`ControlPlane.view`"""
+
+
+class Driver:
+    """Runs one job. Await `finished` for its end. ``slow_after_s``: as `SlowWatch`."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        *,
+        run_id: str,
+        observer: Observer,
+        slow_after_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.finished: asyncio.Future[StopJob] = asyncio.get_running_loop().create_future()
+        self.ledger = Ledger()
+        self.watch = RecoveryWatch(self._recovered)
+        self.metrics = Metrics(run_id, lambda: self.watch.plan)
+        self._slow = SlowWatch(slow_after_s, self.submit, self.metrics.slow)
+        self.recoveries: list[Recovery] = []
+        self.requests = Requests(self.finished)
+        self._last_words = LastWords()
+        self._core = core
+        self._journal = journal
+        loop = asyncio.get_running_loop()
+
+        def journal_died(because: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._stop_without_journal, because)
+
+        journal.on_death = journal_died
+        self._run_id = run_id
+        self._observer = observer
+        self._clock = clock
+        self._began = clock()
+        journal.fact("began_monotonic_s", self._began)
+        self._at_ms = 0
+        self._links: dict[TrayId, Link] = {}
+        self.fence: Callable[[TrayId, int], None] = lambda _tray, _pid: None
+        """Told of a tray that is lost, and of its agent's process: where that is ours, it is to be gone, also if it is only stopped."""
+        self.returns: Callable[[TrayId], bool] = lambda _tray: False
+        """Whether the agent of a lost tray is started again."""
+        self.ask: Callable[[AskPolicy], None] = self._nobody_to_ask
+        """Put a question to the user's policy; `PolicyAnswered` is to be submitted, within a second or so."""
+        self.provide: Callable[[RequestRack | ReleaseRack], None] = self._nobody_to_provide
+        """Pass it on to the provider; `RackDelivered` or `RackRefused` is to be submitted."""
+        self.prepare: Callable[[str], None] = lambda _function: None
+        """Another function is the policy from now on: load it, before it is asked."""
+        self._pace = Pace()
+        self._going: set[TrayId] = set()
+        """Told to leave: they go by themselves."""
+        self._inbox: deque[tuple[Event, float]] = deque()
+        self._handling = False
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._step_log = StepLog(self._line)
+        self._elastic, self._protected, self._told_protected = False, "", ""
+
+    # -- who is there
+    @property
+    def over(self) -> StopJob | None:
+        return self.finished.result() if self.finished.done() and not self.finished.cancelled() else None
+
+    def link_of(self, tray: TrayId) -> Link | None:
+        return self._links.get(tray)
+
+    def joined(self, event: TrayJoined, link: Link) -> None:
+        """An agent has introduced itself."""
+        assert event.tray not in self._links, "at most one agent acts for a tray"
+        self._links[event.tray] = link
+        self._going.discard(event.tray)
+        self.metrics.trays.set(len(self._links))
+        self.submit(event)
+
+    def lost(self, tray: TrayId, link: Link, because: str) -> None:
+        """A connection has ended. Only the tray's current one counts."""
+        if self._links.get(tray) is link:
+            self._forget(tray, because)
+            if self.over is None and tray not in self._going:
+                self.fence(tray, link.pid)
+
+    def _forget(self, tray: TrayId, because: str) -> None:
+        del self._links[tray]
+        self.metrics.fillers.lost(tray)
+        self.metrics.trays.set(len(self._links))
+        if self.over is None:
+            self.submit(TrayLost(tray=tray, because=because, returns=self.returns(tray)))
+
+    # -- what happens
+    def begin(self) -> None:
+        """The job's time starts: from now on the core waits for trays."""
+        self.submit(TimerFired(name="begin"))
+
+    def submit(self, event: Event) -> None:
+        """Handle ``event`` and all that follows from it, now. Nothing happens once the job is over."""
+        self._inbox.append((event, self.now_ms()))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox and self.over is None:
+                self._handle(*self._inbox.popleft())
+        finally:
+            self._inbox.clear()
+            self._handling = False
+
+    def notice(self, text: str) -> None:
+        """For a person."""
+        self._observer.notice(text)
+
+    def hosts(self) -> list[tuple[str, str]]:
+        """Trays that are here, and their hosts."""
+        return [(str(tray), link.host) for tray, link in sorted(self._links.items())]
+
+    def heard(self, telemetry: Iterable[Telemetry]) -> None:
+        """Telemetry that arrived together."""
+        now_ms = self.now_ms()
+        lines = []
+        for message in telemetry:
+            if isinstance(message, Logged):
+                lines.append(message)
+                continue
+            try:
+                self._hear(message, now_ms)
+            except Exception:  # noqa: BLE001 - what is told about a job must not end it
+                _log.exception("telemetry that cannot be used: %r", message)
+        if lines:
+            self._step_log.take(lines)
+        if self.over is None and (news := self._pace.news()) is not None:
+            self.submit(news)
+
+    def _hear(self, message: UnitCommitted | UnitSealed | StateCopied | FillerTold, now_ms: float) -> None:
+        match message:
+            case UnitCommitted():
+                self._committed(message, now_ms)
+                self.watch.committed(message, now_ms)
+                self._pace.committed(message)
+                self._slow.committed(message)
+            case UnitSealed():
+                self._last_words.heard(message)
+            case StateCopied():
+                self.metrics.copies.copied(message)
+                self._pace.copied(message, now_ms)
+                self.watch.copied(message)
+            case FillerTold():
+                self._journal.filler(message, now_ms)
+                self.metrics.fillers.heard(message)
+            case _:
+                assert_never(message)
+
+    def stop(self, command: StopJob) -> None:
+        """End the job without asking the core: it is broken, or it did not end in time."""
+        if self.over is None:
+            self._journal.command(command, int(self.now_ms()), 0)
+            self._carry_out(command)
+
+    def _stop_without_journal(self, because: str) -> None:
+        because = f"the journal {self._journal.path} is not written any more: {because}"
+        self.stop(StopJob(exit_code=3, because=because, remedy="start the same command again, and please report this."))
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self.watch.finish()
+
+    # -- what it looks like
+    def now_ms(self) -> float:
+        return (self._clock() - self._began) * 1e3
+
+    def status(self) -> Status:
+        last = self.recoveries[-1] if self.recoveries else None
+        return Status(
+            run_id=self._run_id,
+            uptime_s=self.now_ms() / 1e3,
+            trays=tuple(sorted(self._links)),
+            progress=self.ledger.progress(self.now_ms()),
+            recoveries=len(self.recoveries),
+            last_recovery=last.line() if last else "",
+            last_recovery_s=last.seconds if last else None,
+            over=self.over,
+            core=self._core.view(),
+        )
+
+    # -- one event
+    def _handle(self, event: Event, arrived_ms: float) -> None:
+        # A timer may fire a fraction early, and one arrival is never before another.
+        self._at_ms = max(self._at_ms, int(arrived_ms), event.at_ms if isinstance(event, TimerFired) else 0)
+        event = msgspec.structs.replace(event, at_ms=self._at_ms)
+        cause = self._journal.event(event)
+        if isinstance(event, DepartureAnnounced):
+            self._going.add(event.tray)
+        self.watch.heard(event, arrived_ms)
+        self.metrics.copies.heard(event)
+        self._slow.heard(event)
+        self.metrics.heard(event)
+        try:
+            commands = self._core.handle(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job must end with a reason, not hang
+            _log.exception("the core failed on %r", event)
+            because = f"rackrun contradicts itself on {type(event).__name__}: {type(error).__name__}: {error}"
+            remedy = f"please report this, with {self._journal.path}"
+            commands = (StopJob(exit_code=3, because=because, remedy=remedy),)
+        for command in commands:
+            self._journal.command(command, self._at_ms, cause)
+            self._carry_out(command)
+            self.watch.told(command, arrived_ms, self.now_ms())
+            self._slow.told(command)
+        self._elastic |= isinstance(event, WorkerElastic)  # others have no snapshots
+        if self._elastic and self._protected != self._told_protected:
+            self._told_protected = self._protected
+            self._observer.protected(self._protected or "one tray is left: snapshots are lost with it")
+        self.metrics.events.labels(type(event).__name__).inc()
+        self.metrics.handle_s.observe((self.now_ms() - arrived_ms) / 1e3)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SetTimer():
+                self._set_timer(command)
+            case BreakGeneration():
+                if self._persist(command):
+                    self._send(command, (worker.slot for worker in command.workers))
+            case ResumeGeneration():
+                if self._persist(command):
+                    for unit in self._last_words.settle(command.plan):
+                        self._committed(unit, self.now_ms())
+                    self._step_log.takes_back(command.plan)
+                    self._protected = command.protected
+                    self.metrics.generation.set(command.plan.generation)
+                    self.metrics.world_size.set(command.plan.world_size)
+                    self._send(command, (member.slot for member in command.plan.members))
+            case StartWorker() | FenceWorker():
+                self._send(command, (command.slot,))
+            case PauseWorkers() | DealShards() | DrainWorkers() | ReleaseWorkers():
+                self._send(command, (worker.slot for worker in command.workers))
+            case DismissTray():
+                self._send_to(frame(command), (command.tray,))
+            case AskPolicy() | RequestRack() | ReleaseRack():
+                self._hand_on(command)
+            case Notice() | Answer() | Decided() | CondemnWorker():
+                self._tell(command)
+            case StopJob():
+                data = frame(command)
+                for link in self._links.values():
+                    link.send(data)
+                if not self.finished.done():
+                    self.finished.set_result(command)
+            case _:
+                assert_never(command)
+
+    def _persist(self, command: BreakGeneration | ResumeGeneration) -> bool:
+        began = self.now_ms()
+        try:
+            self._journal.persist(command, self._at_ms)
+        except JournalError as error:
+            self.submit(JournalFailed(because=str(error)))
+            return False
+        self.metrics.persist_s.observe((self.now_ms() - began) / 1e3)
+        return True
+
+    def _hand_on(self, command: AskPolicy | RequestRack | ReleaseRack) -> None:
+        """To code of the user's, which answers later."""
+        if isinstance(command, AskPolicy):
+            self.ask(command)
+        else:
+            self.provide(command)
+
+    def _nobody_to_ask(self, command: AskPolicy) -> None:
+        self.submit(PolicyAnswered(question=command.question, trouble="has nobody who could ask it"))
+
+    def _nobody_to_provide(self, command: RequestRack | ReleaseRack) -> None:
+        if isinstance(command, RequestRack):
+            self.submit(RackRefused(request=command.request, because="nobody is there who could be asked"))
+
+    def _send(self, command: WorkerCommand, slots: Iterable[SlotId]) -> None:
+        self._send_to(frame(command), dict.fromkeys(tray_of(slot) for slot in slots))
+
+    def _send_to(self, data: bytes, trays: Iterable[TrayId]) -> None:
+        for tray in trays:
+            if link := self._links.get(tray):  # else: its TrayLost is handled already, or comes next
+                link.send(data)
+
+    def _tell(self, command: Notice | Answer | Decided | CondemnWorker) -> None:
+        """A decision, and who is condemned, are in the journal, and seen by the watch."""
+        if isinstance(command, Notice | Answer):
+            self._observer.notice(command.text)
+        if isinstance(command, Answer):
+            self.requests.heard(command)
+
+    def _set_timer(self, command: SetTimer, *, again: bool = False) -> None:
+        """``again``: it was too late."""
+        now_ms = self.now_ms()
+        at_ms = now_ms + _CATCH_UP_MS if again else command.at_ms
+
+        def fire() -> None:
+            self._timers.discard(timer)
+            if self.over is not None:
+                return
+            if not again and self.now_ms() - max(at_ms, now_ms) > _STOOD_STILL_MS:
+                self._set_timer(command, again=True)
+            else:
+                self.submit(TimerFired(name=command.name, at_ms=command.at_ms))
+
+        # One that is due already has its place in the order of all that are.
+        timer = asyncio.get_running_loop().call_later((at_ms - now_ms) / 1e3, fire)
+        self._timers.add(timer)
+
+    # -- telemetry
+    def _committed(self, unit: UnitCommitted, now_ms: float) -> None:
+        self._journal.unit(unit, now_ms)
+        plan = self.watch.plan
+        if self.ledger.commit(unit, plan.world_size if plan else 1, now_ms) and unit.at.phase == 0:
+            self.metrics.step.set(unit.at.step)
+
+    def _line(self, text: str, logged: Logged) -> None:
+        self.ledger.logged(logged)
+        self._observer.line(text, logged)
+
+    def _recovered(self, recovery: Recovery) -> None:
+        recovery.measure(self._pace.step_s)
+        self.recoveries.append(recovery)
+        self.metrics.recovered(recovery)
+        self._journal.recovery(recovery)
+        self._observer.recovered(recovery)

@@ -1,0 +1,1 @@
+"""Users' policies and providers, each in a process of its own."""

@@ -1,0 +1,187 @@
+"""What is done when ranks that should hold the same state do not (``--check-replicas``).
+
+No state of later than what was last known to be good is trusted until all compute again: whoever is restored, or goes back, ends there
+(`rackrun.core.generation.restore_plan`). Where nobody can say who is wrong, what anybody has in memory is not trusted at all while there is a good snapshot:
+a rank whose memory is wrong would compute the same once more. Who is to blame is replaced in the same recovery, if a spare is ready; else it stays, with a state that is not
+its own, and is replaced when one is. Its slot is on probation: the last choice from then on.
+
+Where replicas differ twice, and nobody is outvoted, a GPU is wrong again and again in the same way. All their slots are on probation then, and one
+of the ranks is replaced; if they differ on, it was another, and that one goes.
+
+One wrong bit may be a particle. What is no accident ends the job, because nobody can compute right then:
+
+- a rank that is wrong again on another GPU is wrong by its script or a kernel;
+- a slot that is wrong again and again, where no other is to be had;
+- replicas that differ twice, where no spare can help, or has not.
+
+A loss that was not finite, and was when it was computed once more (``--nan-probation``), has cost a step and nothing else. The first time on a
+slot it is said; the second time the slot is on probation, and its rank leaves it at a step boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.generation.restore_sources import named
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.gpu_fitness import Devices
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerRecord
+from rackrun.core.placement.seating import Seating
+from rackrun.core.policy.choice import allows
+from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.events import LossNotRepeated, ReplicasDiffer
+from rackrun.protocol.ids import BEGIN, Generation, Rank, SlotId
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
+
+__all__ = ["OFFENCES_MAX", "WITHIN_MS", "Corruption", "suspect", "suspect_loss"]
+
+OFFENCES_MAX = 3
+"""Of a slot whose rank could not be replaced. So many ranks are replaced on suspicion, too."""
+WITHIN_MS = 3_600_000
+"""A rank that was wrong elsewhere not longer ago than this is wrong by itself."""
+
+
+def suspect(event: ReplicasDiffer, devices: Devices, seats: Mapping[Rank, SlotId]) -> None:
+    """The slots of the culprits are on probation; where nobody can say for the second time, those of all that may be."""
+    for rank in event.culprits or event.differing:
+        if rank in seats:
+            devices.put_on_probation(seats[rank], _why(event))
+
+
+def suspect_loss(event: LossNotRepeated, devices: Devices) -> bool:
+    """Whether it is on probation for it."""
+    return devices.did_not_repeat(event.slot, "its loss was not finite, and was when computed once more, twice")
+
+
+@dataclass(slots=True)
+class Corruption:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    emit: Callable[[Command], None]
+    replace: Callable[[Sequence[WorkerRecord], str, int], None]
+    """These are fenced now, and replaced."""
+    go_back: Callable[[str, int], None]
+    """Nobody is lost, but all are planned for anew."""
+    stop: Callable[[int, str, str], None]
+    changed: Callable[[int], None]
+    """Something is known of a slot that was not known before."""
+    _heard: Generation = Generation(0)
+    """All ranks tell; the first is believed."""
+    _offences: dict[SlotId, int] = field(default_factory=dict)
+    _blamed: dict[tuple[int, Rank], tuple[SlotId, int]] = field(default_factory=dict)
+    """Where each was wrong last, and when. In a world of another size a rank is somebody else, with other work."""
+    _tried: int = 0
+    """Ranks replaced because they or others were wrong."""
+
+    def heard(self, event: ReplicasDiffer | LossNotRepeated, record: WorkerRecord) -> None:
+        """``record``: of who tells it."""
+        if isinstance(event, ReplicasDiffer):
+            self._differ(event)
+        elif record.rank is not None:
+            self._not_repeated(event, record.rank)
+
+    def _differ(self, event: ReplicasDiffer) -> None:
+        world = self.world
+        current = world.plan is not None and event.generation == world.plan.generation
+        if not current or event.generation == self._heard:
+            return
+        if world.phase not in (Phase.TRAINING, Phase.RESUMING, Phase.PARKING):
+            return
+        self._heard = event.generation
+        world.trusted, world.unsure = event.good, not event.culprits
+        if event.again and not event.culprits:
+            self._differ_again(event)
+            return
+        blamed = {rank: world.members[rank] for rank in event.culprits if rank in world.members}
+        if self._is_no_accident(event, blamed):
+            return
+        suspect(event, self.rack.devices, {rank: record.worker.slot for rank, record in blamed.items()})
+        if self._can_be_replaced(blamed):
+            self.emit(Notice(text=_told(event)))
+            self.replace(list(blamed.values()), _why(event), event.at_ms)
+            return
+        for record in blamed.values():
+            record.stateful = False
+        stays = f"; no spare is ready, so {'it stays' if len(blamed) == 1 else 'they stay'} for now" if blamed else ""
+        self.emit(Notice(text=_told(event) + stays))
+        if world.phase is not Phase.PARKING:
+            self.go_back(_why(event) + (f" ({named(list(blamed))})" if blamed else ""), event.at_ms)
+
+    def _differ_again(self, event: ReplicasDiffer) -> None:
+        there = {rank: self.world.members[rank] for rank in event.differing if rank in self.world.members}
+        known = [rank for rank, one in there.items() if self.rack.devices.on_probation(one.worker.slot)]
+        suspect(event, self.rack.devices, {rank: record.worker.slot for rank, record in there.items()})
+        if len(there) < len(event.differing):
+            return  # one of them is being replaced already
+        goes = {rank: there[rank] for rank in sorted(known or there)[-1:]}
+        self._tried += 1
+        if self._tried <= OFFENCES_MAX and self._can_be_replaced(goes):
+            told = f"{_twice(event)}: {named(list(there))}; {named(list(goes))} is replaced, and if they differ on, it was not that one"
+            self.emit(Notice(text=told))
+            self.replace(list(goes.values()), _why(event), event.at_ms)
+            return
+        remedy = (
+            "compute with deterministic kernels, on three replicas or more, or with more spares (--spares); test the GPUs; "
+            "or leave --check-replicas out."
+        )
+        self.stop(3, f"{_twice(event)}, and nobody can say which are right", remedy)
+
+    def _not_repeated(self, event: LossNotRepeated, rank: Rank) -> None:
+        what = f"rank {rank} on {event.slot}: its loss in step {event.at.step} was not finite, and was when computed once more"
+        again = suspect_loss(event, self.rack.devices)
+        self.emit(Notice(text=f"{what}; not for the first time, so the slot is on probation" if again else what))
+        if again:
+            self.changed(event.at_ms)
+
+    def _can_be_replaced(self, blamed: Mapping[Rank, WorkerRecord]) -> bool:
+        if not blamed or not allows(self.world.policy.rules, Rung.SWAP):
+            return False
+        leaving: Collection[Rank] = [*self.world.lost(), *blamed]
+        ready = [record.worker.slot for record in self.rack.ready_spares()]
+        return self.seating.staff(self.world.seats, leaving, ready) is not None
+
+    def _is_no_accident(self, event: ReplicasDiffer, blamed: Mapping[Rank, WorkerRecord]) -> bool:
+        for rank, record in blamed.items():
+            slot = record.worker.slot
+            before = self._blamed.get((self.world.size, rank))
+            self._blamed[self.world.size, rank] = slot, event.at_ms
+            self._offences[slot] = self._offences.get(slot, 0) + 1
+            if before is not None and before[0] != slot and event.at_ms - before[1] < WITHIN_MS:
+                because = f"{named([rank])}: {_why(event)}, on {slot} as on {before[0]} before: it is not the GPU"
+                self.stop(1, because, "update all replicas alike (see what rank it is); or leave --check-replicas out.")
+                return True
+            if self._offences[slot] >= OFFENCES_MAX and not self._can_be_replaced(blamed):
+                because = f"{named([rank])}: {_why(event)}, for the {self._offences[slot]}. time on {slot}, and there is no spare"
+                self.stop(3, because, "test that GPU; hold back more spares (--spares).")
+                return True
+        return False
+
+
+def _twice(event: ReplicasDiffer) -> str:
+    return f"replicas differ in step {event.at.step}, and again when it is computed once more"
+
+
+def _why(event: ReplicasDiffer) -> str:
+    if event.differing:
+        return f"it or its replica is wrong time and again, seen in step {event.at.step}"
+    if not event.culprits:
+        return f"replicas differ, seen in step {event.at.step}"
+    return f"its state differs from that of its replicas, seen in step {event.at.step}"
+
+
+def _told(event: ReplicasDiffer) -> str:
+    if event.good == BEGIN:
+        back = "no earlier state is known to be good"
+    else:
+        back = f"good is what was there after step {event.good.step}"
+    if not event.culprits:
+        return f"replicas differ in step {event.at.step}, nobody can say which are right: all compute again; {back}"
+    what = (
+        "holds another state than its replicas" if len(event.culprits) == 1 else "hold other states than their replicas"
+    )
+    return f"{named(event.culprits)} {what}, seen in step {event.at.step}; {back}"

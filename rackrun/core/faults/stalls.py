@@ -1,0 +1,340 @@
+"""Who is to blame when nobody moves.
+
+A worker without progress either stands in its own code, or waits for others in a collective. Whoever stands in its own code for longer
+than its unit may take is to blame, if it is not most of the world: those that wait have entered more collectives. Where *all* wait, those that have
+entered the fewest collectives are, if they are not the most. Else nobody is killed, and the unit is done again in place: the machine is slow
+rather than the ranks, or they wait in one collective that nobody left.
+
+Reports are gathered for a window, because all stop moving at about the same time. Whoever has not reported still works, in its own code: those that wait for
+it wait rightly, for as long as it takes.
+
+Limits of minutes, such as that of a newcomer's first step, are not waited for where all ranks are blocked in collectives and wait for each other
+(`rackrun.core.faults.deadlock`): nothing can change that any more, so it is judged at once.
+
+A limit comes from a rank's own history. Where that says too little, the times of the other ranks do (`rackrun.core.faults.peer_times`).
+
+Where all are called to another generation, those are heard that stand in their own code for too long: if they are not the most, the others wait
+for them. Who works there is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rackrun.core.faults.deadlock import is_deadlock
+from rackrun.core.faults.peer_times import PeerTimes
+from rackrun.core.generation.restore_sources import named
+from rackrun.core.generation.world import IN_PLACE, Phase, World
+from rackrun.core.members.workers import WorkerRecord, WorkerState
+from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.events import WorkerBusy, WorkerStalled
+from rackrun.protocol.ids import Rank
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["STALL_PATIENCE_MS", "Blame", "StallWindow", "Standstill"]
+
+STALL_GATHER_MS = 50
+STALL_PATIENCE_MS = 500
+"""How long those that have not reported a stall are waited for, after the first window."""
+BUSY_HOLDS_MS = 15_000
+"""A worker that is called and works on tells so every few seconds."""
+_CALLED = (WorkerState.BREAKING, WorkerState.PARKED, WorkerState.RESUMING)
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    ranks: tuple[Rank, ...]
+    """Nobody: absorb."""
+    because: str
+    again: tuple[object, ...] = ()
+    """Equal for the same stall of the same ranks in the same places; (): these are not known, or they tell nothing."""
+
+
+@dataclass(slots=True)
+class StallWindow:
+    """The stalls of one generation that last at this moment."""
+
+    reports: dict[Rank, WorkerStalled] = field(default_factory=dict)
+    closed: int = 0
+    """How many windows have passed since the first report: after the first, everybody's report is enough to judge;
+    after the second, those at hand are."""
+    deadlock: bool = False
+    """The ranks wait for each other."""
+
+    def add(self, rank: Rank, report: WorkerStalled) -> bool:
+        """Whether this report opens the window."""
+        self.reports[rank] = report
+        return len(self.reports) == 1
+
+    def forget(self, rank: Rank) -> None:
+        self.reports.pop(rank, None)
+        if not self.reports:
+            self.closed = 0
+
+    def may_judge(self, members: Collection[Rank]) -> bool:
+        if not self.reports or not self.closed:
+            return False
+        return self.closed >= 2 or self._all_report(members)
+
+    def _all_report(self, members: Collection[Rank]) -> bool:
+        return all(rank in self.reports for rank in members)
+
+    def judge(self, members: Collection[Rank], returned: int = 0) -> Blame | None:
+        """None: somebody who does not report works, and the others wait for that. ``returned``: so many more have returned from ``main``."""
+        everybody = self._all_report(members)
+        own = {rank: report.collective for rank, report in sorted(self.reports.items()) if not report.waiting}
+        if not own and not everybody:
+            return None
+        counts = own or {rank: report.collective for rank, report in sorted(self.reports.items())}
+        low, high = min(counts.values()), max(report.collective for report in self.reports.values())
+        heard = (
+            f"{len(self.reports)} of {len(members)} ranks report{', and wait for each other' if self.deadlock else ''}"
+        )
+        behind = tuple(rank for rank, count in counts.items() if count == low)
+        if not own and low == high:
+            behind = ()
+        elif 2 * len(behind) > len(members) + returned:
+            if not everybody:
+                return None
+            behind = ()
+        if behind:
+            others = f", others wait at {high}" if high > low else ""
+            places = self._places(dict.fromkeys(behind))
+            again = self._again(behind)
+            return Blame(behind, f"at collective {low}{others} ({heard}){self._told(behind)}", again if places else ())
+        where = (
+            f"all stand at collective {low}" if low == high else f"most ranks stand at collective {low}, some at {high}"
+        )
+        apart = len({report.where for report in self.reports.values()}) > 1
+        told = self._told(tuple(self.reports)) if apart else ""
+        again = self._again(tuple(self.reports)) if apart and self._places(self.reports) else ()
+        return Blame((), f"{where} ({heard}): the step is done again in place{told}", again)
+
+    def _places(self, ranks: Collection[Rank]) -> bool:
+        """Whether they are known."""
+        return all(self.reports[rank].where for rank in ranks)
+
+    def _again(self, ranks: Sequence[Rank]) -> tuple[object, ...]:
+        return tuple(
+            (rank, report.step, report.phase, report.unit, report.waiting, report.where)
+            for rank, report in sorted(self.reports.items())
+            if rank in ranks
+        )
+
+    def _told(self, behind: Sequence[Rank]) -> str:
+        """Where they stand, and where those that wait do. "": nobody knows."""
+        groups: dict[tuple[bool, str], list[Rank]] = {}
+        for rank, report in sorted(self.reports.items(), key=lambda item: (item[0] not in behind, item[0])):
+            if report.unit or report.where:
+                groups.setdefault((report.waiting, _place(report)), []).append(rank)
+        if not groups:
+            return ""
+        where = "; ".join(
+            f"{named(ranks)} {_verb(waiting, len(ranks))} in {place}" for (waiting, place), ranks in groups.items()
+        )
+        own = [
+            self.reports[rank] for rank in behind if not self.reports[rank].waiting and self.reports[rank].allowed_ms
+        ]
+        hint = "; run.expect(seconds) allows more than " + _seconds(own[0].allowed_ms) if own else ""
+        return f": {where}{hint}"
+
+
+def stands(report: WorkerStalled) -> str:
+    """``waits in phase evaluate at train.py:31``."""
+    return f"{_verb(report.waiting, 1)} in {_place(report)}"
+
+
+def _verb(waiting: bool, ranks: int) -> str:
+    return f"{'wait' if waiting else 'stand'}{'s' if ranks == 1 else ''}"
+
+
+def _place(report: WorkerStalled) -> str:
+    return f"{report.unit or 'its code'}{f' at {report.where}' if report.where else ''}"
+
+
+def _seconds(milliseconds: int) -> str:
+    return f"{milliseconds / 1000:g} s"
+
+
+class _Stop(Protocol):
+    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
+
+
+@dataclass(slots=True)
+class Standstill:
+    """Hears of stalls, and sees to it that they end: by fencing those to blame, or by doing the step again."""
+
+    config: JobConfig
+    world: World
+    emit: Callable[[Command], None]
+    stop: _Stop
+    condemn: Callable[[Sequence[WorkerRecord], str, int], None]
+    absorb: Callable[[str, int], None]
+    window: StallWindow = field(default_factory=StallWindow)
+    peers: PeerTimes = field(default_factory=PeerTimes)
+    busy: dict[Rank, int] = field(default_factory=dict)
+    """Members that have been called to this generation and work on in their own code, and when that was told last."""
+    blocked: dict[Rank, WorkerStalled] = field(default_factory=dict)
+    """Members that are known to be blocked in a collective, with what they said last."""
+    _last: tuple[object, ...] = ()
+    """`Blame.again` of the last stall."""
+    _told_of: dict[str, None] = field(default_factory=dict)
+    """Of this generation: what people have been told."""
+
+    def forget(self) -> None:
+        """The generation is broken, or there is a new world."""
+        self.window = StallWindow()
+        self.peers.clear()
+        self.busy.clear()
+        self.blocked.clear()
+        self._told_of.clear()
+
+    def works(self, record: WorkerRecord, event: WorkerBusy) -> None:
+        """A member takes long in its own code, and works there."""
+        assert record.rank is not None
+        place = f"{event.unit}{f', at {event.where}' if event.where else ''}"
+        if event.awaited:
+            self.busy[record.rank] = event.at_ms
+            self._tell(f"awaited {record.rank}", f"all wait for rank {record.rank}, which works in {place}")
+        else:
+            self._tell(
+                f"long {record.rank} {event.unit}",
+                f"rank {record.rank} works in {place}, for {_seconds(event.for_ms)} without progress; as long as it works it may for "
+                f"{_seconds(event.allowed_ms)} there, and run.expect(seconds) allows more",
+            )
+
+    def _tell(self, once: str, text: str) -> None:
+        if once not in self._told_of:
+            self._told_of[once] = None
+            self.emit(Notice(text=text))
+
+    def awaited(self, at_ms: int) -> list[Rank]:
+        """Who is still busy, as far as is known."""
+        return [rank for rank, told_ms in sorted(self.busy.items()) if at_ms - told_ms <= BUSY_HOLDS_MS]
+
+    def stalled(self, record: WorkerRecord, event: WorkerStalled) -> None:
+        """A member does not move."""
+        assert record.rank is not None
+        if self._is_deadlock(record.rank, event):
+            self.window = StallWindow(dict(self.blocked), closed=2, deadlock=True)
+            self.judge(event.at_ms)
+        elif event.over:
+            self.window.forget(record.rank)
+            self.peers.forget(record.rank)
+        elif event.early and not self._is_late(record, event):
+            self._compare(record.rank, event)
+        elif event.silent or (record.finished and self.world.phase is Phase.TRAINING):
+            place = f": {event.where}" if event.where else ""
+            self.condemn([record], f"silent for {event.for_ms} ms at step {event.step}{place}", event.at_ms)
+        elif self.world.phase in IN_PLACE:
+            if self.window.add(record.rank, event):
+                window_ms = max(self.config.gather_ms, STALL_GATHER_MS)
+                self.emit(SetTimer(name=f"stalled:{self.world.generation}", at_ms=event.at_ms + window_ms))
+            self.judge(event.at_ms)
+
+    def _is_deadlock(self, rank: Rank, event: WorkerStalled) -> bool:
+        """Whether this report shows one. Looked for only where a report has something new."""
+        before, now = self.blocked.pop(rank, None), event.blocked
+        if now is None or not event.waiting:
+            return False
+        self.blocked[rank] = event
+        members, generation = self.world.members, self.world.generation
+        if len(self.blocked) < len(members) or (before is not None and before.blocked == now):
+            return False
+        waits = {one: self.blocked[one].blocked for one in members if one in self.blocked}
+        known = {one: wait for one, wait in waits.items() if wait is not None and wait.generation == generation}
+        return len(known) == len(members) and is_deadlock(known)
+
+    def _is_late(self, record: WorkerRecord, event: WorkerStalled) -> bool:
+        """All are called to another generation, and it idles in its own code: that is late, whatever may be usual there."""
+        called = self.world.phase in (Phase.PARKING, Phase.RESUMING) and record.state in _CALLED
+        return called and not event.waiting and not event.silent
+
+    def _compare(self, rank: Rank, event: WorkerStalled) -> None:
+        """With the times of the other ranks."""
+        self.peers.add(rank, event)
+        hung = self.hung(event.at_ms) if self.world.phase is Phase.TRAINING else {}
+        if hung:
+            known = {rank: report for rank, report in self.peers.reports.items() if report.waiting}
+            self.window.reports.update(known | hung)
+            self.window.closed = 2
+            self.judge(event.at_ms)
+
+    def hung(self, at_ms: int) -> dict[Rank, WorkerStalled]:
+        """Who hangs, by the times of the others."""
+        members = self.world.members
+        returned = {rank: record.returned_in_ms for rank, record in members.items() if record.finished}
+        others = [rank for rank in members if rank not in returned]
+        return self.peers.judge(self.window.reports, returned, others, at_ms)
+
+    def window_closed(self, kind: str, at_ms: int) -> None:
+        if not self.window.reports:
+            return
+        self.window.closed = 1 if kind == "stalled" else 2
+        if kind == "stalled":
+            self.emit(SetTimer(name=f"judge:{self.world.generation}", at_ms=at_ms + STALL_PATIENCE_MS))
+        self.judge(at_ms)
+
+    def judge(self, at_ms: int) -> None:
+        members = self.world.members
+        if self.world.phase in (Phase.PARKING, Phase.RESUMING):
+            self._judge_entry(at_ms)
+            return
+        if self.world.phase is not Phase.TRAINING or not self.window.may_judge(members):
+            return
+        finished = sorted(rank for rank, record in members.items() if record.finished)
+        waiting = sorted(rank for rank, record in members.items() if not record.finished)
+        told = self.window.reports
+        if finished and all(rank in told and (told[rank].waiting or not told[rank].unit) for rank in waiting):
+            self.stop(
+                1,
+                f"{named(finished)} returned from main, while {named(waiting)} wait in a step for all ranks",
+                remedy="let all ranks leave the loop after the same step.",
+            )
+            return
+        blame = self.window.judge(waiting, len(finished))
+        if blame is None:
+            return
+        if blame.again and blame.again == self._last:
+            self.stop(
+                1,
+                f"the same stall came twice, {blame.because.replace(': the step is done again in place', '')}",
+                remedy="look at these lines: a collective that not every rank enters, a lock that nobody releases, a call that does not return.",
+            )
+            return
+        self._last = blame.again
+        if blame.ranks:
+            self.condemn([members[rank] for rank in blame.ranks], f"stalled {blame.because}", at_ms)
+            return
+        self.absorb(f"stalled: {blame.because}", at_ms)
+
+    def entered(self, record: WorkerRecord) -> None:
+        """It has resumed: what was told of it before does not count."""
+        if record.rank is not None:
+            self.blocked.pop(record.rank, None)
+            if self.window.reports:
+                self.window.forget(record.rank)
+
+    def _judge_entry(self, at_ms: int) -> None:
+        members, reports = self.world.members, self.window.reports
+        late = {
+            rank: report
+            for rank, report in sorted(reports.items())
+            if rank in members and members[rank].state in _CALLED and not report.waiting
+        }
+        if not late or self.window.closed < 2:
+            return
+        first = min(report.collective for report in late.values())
+        behind = [rank for rank, report in late.items() if report.collective == first]
+        if 2 * len(behind) > (len(members) if self.world.phase is Phase.RESUMING else self.world.size):
+            return  # the machine is slow, or what all of them read from: the resume timeout is the judge
+        for_ms = min(late[rank].for_ms for rank in behind)
+        told = ", ".join(dict.fromkeys(stands(late[rank]) for rank in behind if late[rank].unit))
+        what = (
+            f"did not come to the recovery, {told}, for {for_ms} ms"
+            if told
+            else f"not at run.steps() again, for {for_ms} ms in main"
+        )
+        self.condemn([members[rank] for rank in behind], what, at_ms)

@@ -1,0 +1,137 @@
+"""What a verdict on a GPU leads to: its rank is fenced now, or replaced at the next step boundary, or nothing is done.
+
+Verdicts of all trays pass `rackrun.topology.health.circuit_breaker` first: what many trays say at once is not about the trays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.members.rack import RackMachine
+from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.events import DeviceChecked, DeviceJudged
+from rackrun.protocol.gpu_health import Response, Verdict
+from rackrun.protocol.ids import SlotId, TrayId, slot_id
+from rackrun.topology.health.circuit_breaker import Breaker, Passed, SwitchSuspected, Withheld
+from rackrun.topology.model.racks import CliqueId
+
+__all__ = ["LAST_WORDS_MS", "Triage"]
+
+
+LAST_WORDS_MS = 500
+"""For a process whose CUDA context is gone: its own error says more than we know, if it comes to raise it."""
+
+
+@dataclass(slots=True)
+class Triage:
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    fence: Callable[[Sequence[SlotId], str, int], None]
+    """Whoever is on these slots goes now."""
+    changed: Callable[[int], None]
+    """Something is known of the hardware that was not known before."""
+    breaker: Breaker = field(default_factory=lambda: Breaker({}))
+    _wake_at_ms: int | None = None
+    _failed: dict[str, str] = field(default_factory=dict)
+    """Workers that have a moment to end by themselves, and what their GPU says of them."""
+    _awaited: str = ""
+    _early: list[DeviceJudged] | None = field(default_factory=list)
+    """Said before all trays are there: how many of them are "many" is not known yet. None afterwards."""
+
+    def learn(self, cliques: Mapping[str, CliqueId], at_ms: int) -> None:
+        """The trays are there, or one more."""
+        self.breaker.learn({**dict.fromkeys(self.rack.trays), **cliques})
+        early, self._early = self._early, None
+        for event in early or ():
+            self.judged(event)
+        if early:
+            self.tick(at_ms)
+
+    def forget(self, tray: TrayId) -> None:
+        """It is lost."""
+        self.breaker.forget(tray)
+        if self._early:
+            self._early = [event for event in self._early if event.tray != tray]
+
+    def judged(self, event: DeviceJudged) -> None:
+        if event.tray not in self.rack.trays:
+            return
+        if self._early is not None:
+            self._early.append(event)
+        else:
+            self._act(self.breaker.handle(event.at_ms, event.tray, event.verdict), event.at_ms)
+
+    def tick(self, at_ms: int) -> None:
+        self._wake_at_ms = None
+        self._act(self.breaker.tick(at_ms), at_ms)
+
+    def close_breaker(self, at_ms: int) -> None:
+        """A person has looked: what was held back is acted on, and later verdicts are again."""
+        held = list(self.breaker.withheld.values())
+        self.breaker.reset()
+        self.emit(Notice(text=f"the breaker is closed; {len(held)} verdicts were held back"))
+        for one in held:
+            self._passed(TrayId(one.tray), one.verdict, at_ms)
+
+    def overdue(self, worker: str, at_ms: int) -> None:
+        """It has not ended by itself, if it is still there."""
+        slot, _, incarnation = worker.rpartition(":")
+        record = self.rack.occupants.get(SlotId(slot))
+        because = self._failed.pop(worker, "")
+        if because and record is not None and record.alive and str(record.worker.incarnation) == incarnation:
+            self.fence([record.worker.slot], because, at_ms)
+
+    def checked(self, event: DeviceChecked) -> None:
+        slot = slot_id(event.tray, event.index)
+        if not self.rack.lives(slot):
+            return
+        self.rack.devices.checked(slot, event.unfit)
+        record = self.rack.occupants.get(slot)
+        if record is None or record.rank is None:
+            why = f"may not be used: {'; '.join(event.unfit)}" if event.unfit else "may be used now"
+            self.emit(Notice(text=f"{slot}{', a spare,' if record is not None else ''} {why}"))
+        self.changed(event.at_ms)
+
+    def awaits(self, what: str) -> None:
+        """Only GPUs that are not fit now can help: says so, and again when others are."""
+        text = f"{what}. Waiting for {self.rack.unfit()}"
+        if text != self._awaited:
+            self._awaited = text
+            self.emit(Notice(text=text))
+
+    def _act(self, decisions: Sequence[Passed | Withheld | SwitchSuspected], at_ms: int) -> None:
+        for decision in decisions:
+            match decision:
+                case Passed():
+                    self._passed(TrayId(decision.tray), decision.verdict, at_ms)
+                case Withheld():
+                    self.emit(Notice(text=f"{decision.tray}: {decision.verdict} Not acted on: {decision.reason}"))
+                case SwitchSuspected():
+                    self.emit(Notice(text=decision.reason))
+        wake = self.breaker.wake_at_ms
+        if wake is not None and wake != self._wake_at_ms:
+            self._wake_at_ms = wake
+            self.emit(SetTimer(name="breaker", at_ms=wake))
+
+    def _passed(self, tray: TrayId, verdict: Verdict, at_ms: int) -> None:
+        if tray not in self.rack.trays:
+            return  # lost while its verdict waited
+        slot = slot_id(tray, verdict.index)
+        devices = self.rack.devices
+        devices.judged(tray, verdict)
+        self.emit(Notice(text=f"{tray}: {verdict}"))
+        because = f"GPU {verdict.index} is {verdict.health.value}: {verdict.reasons}"
+        match verdict.response:
+            case Response.RESTART:
+                if (record := self.rack.occupants.get(slot)) is not None and record.alive:
+                    worker = f"{slot}:{record.worker.incarnation}"
+                    self._failed[worker] = because
+                    self.emit(SetTimer(name=f"failed:{worker}", at_ms=at_ms + LAST_WORDS_MS))
+            case Response.FENCE:
+                whole_tray = verdict.scope == "tray"
+                slots = self.rack.slots_on(tray) if whole_tray else [slot]
+                self.fence(slots, because, at_ms)
+            case Response.SWAP | Response.LEAVE:
+                pass
+        self.changed(at_ms)

@@ -1,0 +1,106 @@
+"""What is told of snapshots, from whom members may be restored; and what to do when one of them is gone or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rackrun.core.generation.snapshot_locations import Snapshots, upto
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerRecord, WorkerState
+from rackrun.protocol.commands import Restore
+from rackrun.protocol.events import SnapshotDamaged, SnapshotMirrored, SnapshotStriped, WorkerExited
+from rackrun.protocol.ids import Rank, Step, TrayId, step_in, steps_in, tray_of
+
+__all__ = ["Sources", "named"]
+
+
+@dataclass(slots=True)
+class Sources:
+    world: World
+    rack: RackMachine
+    plan_again: Callable[[str, int], None]
+    """Somebody cannot be restored as planned, though nobody else is lost."""
+    snapshots: Snapshots = field(default_factory=Snapshots)
+
+    def remember(self, record: WorkerRecord, event: WorkerExited) -> None:
+        """What a member leaves behind may be the only copy of its shard. At the job's end nobody will want it."""
+        if record.lied or self.world.phase is Phase.ENDING:
+            return
+        plan, address = self.world.plan, self.rack.trays[tray_of(event.slot)].snapshots
+        old = self.world.old
+        if old is not None and record.worker in old.ranks and event.snapshots:
+            old.snapshots.left(old.ranks[record.worker], event, address, steps_in(old.layout, event.snapshots))
+        if record.rank is None or not event.snapshots or not (record.stateful or record.resumed_in):
+            return
+        behind = plan is not None and record.resumed_in < plan.generation
+        steps = steps_in(self.world.layout, event.snapshots)
+        steps = upto(steps, plan) if plan is not None and behind else steps
+        self.snapshots.left(record.rank, event, address, steps)
+
+    def heard(self, record: WorkerRecord, event: SnapshotMirrored | SnapshotDamaged | SnapshotStriped) -> None:
+        match event:
+            case SnapshotMirrored():
+                self.mirrored(record, event)
+            case SnapshotDamaged():
+                self.damaged(record, event)
+            case SnapshotStriped():
+                self.striped(record, event)
+
+    def mirrored(self, record: WorkerRecord, event: SnapshotMirrored) -> None:
+        """Another tray has copies of a member's snapshots: they outlive the member's own tray."""
+        if record.rank is not None and event.holder in self.rack.trays:
+            self.snapshots.mirrored(record.rank, event, steps_in(self.world.layout, event.steps))
+
+    def striped(self, record: WorkerRecord, event: SnapshotStriped) -> None:
+        """The other trays of a member's set have the parity of its snapshot."""
+        step = step_in(self.world.layout, event.step)
+        if record.rank is not None and step is not None:
+            besides = step_in(self.world.layout, event.besides) if event.besides >= 0 else None
+            event = msgspec.structs.replace(event, step=step, besides=Step(-1) if besides is None else besides)
+            self.snapshots.striped(record.rank, event)
+
+    def forget_tray(self, tray: TrayId) -> None:
+        self.snapshots.forget_tray(tray)
+        if self.world.old is not None:
+            self.world.old.snapshots.forget_tray(tray)
+
+    def tray_lost(self, tray: TrayId, address: str, at_ms: int) -> None:
+        """If somebody is about to restore a snapshot from there: another plan, now, not after the resume timeout."""
+        plan, members = self.world.plan, self.world.members
+        if self.world.phase is not Phase.RESUMING or plan is None:
+            return
+        waiting = [
+            restore.rank
+            for restore in plan.restores
+            if any(source.startswith(f"{address}/") for source in _read_from(restore))
+            and members[restore.rank].state is WorkerState.RESUMING
+        ]
+        if plan.reshard is not None and any(image.startswith(f"{address}/") for image in plan.reshard.images):
+            waiting = [rank for rank, record in sorted(members.items()) if record.state is WorkerState.RESUMING]
+        if waiting:
+            self.plan_again(f"{tray} lost, with the snapshots that {named(waiting)} would have restored", at_ms)
+
+    def damaged(self, record: WorkerRecord, event: SnapshotDamaged) -> None:
+        """Somebody cannot be restored as planned. What it reports next leaves its own damaged snapshot out."""
+        step, old = step_in(self.world.layout, event.step), self.world.old
+        if event.where and step is not None:
+            self.snapshots.damaged(event.where, step)
+        elif event.where and old is not None and (step := step_in(old.layout, event.step)) is not None:
+            old.damaged(event.where, step)
+        if event.generation == self.world.generation and record.state is WorkerState.RESUMING:
+            because = f"the snapshot of step {event.step if step is None else step} for rank {record.rank} cannot be used ({event.because})"
+            self.plan_again(because, event.at_ms)
+
+
+def _read_from(restore: Restore) -> list[str]:
+    """All that it is read from, in the memory of agents."""
+    return [restore.snapshot, *(of for one in restore.rebuild for of in (one.row, one.snapshot))]
+
+
+def named(ranks: Sequence[Rank]) -> str:
+    """``rank 2``, or ``ranks 2, 3``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"

@@ -1,0 +1,170 @@
+"""Where snapshots lie: what former workers have left on their trays, and what other trays keep of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from rackrun.core.generation.restore_plan import Kept, Rebuild
+from rackrun.core.generation.stripes import Rows
+from rackrun.core.members.workers import WorkerRecord
+from rackrun.protocol.commands import Plan, Worker
+from rackrun.protocol.events import SnapshotMirrored, SnapshotStriped, TrayJoined, WorkerExited
+from rackrun.protocol.ids import Generation, Position, Rank, SlotId, Step, TrayId, steps_in, tray_of
+
+__all__ = ["Snapshots", "upto"]
+
+LEFT_IN_SLOT_MAX = 2
+"""Workers that are gone, whose snapshots an agent keeps in one slot."""
+PLANS_MAX = 16
+KEPT_MAX = 3
+"""Former owners of a rank, and copies, that are remembered."""
+
+
+@dataclass(slots=True)
+class Snapshots:
+    _left: dict[Rank, list[Kept]] = field(default_factory=dict)
+    """By former workers, on their own trays; the last one's first."""
+    _copies: dict[Rank, list[Kept]] = field(default_factory=dict)
+    """Of workers present and former, on other trays."""
+    told: dict[Rank, Generation] = field(default_factory=dict)
+    """Whose snapshots other trays keep: the newest generation in which they had one of it."""
+    behind: dict[Rank, None] = field(default_factory=dict)
+    """Those of them of which no tray has one of the last plan's generation yet."""
+    _rows: Rows = field(default_factory=Rows)
+    _there: dict[TrayId, dict[Rank, None]] = field(default_factory=dict)
+    """Of which ranks something may lie on a tray: nobody else's is looked at for what happens to it."""
+    _ends: deque[tuple[Generation, Position]] = field(default_factory=lambda: deque(maxlen=PLANS_MAX))
+    """Of the last plans: which history goes on from each."""
+
+    def left(self, rank: Rank, event: WorkerExited, address: str, steps: tuple[Step, ...]) -> None:
+        """``address`` is the tray's snapshot service."""
+        where = f"{address}/{event.slot}/{event.incarnation}"
+        self.leaves(rank, Worker(event.slot, event.incarnation), where, steps)
+
+    def leaves(self, rank: Rank, worker: Worker, where: str, steps: tuple[Step, ...]) -> None:
+        slot, incarnation = worker.slot, worker.incarnation
+        others = [one for one in self._left.get(rank, ()) if (one.slot, one.incarnation) != (slot, incarnation)]
+        kept = Kept(tray=tray_of(slot), slot=slot, incarnation=incarnation, where=where, steps=steps)
+        self._left[rank] = [kept, *others][:KEPT_MAX]
+        self._there.setdefault(kept.tray, {})[rank] = None
+        self._forget_as_the_agent_does(slot)
+
+    def mirrored(self, rank: Rank, event: SnapshotMirrored, steps: tuple[Step, ...]) -> None:
+        """``steps``: what the event has, in the layout of these."""
+        if self._ends and event.generation < self._ends[0][0] - 1:
+            return
+        for generation, end in self._ends:
+            if generation > event.generation:  # it was on its way when that plan was made
+                steps = _until(end, steps)
+        self._tell(rank, event.generation)
+        copy = Kept(tray=event.holder, slot=event.slot, incarnation=event.incarnation, where=event.where, steps=steps)
+        others = [one for one in self._copies.get(rank, ()) if not _same_place(one, copy)]
+        self._copies[rank] = [copy, *others][:KEPT_MAX]
+        self._there.setdefault(copy.tray, {})[rank] = None
+
+    def damaged(self, where: str, step: Step) -> None:
+        """Nobody is to restore from this one again, or to rebuild anything from that row and its set's."""
+        self._rows.damaged(where, step)
+        for held in (self._left, self._copies):
+            for rank, holders in held.items():
+                if any(holder.where == where for holder in holders):
+                    held[rank] = [_without(holder, step) if holder.where == where else holder for holder in holders]
+
+    def striped(self, rank: Rank, event: SnapshotStriped) -> None:
+        """Keepers drop what is older, rows and copies."""
+        self._rows.striped(rank, event)
+        self._tell(rank, event.generation)
+        if event.besides >= 0:
+            wanted = (event.step, event.besides)
+            copies = self._copies.get(rank, ())
+            self._copies[rank] = [
+                replace(one, steps=tuple(step for step in one.steps if step in wanted)) for one in copies
+            ]
+
+    def _tell(self, rank: Rank, generation: Generation) -> None:
+        self.told[rank] = max(generation, self.told.get(rank, generation))
+        if self._ends and generation >= self._ends[-1][0]:
+            self.behind.pop(rank, None)
+
+    def rebuilding(
+        self, members: Mapping[Rank, WorkerRecord], trays: Mapping[TrayId, TrayJoined], layout: Generation
+    ) -> Rebuild:
+        """With what ``members`` with state have themselves, who have parked, and what former workers have left."""
+
+        def whole(rank: Rank) -> Sequence[Kept]:
+            record, left = members.get(rank), self._left.get(rank, [])
+            if record is None or not record.stateful:
+                return left
+            slot, incarnation, tray = record.worker.slot, record.worker.incarnation, tray_of(record.worker.slot)
+            steps = steps_in(layout, record.parked.snapshots) if record.parked is not None else ()
+            where = f"{trays[tray].snapshots}/{slot}/{incarnation}"
+            return [Kept(tray=tray, slot=slot, incarnation=incarnation, where=where, steps=steps), *left]
+
+        return lambda rank, step: self._rows.rebuild(rank, step, whole)
+
+    def by_rank(self) -> Mapping[Rank, Sequence[Kept]]:
+        """What its own tray has comes first."""
+        if not self._left and not self._copies:
+            return {}
+        ranks = sorted({*self._left, *self._copies})
+        return {rank: [*self._left.get(rank, ()), *self._copies.get(rank, ())] for rank in ranks}
+
+    def forget_tray(self, tray: TrayId) -> None:
+        for rank in self._there.pop(tray, ()):
+            for held in (self._left, self._copies):
+                if rank in held:
+                    held[rank] = [holder for holder in held[rank] if holder.tray != tray]
+
+    def go_on(self, plan: Plan) -> None:
+        """Only the history of ``plan`` counts from here on."""
+        end = _end(plan)
+        for held in (self._left, self._copies):
+            for rank, holders in held.items():
+                if any(step > end.step for holder in holders for step in holder.steps):
+                    held[rank] = [replace(holder, steps=_until(end, holder.steps)) for holder in holders]
+        self._ends.append((plan.generation, end))
+        self._rows.planned(plan)
+        self.behind = {rank: None for rank, newest in self.told.items() if newest < plan.generation}
+
+    def clear(self) -> None:
+        self.behind.clear()
+        self._there.clear()
+        self._left.clear()
+        self._copies.clear()
+        self.told.clear()
+        self._rows.clear()
+
+    def _forget_as_the_agent_does(self, slot: SlotId) -> None:
+        """It keeps what the last workers of a slot have left, the present one included."""
+        there = {rank: self._left[rank] for rank in self._there.get(tray_of(slot), ()) if rank in self._left}
+        left = [holder.incarnation for holders in there.values() for holder in holders if holder.slot == slot]
+        gone = sorted(left, reverse=True)[LEFT_IN_SLOT_MAX:]
+        for rank, holders in there.items() if gone else ():
+            self._left[rank] = [holder for holder in holders if holder.slot != slot or holder.incarnation not in gone]
+
+
+def upto(steps: Sequence[Step], plan: Plan) -> tuple[Step, ...]:
+    """Snapshots of the history that goes on. Only the lost may have seen what comes after: everyone computes it again."""
+    return _until(_end(plan), steps)
+
+
+def _end(plan: Plan) -> Position:
+    return plan.committed if plan.rollback is None else Position(plan.rollback)
+
+
+def _until(end: Position, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """A snapshot is taken after its step, before the step's phases."""
+    return tuple([step for step in steps if step <= end.step])
+
+
+def _same_place(one: Kept, other: Kept) -> bool:
+    """Of one worker, on one tray."""
+    return one.incarnation == other.incarnation and one.tray == other.tray and one.slot == other.slot
+
+
+def _without(holder: Kept, step: Step) -> Kept:
+    return replace(holder, steps=tuple(other for other in holder.steps if other != step))

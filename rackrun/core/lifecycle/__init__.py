@@ -1,0 +1,1 @@
+"""How a job forms, begins, restarts and shuts down."""

@@ -1,0 +1,31 @@
+"""``batch="scale_lr"``: another global batch, and the learning rates that go with it, are told to people once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.events import BatchChanged
+from rackrun.protocol.ids import Step
+
+__all__ = ["BatchNotices"]
+
+
+@dataclass(slots=True)
+class BatchNotices:
+    emit: Callable[[Command], None]
+    _told: dict[tuple[Step, int], None] = field(default_factory=dict)
+
+    def heard(self, event: BatchChanged) -> None:
+        """From every rank, and again where the step is done again."""
+        if (event.step, event.batch) in self._told:
+            return
+        self._told[event.step, event.batch] = None
+        rises = f", rising from {event.factor:g}" if event.factor < event.target else ""
+        self.emit(
+            Notice(
+                text=f"from step {event.step} on the global batch is {event.batch} of {event.full_batch} samples, "
+                f"and learning rates are multiplied by {event.target:g} ({event.rule}){rises}"
+            )
+        )

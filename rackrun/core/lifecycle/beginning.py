@@ -1,0 +1,149 @@
+"""How a world begins, for the first time or again: all ranks start in their seats, come to their first step, and train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rackrun.core.generation.world import IN_PLACE, Phase, World
+from rackrun.core.lifecycle.restart import Stop
+from rackrun.core.lifecycle.shutdown import Finale
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
+from rackrun.core.placement.seating import Seating
+from rackrun.core.placement.snapshot_keepers import protect
+from rackrun.core.recovery.recovery import Recovery, named
+from rackrun.core.stragglers.shifting import Shifting
+from rackrun.protocol.commands import Command, Notice, Plan, ResumeGeneration
+from rackrun.protocol.events import WorkerReady
+from rackrun.protocol.job_config import JobConfig
+from rackrun.topology.model.mesh import Mesh
+
+__all__ = ["Beginning"]
+
+
+@dataclass(slots=True)
+class Beginning:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    recovery: Recovery
+    finale: Finale
+    shifting: Shifting
+    emit: Callable[[Command], None]
+    early: Callable[[str, Sequence[Loss], int], None]
+    """Before anybody has computed a step, the world begins again."""
+    look_at_swaps: Callable[[int], None]
+    """A spare is ready."""
+    trained: Callable[[int], None]
+    """Everybody computes."""
+    stop: Stop
+    setup_ms: int = -1
+    """So long the slowest worker took to its first step; -1: none has come there."""
+
+    def launch(self, because: str) -> None:
+        """Start every rank from the beginning. The plan goes first: the journal precedes anyone who runs."""
+        world = self.world
+        generation = world.next_generation()
+        world.phase = Phase.SETUP
+        world.reason = because
+        world.elastic = False
+        world.empty()
+        self.finale.gone.clear()
+        self.recovery.forget_all()
+        self.shifting.forget()
+        store = self.rack.store(world.plan.store if world.plan else "")
+        starts = [
+            self.rack.start(
+                slot,
+                rank,
+                spare=False,
+                world_size=world.size,
+                generation=generation,
+                store=store,
+                restarts=world.restarts,
+            )
+            for rank, slot in sorted(world.seats.items())
+        ]
+        for start in starts:
+            world.seat(start.rank, self.rack.occupants[start.slot])
+        world.await_all()
+        protection = protect(self.config, world.seats, self.rack)
+        world.plan = Plan(
+            generation=generation,
+            layout=world.layout,
+            world_size=world.size,
+            members=world.as_members(),
+            store=store,
+            mirrors=dict(protection.mirrors),
+            sets=protection.sets,
+            parity=protection.parity,
+            full=world.full,
+            worlds=world.go_on_after(world.reached),
+        )
+        self.recovery.snapshots.go_on(world.plan)
+        self.rack.trains(member.slot for member in world.plan.members)
+        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
+        for start in starts:
+            self.emit(start)
+
+    def elastic(self, at_ms: int) -> None:
+        """The first of these tells that the script is not a plain one."""
+        self.world.elastic = True
+        if self.world.phase is Phase.SETUP and self.finale.gone:
+            told = named(list(self.finale.gone))
+            self.early(f"{told} exited with code 0 before the first step", (), at_ms)
+
+    def ready(self, record: WorkerRecord, event: WorkerReady | None, at_ms: int) -> None:
+        """``event`` is None for a rank that returned before its first step."""
+        if event is not None:
+            record.fixed, record.reenters, record.exact = event.fixed, event.reenters, event.exact
+            record.shards = event.shards
+            self.setup_ms = max(self.setup_ms, event.setup_ms)
+            self.world.learned += record.rank is not None
+            self.recovery.learn_class(
+                record, event.replica_class
+            )  # told again once the first step has shown what differs
+            if record.rank is not None and event.mesh and not self._adopt(event.mesh):
+                return
+        if record.state is not WorkerState.STARTING:
+            return
+        self.rack.ready(record)
+        if record.rank is None:
+            self.recovery.spare_ready(at_ms)
+            self.look_at_swaps(at_ms)
+            return
+        self.elastic(at_ms)
+        if self.world.phase is Phase.SETUP and self.world.answered(record.rank):
+            self._all_ready(at_ms)
+
+    def _adopt(self, axes: tuple[tuple[str, int], ...]) -> bool:
+        """The script has named its mesh; False: it cannot go on with it."""
+        known = self.seating.mesh
+        if math.prod([size for _, size in axes]) != self.world.size:
+            if self.world.phase in IN_PLACE:
+                return True  # it was said before the world got another size, and is heard now
+            shape = ",".join(f"{name}={size}" for name, size in axes)
+            because = f"the script's mesh {shape} is not of {self.world.size} ranks"
+            self.stop(2, because, remedy="leave one axis open (-1), or give --mesh and as many slots as it has ranks.")
+            return False
+        if known is not None and known.axes == axes:
+            return True
+        mesh, shape = Mesh.of(dict(axes)), ",".join(f"{name}={size}" for name, size in axes)
+        broken = self.seating.adopt(mesh, self.world.seats)
+        if broken and self.config.cross_clique:
+            self.emit(Notice(text=f"{broken}, and that is allowed"))
+        elif broken:
+            self.stop(2, broken, remedy=f"give --mesh {shape}: ranks are placed by it then; or --cross-clique.")
+            return False
+        return True
+
+    def _all_ready(self, at_ms: int) -> None:
+        for record in self.world.members.values():
+            record.move(Trigger.TRAIN)
+            record.stateful = True
+            record.resumed_in = self.world.generation
+        self.world.train()
+        self.trained(at_ms)

@@ -1,0 +1,125 @@
+"""From the first tray to a world: who is waited for, and which slots the ranks get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rackrun.core.faults.triage import Triage
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.placement.seating import Seating
+from rackrun.protocol.commands import Command, Notice, SetTimer
+from rackrun.protocol.events import TrayJoined
+from rackrun.protocol.ids import Rank
+from rackrun.protocol.job_config import JobConfig
+from rackrun.topology.model.errors import DoesNotFit, TopologyError
+
+__all__ = ["Forming"]
+
+_REMEDY = "repair these GPUs, leave them out (CUDA_VISIBLE_DEVICES), or start more trays."
+
+
+class _Stop(Protocol):
+    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
+
+
+@dataclass(slots=True)
+class Forming:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    triage: Triage
+    emit: Callable[[Command], None]
+    launch: Callable[[str], None]
+    stop: _Stop
+    _waits: str = ""
+    """Why the ranks have no slots yet, which GPUs that are not fit now may change."""
+
+    def joined(self, event: TrayJoined) -> None:
+        """One tray more, before the world is formed."""
+        joined = len(self.rack.trays)
+        if joined >= self.config.trays_max:
+            self._form(event.at_ms)
+        elif joined >= self.config.trays_min:
+            self.emit(SetTimer(name=f"last-call:{joined}", at_ms=event.at_ms + self.config.last_call_ms))
+
+    def joined_late(self, event: TrayJoined) -> None:
+        """What it tells of itself must not contradict what is known; else nobody starts there."""
+        try:
+            self._learn(event.at_ms, event)
+        except TopologyError as error:
+            self.emit(Notice(text=f"{event.tray} is not used: {error}"))
+            self.rack.devices.refuse(event.tray, event.slots, error.what)
+
+    def look(self, at_ms: int) -> None:
+        """A GPU has become fit, or is no longer."""
+        if self._waits:
+            self._form(at_ms)
+
+    def timer(self, kind: str, at_ms: int) -> None:
+        if self.world.phase is not Phase.FORMING:
+            return
+        wanted, joined = self.config.trays_min, len(self.rack.trays)
+        if kind == "last-call" and joined >= wanted:
+            self._form(at_ms)
+        elif kind == "fit" and self._waits:
+            because = f"{self._waits}; for {self.config.join_timeout_ms} ms not fit: {self.rack.unfit()}"
+            self.stop(3, because, remedy=_REMEDY)
+        elif kind == "join" and joined < wanted:  # else the last call is under way
+            named = "".join(f"{', ' if number else ': '}{tray}" for number, tray in enumerate(sorted(self.rack.trays)))
+            self.stop(
+                3,
+                f"{wanted - joined} of {wanted} trays missing after {self.config.join_timeout_ms} ms ({joined} joined{named})",
+                remedy="start the missing agents, lower --nnodes, or raise join_timeout_ms.",
+            )
+
+    def _learn(self, at_ms: int, *joined: TrayJoined) -> None:
+        self.seating.learn(joined)
+        self.triage.learn(self.seating.cliques(), at_ms)
+
+    def _form(self, at_ms: int) -> None:
+        trays, spares = self.rack.trays, self.config.spares
+        try:
+            self._learn(at_ms, *trays.values())
+        except TopologyError as error:
+            self.stop(2, error.what, remedy=error.remedy)
+            return
+        slots = sum(joined.slots for joined in trays.values())
+        size = self.seating.world_size(spares)
+        if spares >= slots:
+            because = f"{spares} spares, but only {slots} slots on {len(trays)} trays: nobody would train"
+            self.stop(2, because, remedy="hold back fewer spares (--spares), or start more workers a tray.")
+            return
+        if size > slots - spares:
+            because = f"the mesh has {size} ranks, but {slots} slots without {spares} spares are too few"
+            self.stop(2, because, remedy="make the mesh smaller (--mesh), hold back fewer spares, or start more trays.")
+            return
+        try:
+            ranks = self.seating.first(spares)
+        except DoesNotFit as error:
+            if self._may_fit(spares):
+                self._wait(error.what.rstrip("."), at_ms)
+            else:
+                self.stop(2, error.what, remedy=error.remedy)
+            return
+        self.world.size = self.world.full = size
+        self.world.spares = slots - size
+        self.world.seats = {Rank(rank): slot for rank, slot in enumerate(ranks)}
+        self._waits = ""
+        self.launch(f"{len(trays)} trays joined: {size} ranks, {self.world.spares} spares")
+
+    def _may_fit(self, spares: int) -> bool:
+        try:
+            self.seating.first(spares, hoping=True)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _wait(self, what: str, at_ms: int) -> None:
+        if not self._waits:
+            self.emit(SetTimer(name="fit", at_ms=at_ms + self.config.join_timeout_ms))
+        self._waits = what
+        self.triage.awaits(what)

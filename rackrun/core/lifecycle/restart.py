@@ -1,0 +1,140 @@
+"""The whole world begins again: all that runs is ended, then every rank starts where there is a slot for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rackrun.core.faults.script_bug import is_scripts
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss
+from rackrun.core.placement.seating import Seating
+from rackrun.core.policy.choice import only_answer
+from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
+from rackrun.protocol.commands import Command, Decided, SetTimer
+from rackrun.protocol.events import Failure as Raised
+from rackrun.protocol.ids import BEGIN, Rank
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
+
+__all__ = ["Restart", "Stop"]
+
+
+class Stop(Protocol):
+    def __call__(
+        self,
+        exit_code: int,
+        because: str,
+        *,
+        remedy: str = "",
+        failure: Raised | None = None,
+        rank: Rank | None = None,
+    ) -> None: ...
+
+
+@dataclass(slots=True)
+class Restart:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    outlook: Outlook
+    emit: Callable[[Command], None]
+    launch: Callable[[str], None]
+    """Start every rank in its seat, for this reason."""
+    await_fit: Callable[[str], None]
+    """Tell that this waits for what may not be used yet."""
+    relent: Callable[[], bool]
+    """What was being drained is there to be used."""
+    stop: Stop
+
+    def begin(self, because: str, loss: Loss | None, at_ms: int) -> None:
+        """As soon as all that runs has ended; without a restart left the job stops."""
+        world = self.world
+        if world.restarts >= self.config.max_restarts:
+            self._none_left(because, loss)
+            return
+        world.restarts += 1
+        world.phase = Phase.RESTARTING
+        world.reason = because
+        world.empty()
+        for record in [record for record in self.rack.occupants.values() if record.alive]:
+            self.emit(self.rack.fence(record, "the world starts again", swept_along=True))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        self.look()
+
+    def early(self, because: str, losses: Sequence[Loss], at_ms: int) -> None:
+        """Nobody has computed a step, or nobody tells of steps: there is no choice."""
+        if self.world.restarts < self.config.max_restarts:
+            self._tell(because, losses)
+        self.begin(because, losses[0] if losses else None, at_ms)
+
+    def look(self) -> None:
+        """Somebody has ended, or hardware has come."""
+        if self.rack.occupants:
+            return
+        world = self.world
+        seats = self.seating.again(world.seats)
+        if seats is None and self.relent():
+            seats = self.seating.again(world.seats)
+        if seats is None and (self._returning() or self.seating.again(world.seats, hoping=True) is not None):
+            self.await_fit(f"{world.size} ranks need a slot")
+            return
+        if seats is None:
+            self.no_slots()
+            return
+        world.seats = seats
+        self.launch(f"{world.reason}; restart {world.restarts} of {self.config.max_restarts}")
+
+    def _returning(self) -> bool:
+        """Lost trays come back, and then there may be room."""
+        returning = sum(self.rack.returning.values())
+        return returning > 0 and len(self.rack.slots()) + returning >= self.world.size
+
+    def no_slots(self) -> None:
+        world = self.world
+        against = "; ".join(f"{slot}: {why}" for slot, why in self.rack.devices.against().items())
+        left = f"{len(self.rack.slots())} are left on {len(self.rack.trays)} trays"
+        self.stop(
+            3,
+            f"{world.reason}; {world.size} ranks need a slot, {left}{f' ({against})' if against else ''}{self.rack.held_back()}",
+            remedy="hold back more spares (--spares), or start with more trays.",
+        )
+
+    def _none_left(self, because: str, loss: Loss | None) -> None:
+        scripts = loss is not None and loss.exit is not None and is_scripts(loss.exit)
+        failure = loss.failure if loss is not None else None
+        remedy = "see the traceback." if scripts else "raise --max-restarts, or look at the health of the hardware."
+        if failure is not None and failure.type == "rackrun.errors.StateLost":  # it knows better what to do
+            what, _, remedy = failure.message.partition(" Remedy: ")
+            because = f"{because}: {what.rstrip('.')}"
+        self.stop(
+            1 if scripts else 3,
+            f"{because}; restarted {self.world.restarts} of {self.config.max_restarts} times already",
+            remedy=remedy,
+            failure=failure,
+            rank=loss.record.rank if loss else None,
+        )
+
+    def _tell(self, because: str, losses: Sequence[Loss]) -> None:
+        world = self.world
+        by_rank = {loss.record.rank: loss for loss in losses if loss.record.rank is not None}
+        lost = {rank: world.seats[rank] for rank in by_rank}
+        failure = failure_of(because, by_rank, lost, again=False, planned=False)
+        view = None
+        if world.elastic:
+            nothing = Prospect(
+                committed=BEGIN,
+                gate=(),
+                state=None,
+                lost=world.lost(),
+                ranks=self.outlook.ranks(),
+                exact=self.outlook.exact(),
+                may_begin_again=True,
+            )
+            view = self.outlook.view(nothing, moved=(), waited_ms=0, absorbs=0)
+        why = "nothing would be lost by it" if world.elastic else "a script without steps begins again"
+        decision = only_answer(Rung.RESTART, why, failure, view)
+        self.emit(Decided(generation=world.generation, failure=failure, decision=decision))

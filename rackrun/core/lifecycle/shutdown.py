@@ -1,0 +1,176 @@
+"""The end of a job that nothing has ended: all ranks return, or somebody wants it to stop at the next step boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.faults.peer_times import PeerTimes, hangs
+from rackrun.core.faults.script_bug import is_scripts
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.lifecycle.restart import Stop
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss, Trigger, WorkerRecord
+from rackrun.protocol.commands import Command, DrainWorkers, Notice, ReleaseWorkers, SetTimer
+from rackrun.protocol.events import StopRequested, WorkerStalled
+from rackrun.protocol.ids import Rank, SlotId
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["DRAIN_MS", "EXITS_MS", "Finale", "ended_well"]
+
+DRAIN_MS = 60_000
+"""From a request to stop until the job is ended without waiting any longer."""
+
+EXITS_MS = 2_400_000
+"""From the release until the job is ended without waiting any longer. Agents find who hangs long before (`rackrun.agent.tray.worker_liveness`)."""
+
+
+@dataclass(slots=True)
+class Finale:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    stop: Stop
+    stopping: StopRequested | None = None
+    _by_departure: bool = False
+    """Because all trays are told to leave: who asks then is still the first."""
+    gone: dict[Rank, None] = field(default_factory=dict)
+    """Ranks that have ended well: of a plain script, or after the release."""
+    _released_ms: int = 0
+    _ended_in_ms: int = 0
+    """So long the slowest rank that has ended took, from the release."""
+    _idle: PeerTimes = field(default_factory=PeerTimes)
+    """Ranks that were released, and show no sign of life."""
+
+    def look(self, at_ms: int) -> None:
+        """Once every rank has finished, all are released."""
+        world = self.world
+        if world.phase is not Phase.TRAINING or world.awaited:
+            return
+        world.phase = Phase.ENDING
+        self._released_ms = at_ms
+        world.reason = f"all {world.size} ranks have finished"
+        going = [*world.members.values(), *self.rack.spares()]
+        for record in going:
+            record.move(Trigger.RELEASE)
+        self.emit(ReleaseWorkers(workers=tuple(record.worker for record in going)))
+        self.emit(SetTimer(name=f"exits:{world.generation}", at_ms=at_ms + max(self.config.join_timeout_ms, EXITS_MS)))
+
+    def plain_ended(self, losses: Sequence[Loss]) -> None:
+        """Ranks of a script without steps have exited with code 0."""
+        self._go(losses)
+        if len(self.gone) == self.world.size:
+            self.stop(0, f"all {self.world.size} ranks exited with code 0")
+
+    def ended(self, losses: Sequence[Loss]) -> None:
+        """Ranks that were released have exited."""
+        for loss in losses:
+            self._go([loss])
+            if loss.exit is not None:
+                self._ended_in_ms = max(self._ended_in_ms, loss.exit.at_ms - self._released_ms)
+            if not ended_well(loss):
+                if loss.exit is None or not is_scripts(loss.exit):
+                    self._tell_gone([loss])  # all that it had to do is done
+                    continue
+                self.stop(
+                    1,
+                    f"rank {loss.record.rank} had finished training but did not exit well: {loss.because}",
+                    remedy="look at what the script does after training.",
+                    failure=loss.failure,
+                    rank=loss.record.rank,
+                )
+                return
+        self._look_for_the_end()
+
+    def stands_still(
+        self,
+        record: WorkerRecord,
+        event: WorkerStalled,
+        because: str,
+        fence: Callable[[WorkerRecord, str], Command],
+    ) -> None:
+        """A worker that was released does not end: nobody waits for it, when its time is over or the times of the others say so."""
+        if event.early and (record.rank is None or not self._hangs(record.rank, event)):
+            return
+        self.emit(fence(record, because))
+        if record.rank is not None:
+            loss = Loss(record=record, because=because)
+            self._go([loss])
+            self._tell_gone([loss])
+            self._look_for_the_end()
+
+    def _hangs(self, rank: Rank, event: WorkerStalled) -> bool:
+        """At least half of the ranks have ended, all others are idle, this one for three times as long as the slowest took."""
+        self._idle.add(rank, event)
+        idle, there = self._idle.idle(event.at_ms), self.world.members
+        if any(one not in idle for one in there) or 2 * len(there) > len(there) + len(self.gone):
+            return False
+        return hangs(event.for_ms, [self._ended_in_ms])
+
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None:
+        """Ranks that had finished are gone, while others have not."""
+        self._tell_gone(losses)
+        self.look(at_ms)
+        if self.world.phase is Phase.ENDING:
+            self._look_for_the_end()
+
+    def _look_for_the_end(self) -> None:
+        if len(self.gone) + len(self.world.retired) < len(self.world.seats):
+            return  # to look at all ranks for each that is gone would take the square of them
+        if self.world.phase is Phase.ENDING and not self.not_gone():
+            because = self.stopping.because if self.stopping else self.world.reason
+            self.stop(self.stopping.exit_code if self.stopping else 0, because)
+
+    def _tell_gone(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            self.emit(Notice(text=f"rank {loss.record.rank} had finished training, and is gone: {loss.because}"))
+
+    def not_gone(self) -> list[SlotId]:
+        there = {**self.gone, **self.world.retired}
+        return [slot for rank, slot in sorted(self.world.seats.items()) if rank not in there]
+
+    # -- somebody wants it to stop ---------------------------------------------------------------------------------
+    def departed(self, event: StopRequested, *, may_drain: bool) -> None:
+        """All trays are told to leave."""
+        if self.stopping is None:
+            self.requested(event, may_drain=may_drain)
+            self._by_departure = True
+
+    def requested(self, event: StopRequested, *, may_drain: bool) -> None:
+        """At the next step boundary if ``may_drain``; a second request does not wait for it."""
+        world = self.world
+        if self._by_departure and self.stopping is not None and world.phase is not Phase.ENDING:
+            self.stopping, self._by_departure = event, False
+            return
+        if self.stopping is not None or not (may_drain or world.phase is Phase.ENDING):
+            self.stop(event.exit_code, event.because)
+            return
+        if world.phase is Phase.ENDING:  # it ends anyway
+            self.stopping = StopRequested(at_ms=event.at_ms, because=world.reason, exit_code=0)
+            return
+        self.stopping = event
+        self.emit(SetTimer(name="drain", at_ms=event.at_ms + DRAIN_MS))
+        if world.phase is Phase.TRAINING:
+            self.drain()
+
+    def drain(self) -> None:
+        """All train: if somebody wants the job to stop, now is the time to tell them."""
+        if self.stopping is not None:
+            self.emit(DrainWorkers(workers=self.world.workers(), because=self.stopping.because))
+
+    def overdue(self) -> None:
+        if self.stopping is not None:
+            self.stop(self.stopping.exit_code, f"{self.stopping.because}; not drained within {DRAIN_MS} ms")
+
+    def _go(self, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            self.world.lose(rank)
+            self.gone[rank] = None
+
+
+def ended_well(loss: Loss) -> bool:
+    event = loss.exit
+    return event is not None and event.exit_code == 0 and not event.signal and event.failure is None

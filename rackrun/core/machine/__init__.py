@@ -1,0 +1,1 @@
+"""The whole core behind one door: events in, commands out."""

@@ -1,0 +1,1 @@
+"""Which rank sits in which slot, and who keeps whose snapshots."""

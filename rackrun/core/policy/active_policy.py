@@ -1,0 +1,39 @@
+"""By which policy failures are answered: at first as the command line says, then as ``rackctl policy`` has said last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rackrun.core.policy.choice import check_provider, parse_policy, parse_weights
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rules, Weights
+
+__all__ = ["Mandate"]
+
+
+@dataclass(slots=True)
+class Mandate:
+    rules: Rules = field(default_factory=Rules)
+    weights: Weights = field(default_factory=Weights)
+    function: str = ""
+    """``module:function`` that is asked first; "": nobody is."""
+
+    @classmethod
+    def of(cls, config: JobConfig) -> Mandate:
+        return cls(config.rules, config.weights, config.policy_function)
+
+    def change(self, policy: str | None, weights: str | None, *, provider: str = "") -> None:
+        """None: as it is. Raises `rackrun.errors.UsageError`, and changes nothing."""
+        parsed = None if policy is None else parse_policy(policy)
+        if parsed is not None:
+            check_provider(parsed[0], provider)
+        self.weights = self.weights if weights is None else parse_weights(weights)
+        if parsed is not None:
+            self.rules, self.function = parsed
+
+    def __str__(self) -> str:
+        """``--policy swap,wait --policy-weights goodput=1,cost=0,resilience=1``"""
+        named = [rung.value for rung in self.rules.order] or [f"no-{rung.value}" for rung in self.rules.never]
+        what = self.function or ",".join(named) or "cheapest"
+        numbers = ",".join(f"{name}={getattr(self.weights, name):g}" for name in Weights.__struct_fields__)
+        return f"--policy {what} --policy-weights {numbers}"

@@ -1,0 +1,113 @@
+"""Who decides: the rules, or the user's function, which is asked by a command and answers by an event.
+
+The answer is an event like any other, so it is in the journal, and whoever tells the core the same events again gets the same
+decisions. It counts for the situation that was asked about: when that changes, the function is asked anew and an older answer is
+ignored. No answer, a bad one, or one that is impossible: the default decides, and a notice says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rackrun.core.policy.active_policy import Mandate
+from rackrun.core.policy.choice import choose, one_line, refusal, settled
+from rackrun.core.policy.rungs import options
+from rackrun.protocol.commands import AskPolicy, Command, Decided, Notice, SetTimer
+from rackrun.protocol.events import PolicyAnswered
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+
+__all__ = ["ANSWER_MS", "Council"]
+
+ANSWER_MS = 5_000
+"""The coordinator ends a function after a second (two, if it was still at an older question); this is for when nobody answers at all."""
+
+_Situation: TypeAlias = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Council:
+    policy: Mandate
+    emit: Callable[[Command], None]
+    _question: int = 0
+    _asked: _Situation = ()
+    _open: bool = False
+    _answer: Decision | None = None
+    """To what was asked last; None: the default decides."""
+    _decided: _Situation = field(default=())
+
+    def decide(self, failure: Failure, view: ClusterView, at_ms: int) -> Decision | None:
+        """What to do; None while an answer is to be waited for. A script's own error is nobody's to ask about."""
+        decision = choose(failure, view, self.policy.rules, self.policy.weights)
+        if self.policy.function and failure.whose is not Whose.USER:
+            situation = _situation(failure, view)
+            if situation != self._asked:
+                self._ask(situation, failure, view, at_ms)
+            if self._open:
+                return None
+            decision = self._hear(failure, view) or decision
+        self._tell(failure, view, decision, at_ms)
+        return decision
+
+    @property
+    def asks(self) -> bool:
+        """An answer is still to come, or to be given up."""
+        return self._open
+
+    def answered(self, event: PolicyAnswered) -> bool:
+        """Whether this was waited for."""
+        if not self._open or event.question != self._question:
+            return False
+        self._open = False
+        self._answer = event.decision
+        if event.trouble:
+            self._answer = None
+            self._complain(event.trouble)
+        return True
+
+    def overdue(self, question: str) -> bool:
+        """Whether an answer to it is given up with this."""
+        return self.answered(PolicyAnswered(question=int(question), trouble=f"gave no answer within {ANSWER_MS} ms"))
+
+    def forget(self) -> None:
+        """What was answered holds no longer: ask again."""
+        self._asked, self._decided, self._open = (), (), False
+
+    def _ask(self, situation: _Situation, failure: Failure, view: ClusterView, at_ms: int) -> None:
+        self._asked, self._open, self._answer = situation, True, None
+        self._question += 1
+        self.emit(AskPolicy(question=self._question, function=self.policy.function, failure=failure, view=view))
+        self.emit(SetTimer(name=f"policy:{self._question}", at_ms=at_ms + ANSWER_MS))
+
+    def _hear(self, failure: Failure, view: ClusterView) -> Decision | None:
+        if self._answer is None:
+            return None
+        if why_not := refusal(self._answer, failure, view):
+            self._complain(f"asks for what cannot be: {why_not}")
+            self._answer = None
+            return None
+        return settled(self._answer, failure, view, self.policy.weights)
+
+    def _complain(self, what: str) -> None:
+        self.emit(Notice(text=f"the policy {self.policy.function} {one_line(what)}; the default decides"))
+
+    def _tell(self, failure: Failure, view: ClusterView, decision: Decision, at_ms: int) -> None:
+        """When it changes, not each time that it is looked at. A wait that a user has limited ends with another question."""
+        answer = self._question if decision.by == "user" else 0
+        decided = (view.generation, failure.ranks, decision.rung, answer, *sorted(decision.targets.items()))
+        if decided != self._decided:
+            self._decided = decided
+            self.emit(Decided(generation=view.generation, failure=failure, decision=decision))
+            stands_still = decision.rung is Rung.WAIT or decision.meanwhile == "wait"
+            if decision.by == "user" and stands_still:
+                due_ms = at_ms + math.ceil(decision.deadline_s * 1e3)
+                self.emit(SetTimer(name=f"repair:{view.generation}", at_ms=due_ms))
+
+
+def _situation(failure: Failure, view: ClusterView) -> _Situation:
+    """Equal as long as the same question has the same answers to choose from."""
+    possible = tuple(one.rung for one in options(failure, view) if one.possible and one.rung is not Rung.STOP)
+    takeovers = (*sorted(view.takeovers.items()), *sorted(view.uprooted.items()))
+    return (view.generation, failure.ranks, failure.what, view.short, view.rollback_steps, *possible, *takeovers)

@@ -1,0 +1,152 @@
+"""What things have cost in this job so far: measured from events and commands, and told by the coordinator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rackrun.protocol.commands import Command, Plan, ReleaseRack, RequestRack, ResumeGeneration, StartWorker
+from rackrun.protocol.events import (
+    CostsMeasured,
+    Event,
+    RackDelivered,
+    TrayJoined,
+    TrayLost,
+    WorkerReady,
+    WorkerResumed,
+)
+from rackrun.protocol.ids import Incarnation, SlotId, TrayId
+from rackrun.protocol.policy_types import Costs, Priors
+
+__all__ = ["Meter"]
+
+SAMPLES = 5
+"""The median of so many, the newest, is what something costs."""
+
+
+_HEARD = frozenset((WorkerResumed, WorkerReady, CostsMeasured, TrayLost, TrayJoined, RackDelivered))
+
+
+def _few() -> deque[float]:
+    return deque(maxlen=SAMPLES)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Tell it every event and every command. It decides nothing."""
+
+    recoveries: int = 0
+    """Plans since the first generation."""
+    _told: CostsMeasured = field(default_factory=CostsMeasured)
+    _start_s: deque[float] = field(default_factory=_few)
+    _regroup_s: deque[float] = field(default_factory=_few)
+    _takeover_s: deque[float] = field(default_factory=_few)
+    _repair_s: deque[float] = field(default_factory=_few)
+    _starting: dict[SlotId, tuple[Incarnation, int]] = field(default_factory=dict)
+    _acquire_s: deque[float] = field(default_factory=_few)
+    _asked_ms: dict[int, int] = field(default_factory=dict)
+    """Requests for racks that have not come."""
+    _joined_ms: dict[TrayId, int] = field(default_factory=dict)
+    """Since the oldest of these."""
+    _delivered: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
+    _lost_ms: dict[TrayId, int] = field(default_factory=dict)
+    _plan: Plan | None = None
+    _planned_ms: int = 0
+    _waiting: dict[tuple[SlotId, Incarnation], None] = field(default_factory=dict)
+    """Members of the plan that have not resumed."""
+
+    def heard(self, event: Event) -> None:
+        if type(event) not in _HEARD:
+            return
+        match event:
+            case WorkerResumed():
+                self._resumed(event)
+            case WorkerReady():
+                self._ready(event)
+            case CostsMeasured():
+                self._told = event
+            case TrayLost():
+                self._lost_ms[event.tray] = event.at_ms
+            case TrayJoined():
+                if event.tray in self._lost_ms:
+                    self._repair_s.append((event.at_ms - self._lost_ms.pop(event.tray)) / 1e3)
+                if self._asked_ms:
+                    self._joined_ms[event.tray] = event.at_ms
+                    self._acquired()
+            case RackDelivered() if event.request in self._asked_ms:
+                self._delivered[event.request] = event.trays
+                self._acquired()
+            case _:
+                pass
+
+    def told(self, commands: Sequence[Command], at_ms: int) -> None:
+        for command in commands:
+            match command:
+                case StartWorker():
+                    self._starting[command.slot] = (command.incarnation, at_ms)
+                case ResumeGeneration():
+                    self.recoveries += self._plan is not None
+                    self._plan, self._planned_ms = command.plan, at_ms
+                    self._waiting = dict.fromkeys((member.slot, member.incarnation) for member in command.plan.members)
+                case RequestRack():
+                    self._asked_ms[command.request] = at_ms
+                case ReleaseRack():
+                    self._forget(command.request)
+                case _:
+                    pass
+
+    def costs(self, step: int, trusted: int | None = None) -> Costs:
+        """``step``: the last that is committed. ``trusted``: checkpoints of later steps are of no use."""
+        told = self._told
+        age_s = None
+        if told.checkpoint is not None:
+            usual_s = Priors().step_s if told.step_s is None else told.step_s
+            newest = told.checkpoint if trusted is None else min(told.checkpoint, trusted)
+            age_s = max(step - newest, 0) * usual_s
+        return Costs(
+            step_s=told.step_s,
+            regroup_s=_usual(self._regroup_s),
+            takeover_s=_usual(self._takeover_s),
+            copy_bytes_per_s=told.copy_bytes_per_s,
+            state_bytes=told.state_bytes,
+            start_s=_usual(self._start_s),
+            repair_s=_usual(self._repair_s),
+            acquire_s=_usual(self._acquire_s),
+            checkpoint_age_s=age_s,
+            checkpoint_every_s=told.checkpoint_every_s,
+        )
+
+    def _acquired(self) -> None:
+        """What was asked for is there when the first of its trays has joined; its name may be told before or after that."""
+        for request, trays in list(self._delivered.items()):
+            came_ms = [self._joined_ms[tray] for tray in trays if tray in self._joined_ms]
+            if came_ms:
+                self._acquire_s.append(max(min(came_ms) - self._asked_ms[request], 0) / 1e3)
+                self._forget(request)
+
+    def _forget(self, request: int) -> None:
+        self._asked_ms.pop(request, None)
+        self._delivered.pop(request, None)
+        if not self._asked_ms:
+            self._joined_ms.clear()
+
+    def _ready(self, event: WorkerReady) -> None:
+        incarnation, since_ms = self._starting.get(event.slot, (None, 0))
+        if incarnation == event.incarnation:
+            del self._starting[event.slot]
+            self._start_s.append((event.at_ms - since_ms) / 1e3)
+
+    def _resumed(self, event: WorkerResumed) -> None:
+        plan = self._plan
+        if plan is None or event.generation != plan.generation or not self._waiting:
+            return
+        self._waiting.pop((event.slot, event.incarnation), None)
+        if not self._waiting:
+            restored = bool(plan.restores) or plan.rollback is not None
+            (self._takeover_s if restored else self._regroup_s).append((event.at_ms - self._planned_ms) / 1e3)
+
+
+def _usual(samples: Sequence[float]) -> float | None:
+    return median(samples) if samples else None

@@ -1,0 +1,1 @@
+"""From a loss to the next generation: fence, gather, plan."""

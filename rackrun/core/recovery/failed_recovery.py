@@ -1,0 +1,82 @@
+"""How a recovery ends a job: with the reason, and what the reader can do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rackrun.core.generation.world import World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.recovery.view_builder import Prospect
+from rackrun.protocol.ids import BEGIN, Position
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import ClusterView, Decision, Failure, Rung, Whose
+
+__all__ = ["Endings"]
+
+
+class _Stop(Protocol):
+    def __call__(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
+
+
+@dataclass(slots=True)
+class Endings:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    stop: _Stop
+
+    def decided(self, prospect: Prospect, decision: Decision, failure: Failure, view: ClusterView) -> None:
+        """Nothing else is possible, or nothing else is wanted: by the rules, or by the user's function."""
+        others = [one.rung for one in decision.options if one.possible and one.rung is not Rung.STOP]
+        if failure.whose is Whose.USER:
+            self.stop(
+                3,
+                f"the same step was done again {view.absorbs} times and failed again: {failure.what}",
+                remedy="look for a collective that not every rank enters, or for a broken fabric (rackctl report).",
+            )
+        elif others:
+            allowed = ", ".join(rung.value for rung in others)
+            remedy = f"allow {allowed} (--policy)." if len(others) == 1 else f"allow one of {allowed} (--policy)."
+            self.stop(3, f"{failure.what}; {decision.reason}", remedy=remedy)
+        elif prospect.state is None:
+            self.stop(
+                3,
+                self.no_copy_left(failure.what, prospect.committed),
+                remedy="keep checkpoints on disk (--checkpoint-dir), or let it begin again from step 0 (--lost-state restart).",
+            )
+        elif view.comes_by_itself:
+            self.not_in_time(failure.what)
+        else:
+            remedy = (
+                "hold back spares in every NVLink domain (--spares), or let their group go on over the network "
+                "(--cross-clique)."
+                if prospect.enough
+                else "hold back more spares (--spares), start with more trays, or wait for one (--wait-for-hardware)."
+            )
+            self.stop(3, f"{failure.what}: {view.why_short}", remedy=remedy)
+
+    def not_in_time(self, told: str) -> None:
+        lost, ready, unfit = self.world.lost(), len(self.rack.ready_spares()), self.rack.unfit()
+        counted = f"{len(lost)} ranks to replace, {ready} spares are ready"
+        self.stop(
+            3,
+            f"generation {self.world.generation} was not recovered within {self.config.join_timeout_ms} ms: "
+            f"{told}; {counted}{f'; not fit: {unfit}' if unfit else ''}",
+            remedy="repair the GPUs that are not fit, or start more trays."
+            if unfit
+            else "look at the output of the spares; raise join_timeout_ms if a start takes longer.",
+        )
+
+    def no_progress(self, told: Sequence[str]) -> None:
+        self.stop(
+            3,
+            f"{self.config.no_progress_max} recoveries without one committed step: {'; '.join(dict.fromkeys(told))}",
+            remedy="look at these ranks' output and at the health of their devices.",
+        )
+
+    def no_copy_left(self, told: str, committed: Position) -> str:
+        if self.world.stateful():
+            told += " before the first step" if committed == BEGIN else f" at step {committed.step}"
+        return f"{told}, and no copy of its state is left"

@@ -1,0 +1,111 @@
+"""What those who are parked tell: what is committed, where everybody's state comes from, and what a decision needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rackrun.core.generation import restore_plan
+from rackrun.core.generation.restore_plan import StatePlan
+from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.world import World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss, WorkerRecord
+from rackrun.core.recovery.view_builder import Outlook, Prospect
+from rackrun.core.resize.resizing import Resizing
+from rackrun.protocol.ids import Generation, Position, Rank, steps_in
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["FEW_STEPS", "ParkedMembers"]
+
+FEW_STEPS = 10
+"""Done again without asking: at the beginning, copies are not everywhere yet."""
+
+
+@dataclass(slots=True)
+class ParkedMembers:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    sources: Sources
+    classes: Mapping[Rank, str]
+    resizing: Resizing
+    outlook: Outlook
+    losses: Mapping[Rank, Loss]
+    """Since the last plan."""
+    _found: Prospect | None = None
+    """For as long as only spares are heard of."""
+    missing: int = 0
+    """So many spares more have to become ready before a wait that was decided can be over; 0: it is decided anew with each. As long."""
+
+    def forget(self) -> None:
+        self._found = None
+        self.missing = 0
+
+    def look(self) -> Prospect:
+        """All members have parked. Nobody is there yet for those who are lost: spares are not looked at."""
+        if self._found is None:
+            self._found = self._look()
+        return self._found
+
+    def state(self, committed: Position) -> StatePlan | None:
+        """For the world as it is now."""
+        return self._state(self._reports(), committed)
+
+    def _look(self) -> Prospect:
+        world = self.world
+        world.doubt()
+        reports = self._reports()
+        committed, gate = restore_plan.committed(reports, *world.floor())
+        if world.old is not None and world.plan is not None and committed > world.plan.committed:
+            world.old = None  # a gate has passed in the new world: everybody had its state, and a snapshot of it
+        state, lost = self._state(reports, committed), world.lost()
+        why_no_shrink = self.resizing.why_not_shrink(committed, gate) if lost else "nobody is lost"
+        return Prospect(
+            committed=committed,
+            gate=gate,
+            state=state,
+            lost=lost,
+            ranks=self.outlook.ranks(),
+            exact=self.outlook.exact(),
+            may_begin_again=self.config.start_over or (state is None and self._has_just_begun(committed)),
+            would_stay=0 if why_no_shrink else len(self.resizing.staying()),
+            why_no_shrink=why_no_shrink,
+        )
+
+    def _reports(self) -> dict[Rank, restore_plan.Report]:
+        return {rank: _report(record, self.world.layout) for rank, record in self.world.stateful().items()}
+
+    def _state(self, reports: Mapping[Rank, restore_plan.Report], committed: Position) -> StatePlan | None:
+        world, snapshots = self.world, self.sources.snapshots
+        if world.old is not None:
+            return world.old.state(world.members, self.rack, trusted=world.trusted)
+
+        def planned(*, all_go_back: bool) -> StatePlan | None:
+            return restore_plan.state_plan(
+                reports=reports,
+                kept=snapshots.by_rank(),
+                classes=self.classes,
+                world_size=world.size,
+                upto=committed,
+                torn=all_go_back,
+                trusted=world.trusted,
+                rebuild=snapshots.rebuilding(world.members, self.rack.trays, world.layout),
+            )
+
+        found = planned(all_go_back=True) if world.unsure else None
+        return found or planned(all_go_back=world.torn())
+
+    def _has_just_begun(self, committed: Position) -> bool:
+        """As far as anybody tells who lives, or has been seen to end."""
+        if committed.step >= FEW_STEPS:
+            return False
+        ends = [loss.exit for loss in self.losses.values()]
+        return bool(self.world.stateful()) or all(end is not None and end.step < FEW_STEPS for end in ends)
+
+
+def _report(record: WorkerRecord, layout: Generation) -> restore_plan.Report:
+    parked = record.parked
+    assert parked is not None
+    snapshots = steps_in(layout, parked.snapshots) if parked.snapshots else ()
+    return restore_plan.Report(passed=parked.passed, entered=parked.entered, gate=parked.gate, snapshots=snapshots)

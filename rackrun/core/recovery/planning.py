@@ -1,0 +1,119 @@
+"""The plan of the next generation: who is which rank, where its state comes from, and what everybody is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rackrun.core.faults.partition import Rifts
+from rackrun.core.generation.old_world import OldWorld
+from rackrun.core.generation.restore_plan import StatePlan
+from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Trigger, WorkerRecord
+from rackrun.core.placement.snapshot_keepers import protect
+from rackrun.core.recovery.view_builder import Prospect
+from rackrun.protocol.commands import Command, Plan, ResumeGeneration, SetTimer
+from rackrun.protocol.ids import Position, Rank, tray_of
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["Planner", "told_of"]
+
+
+def told_of(chosen: Mapping[Rank, WorkerRecord], rack: RackMachine) -> str:
+    """Who takes over, before they do. "": nobody."""
+    if not chosen:
+        return ""
+    slots = ", ".join(record.worker.slot for _, record in sorted(chosen.items()))
+    left = len(rack.ready_spares()) - len(chosen)
+    return f"{slots} {'takes' if len(chosen) == 1 else 'take'} over, {left} {'spare' if left == 1 else 'spares'} left"
+
+
+@dataclass(slots=True)
+class Planner:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    sources: Sources
+    shares: Callable[[], tuple[int, ...]]
+    """With which the next generation begins."""
+    emit: Callable[[Command], None]
+    rifts: Rifts
+
+    def resume(self, prospect: Prospect, chosen: Mapping[Rank, WorkerRecord], told: str, at_ms: int) -> None:
+        """``chosen``: who takes which rank over. ``told``: what has happened, for people."""
+        world, committed, state = self.world, prospect.committed, prospect.state
+        assert state is not None, "checked by the decision"
+        for rank, spare in chosen.items():
+            world.seat(rank, spare)
+        gate, reshard = prospect.gate, None
+        if world.old is not None:
+            reshard = world.old.reshard(state, world.members, self.rack)
+            state, committed, gate = self._cut_anew(world.old, state)
+        because = told
+        if state.rollback is not None:
+            again = max(prospect.committed.step - state.rollback, 0)
+            back = f"everyone goes back to step {state.rollback}, {again} steps are computed again"
+            because = f"{told}; {back}" if told else back
+        note, fresh = f"generation {world.generation}", dict.fromkeys(state.fresh)
+        for rank, record in world.members.items():
+            record.move(Trigger.RESUME, f"{note}, rank {rank}" if rank in chosen else note)
+            record.stateful = record.stateful and rank not in fresh and reshard is None
+            record.finished = False  # it says so again, when it has done its part for the others
+        world.await_all()
+        if state.rollback is not None:
+            committed = max(committed, Position(state.rollback))
+        protection = protect(self.config, world.seats, self.rack)
+        world.plan = Plan(
+            generation=world.generation,
+            world_size=world.size,
+            members=world.as_members(state.fresh),
+            store=self.rack.store(
+                world.plan.store if world.plan else "",
+                self.rifts.tried,
+                [tray_of(slot) for slot in world.seats.values()],
+            ),
+            committed=committed,
+            gate=gate,
+            restores=state.restores,
+            mirrors=dict(protection.mirrors),
+            sets=protection.sets,
+            parity=protection.parity,
+            rollback=state.rollback,
+            anew=state.rollback is not None and world.trusted is not None,
+            layout=world.layout,
+            reshard=reshard,
+            full=world.full,
+            worlds=world.go_on_after(prospect.committed),
+            shares=self.shares(),
+        )
+        self.sources.snapshots.go_on(world.plan)
+        world.phase = Phase.RESUMING
+        world.reason = because
+        self.rack.trains(member.slot for member in world.plan.members)
+        self.emit(ResumeGeneration(plan=world.plan, because=because, protected=protection.said))
+        self.emit(SetTimer(name=f"resume:{world.generation}", at_ms=at_ms + self.timeout_ms()))
+
+    def timeout_ms(self) -> int:
+        """Whoever has to enter ``main`` again first, with all others or because a spare has built another world's model, has the time
+        of a start."""
+        world = self.world
+        waits = [record for record in world.members.values() if record.reenters and not record.stateful]
+        again = (world.plan is not None and world.plan.reshard is not None) or any(
+            record.built_for != world.size for record in waits
+        )
+        return self.config.reenter_timeout_ms if again else self.config.resume_timeout_ms
+
+    def _cut_anew(self, old: OldWorld, state: StatePlan) -> tuple[StatePlan, Position, tuple[float, ...]]:
+        """Everybody enters main again: what ``state`` says of the old world's ranks, for the ranks of this one; and what is
+        committed."""
+        world = self.world
+        assert state.rollback is not None, "it is made of snapshots"
+        old.settle(state.rollback)
+        world.layout = world.generation
+        self.sources.snapshots = Snapshots()  # what an attempt before this one has left is in its own layout
+        new = tuple(rank for rank, record in sorted(world.members.items()) if record.worker not in old.ranks)
+        back = state.rollback if old.gone_back else None
+        return StatePlan(fresh=new, restores=(), rollback=back), old.committed, old.gate

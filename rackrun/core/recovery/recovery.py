@@ -1,0 +1,562 @@
+"""From a loss to the next generation: break, gather, park, decide, resume.
+
+Survivors are broken at once; the gather window only delays the decision, so that faults that belong together (a tray is
+many workers) are one. The decision is taken when the window has closed, every survivor has parked, and every lost rank
+has a spare that is ready, or the policy (`rackrun.core.policy.ask_policy`) wants something else. It is taken from fresh reports alone, so a
+loss in the middle of a recovery is nothing special: it breaks once more, and the next plan starts from what everyone reports then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from rackrun.core.faults.partition import Rifts
+from rackrun.core.faults.stalls import Standstill
+from rackrun.core.generation.restore_sources import Sources, named
+from rackrun.core.generation.snapshot_locations import Snapshots
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss, Trigger, WorkerRecord, WorkerState
+from rackrun.core.placement.seating import Seating, Staff
+from rackrun.core.policy.ask_policy import Council
+from rackrun.core.policy.choice import allows
+from rackrun.core.recovery.failed_recovery import Endings
+from rackrun.core.recovery.fencing import Fencing
+from rackrun.core.recovery.no_progress import Progress
+from rackrun.core.recovery.parked_members import ParkedMembers
+from rackrun.core.recovery.planning import Planner, told_of
+from rackrun.core.recovery.view_builder import Outlook, Prospect, failure_of
+from rackrun.core.resize.growth_backoff import Growth
+from rackrun.core.resize.resizing import Resizing
+from rackrun.protocol.commands import BreakGeneration, Command, SetTimer, StartWorker
+from rackrun.protocol.events import PolicyAnswered, WorkerParked, WorkerResumed, WorkerSevered, WorkerUnbuilt
+from rackrun.protocol.ids import BEGIN, Generation, Position, Rank, SlotId, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import ClusterView, Decision, ProviderNow, Rung
+
+__all__ = ["ABSORBS_MAX", "Ladder", "Recovery", "named"]
+
+STATE_LOST = "rackrun.errors.StateLost"
+"""How a newcomer ends that finds its sources unlike each other."""
+ABSORBS_MAX = 3
+"""Steps done again in place, in a row, without one that is committed."""
+
+
+class Ladder(Protocol):
+    """What recovery cannot decide alone."""
+
+    def trained(self, at_ms: int) -> None: ...
+    def retired(self, losses: Sequence[Loss], at_ms: int) -> None: ...
+    def restart(self, because: str, loss: Loss | None, at_ms: int) -> None: ...
+    def stop(self, exit_code: int, because: str, *, remedy: str = "") -> None: ...
+    def start_spare(self, slot: SlotId) -> StartWorker: ...
+    def await_fit(self, what: str) -> None: ...
+    def relent(self) -> bool: ...
+    def shares(self) -> tuple[int, ...]: ...
+    def acquire(self, at_ms: int) -> None: ...
+    def provider(self, at_ms: int) -> ProviderNow | None: ...
+    def acquires(self, at_ms: int) -> bool: ...
+    def shrink_refused(self, why: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Recovery:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    ladder: Ladder
+    emit: Callable[[Command], None]
+    outlook: Outlook
+    council: Council
+    endings: Endings
+    fencing: Fencing = field(init=False)
+    standstill: Standstill = field(init=False)
+    classes: dict[Rank, str] = field(default_factory=dict)
+    sources: Sources = field(init=False)
+    planner: Planner = field(init=False)
+    resizing: Resizing = field(init=False)
+    rifts: Rifts = field(default_factory=Rifts)
+    parked_members: ParkedMembers = field(init=False)
+    wishes: dict[Rank, SlotId] = field(default_factory=dict)
+    """Spares that a person has named for ranks."""
+    _gathering: bool = False
+    _owed: bool = False
+    """The snapshots of condemned workers are worth waiting for."""
+    _absorbing: bool = False
+    _note: str = ""
+    """Why the generation was broken, if nobody is lost."""
+    _losses: dict[Rank, Loss] = field(default_factory=dict)
+    """Since the last plan."""
+    _retired: dict[Rank, Loss] = field(default_factory=dict)
+    """Of `World.retired`."""
+    _moved: dict[Rank, None] = field(default_factory=dict)
+    """Those among them that lived, and were taken out because their group moves."""
+    between_steps: bool = False
+    """All stood between two steps when the first of them was taken out."""
+    growing: bool = False
+    """All were made to pause so that others can join."""
+    leaving: tuple[Rank, ...] = ()
+    """All were made to pause so that these can go: a person wants fewer ranks."""
+    _resized: str = ""
+    """How the world's size changes with the plan that is made."""
+    _broken_ms: int = 0
+    _progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fencing = Fencing(self.world, self.rack, self.emit)
+        self.sources = Sources(self.world, self.rack, self.plan_again)
+        self.planner = Planner(
+            self.config, self.world, self.rack, self.sources, self.ladder.shares, self.emit, self.rifts
+        )
+        self.standstill = Standstill(self.config, self.world, self.emit, self.ladder.stop, self._condemn, self.absorb)
+        self._progress = Progress(self.config.no_progress_max)
+        growth = Growth(self.emit)
+        self.resizing = Resizing(self.config, self.world, self.rack, self.seating, self.sources, self.classes, growth)
+        self.parked_members = ParkedMembers(
+            self.config, self.world, self.rack, self.sources, self.classes, self.resizing, self.outlook, self._losses
+        )
+
+    @property
+    def snapshots(self) -> Snapshots:
+        return self.sources.snapshots
+
+    # -- losses ----------------------------------------------------------------------------------------------------
+    def lose(self, losses: Sequence[Loss], at_ms: int) -> None:
+        """Members are gone, or condemned: they take no part from now on. Who had finished training is not replaced as long as nobody
+        else is lost."""
+        if self.world.phase is Phase.TRAINING and all(loss.record.finished for loss in losses):
+            self._retire(losses, at_ms)
+            return
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            self.world.lose(rank)
+            self.standstill.window.forget(rank)
+            self.forget_members()
+            self._losses[rank] = loss
+            self.world.doubted |= loss.failure is not None and loss.failure.type == STATE_LOST
+        self._absorbing = False
+        self.leaving = ()  # later: this comes first
+        if self.world.phase is Phase.PARKING:
+            self.decide(at_ms)
+        else:
+            self._break(self._told(), at_ms)
+
+    def seen_to_end(self, loss: Loss) -> None:
+        """A member that was counted as lost when it was fenced has ended. How far it had come is known now."""
+        for rank, known in self._losses.items():
+            if known.record is loss.record and known.exit is None:
+                self._losses[rank] = Loss(record=known.record, because=known.because, exit=loss.exit)
+
+    def _retire(self, losses: Sequence[Loss], at_ms: int) -> None:
+        for loss in losses:
+            rank = loss.record.rank
+            assert rank is not None
+            self.world.retire(rank)
+            self.standstill.window.forget(rank)
+            self._retired[rank] = loss
+        self.ladder.retired(losses, at_ms)
+
+    def plan_again(self, because: str, at_ms: int) -> None:
+        """Nobody is lost, but what was planned cannot be done."""
+        self._note = because
+        self._break(because, at_ms)
+
+    def forget_all(self) -> None:
+        """The world begins again: nothing of the old one counts."""
+        self.snapshots.clear()
+        self.resizing.growth.joined((), BEGIN)
+        self.world.old, self.world.layout = None, Generation(0)
+        self.world.trust()
+        self._settle()
+        self._retired.clear()
+        self.standstill.forget()
+
+    def _settle(self) -> None:
+        self._losses.clear()
+        self._moved.clear()
+        self.between_steps = self.growing = False
+        self.leaving = ()
+        self._absorbing = False
+        self._resized = ""
+
+    def _told(self) -> str:
+        """What was lost since the last plan: ``ranks 2, 3 lost (SIGKILL)``."""
+        if not self._losses:
+            return self._note
+        reasons = dict.fromkeys(loss.because for _, loss in sorted(self._losses.items()))
+        return f"{named(sorted(self._losses))} lost ({', '.join(reasons)})"
+
+    # -- break and park --------------------------------------------------------------------------------------------
+    def _break(self, because: str, at_ms: int) -> None:
+        world = self.world
+        for rank in world.retired:
+            self._losses[rank] = self._retired[rank]
+        self._retired.clear()
+        world.miss_retired()
+        self.forget_members()
+        generation = world.next_generation()
+        world.phase = Phase.PARKING
+        world.reason = because
+        self.standstill.forget()
+        self.rifts.attempt()
+        self._gathering = self._owed = True
+        self._broken_ms = at_ms
+        note = f"generation {generation}"
+        for record in world.members.values():
+            record.move(Trigger.BREAK, note)
+            record.parked = None
+        world.await_all()
+        if world.members:
+            self.emit(BreakGeneration(generation=generation, workers=world.workers(), because=because))
+        self.emit(SetTimer(name=f"gather:{generation}", at_ms=at_ms + self.config.gather_ms))
+        self.emit(SetTimer(name=f"park:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
+        self.emit(SetTimer(name=f"recover:{generation}", at_ms=at_ms + self.config.join_timeout_ms))
+        if self.config.repair_patience_ms:
+            self.emit(SetTimer(name=f"repair:{generation}", at_ms=at_ms + self.config.repair_patience_ms))
+
+    def parked(self, record: WorkerRecord, event: WorkerParked) -> None:
+        if event.generation != self.world.generation or record.state is not WorkerState.BREAKING:
+            return
+        world = self.world
+        assert record.rank is not None, "only members are told to park"
+        record.move(Trigger.PARKED)
+        record.parked = event
+        world.answered(record.rank)
+        if not record.stateful and self._had_resumed(record, event):
+            record.stateful = True
+            record.resumed_in = world.plan.generation if world.plan is not None else record.resumed_in
+        self.learn_class(record, event.replica_class)
+        if not world.awaited:
+            self.decide(event.at_ms)
+
+    def _had_resumed(self, record: WorkerRecord, event: WorkerParked) -> bool:
+        """In the generation that broke, though it was not heard."""
+        if self.world.old is not None:
+            return event.layout == self.world.layout
+        plan = self.world.plan
+        return plan is not None and record.resumed_in < event.resumed == plan.generation
+
+    def learn_class(self, record: WorkerRecord, replica_class: str) -> None:
+        if record.rank is not None and replica_class:
+            self.classes[record.rank] = replica_class
+
+    def timer(self, name: str, at_ms: int) -> None:
+        """``kind:generation``; what an older generation asked for is ignored. ``fence:slot:incarnation`` is of no generation."""
+        kind, _, generation = name.partition(":")
+        if kind == "fence":
+            self.fencing.overdue(generation)
+            return
+        if generation != str(self.world.generation):
+            return
+        parking, resuming = self.world.phase is Phase.PARKING, self.world.phase is Phase.RESUMING
+        if kind == "gather" and parking:
+            self._gathering = False
+            self.decide(at_ms)
+        elif kind == "park" and parking and self._wait_on(kind, WorkerState.BREAKING, at_ms):
+            pass
+        elif kind == "park" and parking:
+            self.emit(SetTimer(name=f"owed:{generation}", at_ms=at_ms + self.config.park_timeout_ms))
+            self._fence_late(WorkerState.BREAKING, "park", self.config.park_timeout_ms, at_ms)
+        elif kind == "owed" and parking:
+            self._owed = False
+            self.decide(at_ms)
+        elif kind == "resume" and resuming and self._wait_on(kind, WorkerState.RESUMING, at_ms):
+            pass
+        elif kind == "resume" and resuming:
+            self._fence_late(WorkerState.RESUMING, "resume", self.planner.timeout_ms(), at_ms)
+        elif kind == "recover" and parking:
+            self._give_up(at_ms)
+        elif kind == "repair" and parking:
+            self.council.forget()
+            self.decide(at_ms)
+        elif kind in ("stalled", "judge"):
+            self.standstill.window_closed(kind, at_ms)
+
+    def _wait_on(self, kind: str, state: WorkerState, at_ms: int) -> bool:
+        """Somebody is late because it works in its own code: all others wait for it, and nobody is to blame. How long it may is
+        for its agent to say (`WorkerStalled`)."""
+        waits = self._some_work(state, at_ms)
+        if waits:
+            self.emit(SetTimer(name=f"{kind}:{self.world.generation}", at_ms=at_ms + self.config.park_timeout_ms))
+        return waits
+
+    def _some_work(self, state: WorkerState, at_ms: int) -> bool:
+        members = self.world.members
+        return any(rank in members and members[rank].state is state for rank in self.standstill.awaited(at_ms))
+
+    def _fence_late(self, state: WorkerState, what: str, timeout_ms: int, at_ms: int) -> None:
+        late = [
+            record
+            for rank, record in sorted(self.world.members.items())
+            if record.state is state and not self.rifts.has_told(rank)
+        ]
+        newcomers = [record for record in late if not record.stateful]
+        if state is WorkerState.RESUMING and newcomers:
+            late = newcomers  # the others wait for them, with what may be the only copies
+        if late:
+            self._condemn(late, f"did not {what} within {timeout_ms} ms", at_ms)
+        elif state is WorkerState.RESUMING:
+            self._judge_rift(at_ms)
+
+    def _condemn(self, records: Sequence[WorkerRecord], because: str, at_ms: int, *, fault: bool = True) -> None:
+        for record in records:
+            self.fencing.fence(record, because, fault=fault)
+        self.lose([Loss(record=record, because=because) for record in records], at_ms)
+
+    def _give_up(self, at_ms: int) -> None:
+        """Nobody has become ready in this time. For hardware to come there may be more (`JobConfig.repair_patience_ms`)."""
+        self.decide(at_ms)
+        if self.world.phase is Phase.PARKING and self._some_work(WorkerState.BREAKING, at_ms):
+            # nothing could be decided yet: whoever is to come has the whole time once it can
+            self.emit(SetTimer(name=f"recover:{self.world.generation}", at_ms=at_ms + self.config.join_timeout_ms))
+            return
+        waits = at_ms - self._broken_ms < self.config.repair_patience_ms or self.ladder.acquires(at_ms)
+        patient = self.council.asks or waits
+        if self.world.phase is Phase.PARKING and not patient:
+            self.endings.not_in_time(self._told())
+
+    # -- decide ----------------------------------------------------------------------------------------------------
+    def decide(self, at_ms: int) -> None:
+        """If all that a decision needs is known, take it."""
+        world = self.world
+        if world.phase is not Phase.PARKING or self._gathering or world.awaited:
+            return
+        self.fencing.look(at_ms)
+        found = self.parked_members.look()
+        state, lost = found.state, found.lost
+        if (state is None or state.rollback is not None) and self._snapshots_owed():
+            return
+        ready = {record.worker.slot: record for record in self.rack.ready_spares()}
+        enough = len(ready) >= len(lost)
+        staff = self.seating.staff(world.seats, lost, ready, self.wishes) if state is not None and enough else None
+        if state is not None and staff is None and self.outlook.falls_short(enough=enough) and self.ladder.relent():
+            self.decide(at_ms)  # what was being drained is there to be used
+            return
+        prospect = replace(found, staff=staff, enough=enough)
+        self.resizing.growth.broken(world.members.values(), found.committed, at_ms)
+        if self.leaving and not lost:
+            self._shrink_as_asked(prospect, at_ms)
+        elif self.growing and not lost and state is not None:
+            self._go_on(prospect, Staff({}, {}), ready, at_ms)
+        else:
+            self._decide(prospect, ready, at_ms)
+
+    def spare_ready(self, at_ms: int) -> None:
+        """Where all wait for more of them, what is short and what is coming are one less now, both: they go on waiting. (That starts take longer
+        than was known when it was decided is weighed when something else happens.)"""
+        self.parked_members.missing -= 1
+        if self.parked_members.missing <= 0:
+            self.decide(at_ms)
+
+    def forget_members(self) -> None:
+        """Something may have become known of those who are parked: they are looked at anew. What spares do says nothing of them."""
+        self.parked_members.forget()
+
+    def joining(self, at_ms: int) -> str:
+        """For people: who could become a rank more; "": nobody."""
+        if not self.resizing.growth.may(at_ms) or not self.resizing.room:
+            return ""
+        return ", ".join(record.worker.slot for record in self.resizing.joining(self.rack.ready_spares()))
+
+    def answered(self, event: PolicyAnswered) -> None:
+        if self.council.answered(event):
+            self.decide(event.at_ms)
+
+    def overdue(self, question: str, at_ms: int) -> None:
+        if self.council.overdue(question):
+            self.decide(at_ms)
+
+    def _decide(self, prospect: Prospect, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        failure = failure_of(
+            self._told() or "a rollback was broken off",
+            self._losses,
+            prospect.lost,
+            again=self._absorbing and self._progress.absorbs(prospect.committed) >= ABSORBS_MAX,
+            planned=self.between_steps,
+        )
+        view = self.outlook.view(
+            prospect,
+            moved=tuple(sorted(self._moved)),
+            waited_ms=at_ms - self._broken_ms,
+            absorbs=self._progress.absorbs(prospect.committed),
+            provider=self.ladder.provider(at_ms),
+        )
+        decision = self.council.decide(failure, view, at_ms)
+        if decision is None:
+            return
+        match decision.rung:
+            case Rung.ABSORB | Rung.SWAP | Rung.MOVE:
+                assert prospect.staff is not None, "only what is possible is decided"
+                self._go_on(prospect, prospect.staff, ready, at_ms)
+            case Rung.WAIT:
+                self._start_spares(prospect, view)
+                asked_anew = self.world.policy.function or view.provider is not None or prospect.enough
+                self.parked_members.missing = 0 if asked_anew else view.short
+            case Rung.RESTART:
+                self._start_over(prospect, decision, failure.what, at_ms)
+            case Rung.STOP if prospect.state is None and self._would_begin_again(prospect, decision):
+                self._start_over(prospect, decision, failure.what, at_ms)  # which says what is in its way
+            case Rung.STOP:
+                self.endings.decided(prospect, decision, failure, view)
+            case Rung.SHRINK:
+                self._shrink(prospect, at_ms)
+            case Rung.ACQUIRE:
+                self.ladder.acquire(at_ms)
+                if decision.meanwhile == "train":
+                    self._shrink(prospect, at_ms)
+                else:
+                    self._start_spares(prospect, view)
+
+    def _would_begin_again(self, prospect: Prospect, decision: Decision) -> bool:
+        """Nothing else is left, and nobody is against it."""
+        wanted = decision.by != "user" and allows(self.world.policy.rules, Rung.RESTART)
+        return wanted and prospect.may_begin_again and decision.is_last
+
+    def _snapshots_owed(self) -> bool:
+        """Somebody is condemned whose exit, with what it leaves, has not come yet."""
+        old = self.world.old.ranks if self.world.old is not None else {}
+        return self._owed and any(
+            ((record.rank is not None and record.stateful) or record.worker in old) and not record.lied
+            for record in self.rack.condemned()
+        )
+
+    def _start_over(self, prospect: Prospect, decision: Decision, what: str, at_ms: int) -> None:
+        first = next((loss for _, loss in sorted(self._losses.items())), None)
+        because = f"{what}; {decision.reason}"
+        if prospect.state is None:
+            because = self.endings.no_copy_left(what, prospect.committed)
+        self.ladder.restart(because, first, at_ms)
+
+    def _go_on(self, prospect: Prospect, staff: Staff, ready: Mapping[SlotId, WorkerRecord], at_ms: int) -> None:
+        if staff.uprooted:
+            self._moved.update(dict.fromkeys(staff.uprooted))
+            moving = [self.world.members[rank] for rank in staff.uprooted]
+            self._condemn(moving, ", ".join(dict.fromkeys(staff.uprooted.values())), at_ms, fault=False)
+        elif self._may_go_on(prospect.committed):
+            chosen = {rank: ready[slot] for rank, slot in staff.seats.items()}
+            taken = staff.seats.values()
+            may = self.resizing.growth.may(at_ms)
+            free = [record for slot, record in ready.items() if slot not in taken] if may else []
+            joining = self.resizing.joining(free)
+            stands = prospect.state is not None and (prospect.state.rollback is None or self.world.old is not None)
+            if joining and stands and self.resizing.grow(joining, prospect.committed, prospect.gate):
+                slots = ", ".join(record.worker.slot for record in joining)
+                verb = "joins" if len(joining) == 1 else "join"
+                self._resized = f"{slots} {verb}, {self.world.size} of {self.world.full} ranks"
+                self.resizing.growth.joined([record.worker for record in joining], prospect.committed)
+                prospect = self._planned_anew(prospect)
+            elif self.growing and not self._losses and self.world.trusted is None:
+                why = "there is no state that newcomers could have" if joining else "nobody was ready any more"
+                self.resizing.growth.came_to_nothing(why, at_ms)
+            self._resume(prospect, chosen, at_ms)
+
+    def _shrink_as_asked(self, prospect: Prospect, at_ms: int) -> None:
+        """Nobody is lost: who is to go is let go, if the others have all state."""
+        if why := self.resizing.why_not_shrink(prospect.committed, prospect.gate, self.leaving):
+            self.leaving = ()
+            if self.world.trusted is None:  # else all go back first, and it is looked at again
+                self.ladder.shrink_refused(why)
+            self.decide(at_ms)
+        else:
+            self._shrink(prospect, at_ms)
+
+    def _shrink(self, prospect: Prospect, at_ms: int) -> None:
+        """The others go on without those that are lost, or that are to leave: what these had, all have."""
+        if not self._may_go_on(prospect.committed):
+            return
+        before = self.world.size
+        asked, why = bool(self.leaving), "its replica has lost a rank: it will wait as a spare"
+        if asked:
+            why = "asked for (rackctl shrink): it will wait as a spare"
+        left_over = self.resizing.shrink(prospect.committed, prospect.gate, self.leaving)
+        self.resizing.growth.let_go([record.worker for record in left_over])
+        self._resized = f"goes on with {self.world.size} of {before} ranks"
+        if left_over:
+            slots = ", ".join(record.worker.slot for record in left_over)
+            self._resized += f", {slots} will wait as {'a spare' if len(left_over) == 1 else 'spares'}"
+        for record in left_over:
+            self.emit(self.rack.fence(record, why, swept_along=True))
+        self._resume(self._planned_anew(prospect), {}, at_ms)
+
+    def _planned_anew(self, prospect: Prospect) -> Prospect:
+        """For the world as it is now."""
+        return replace(prospect, state=self.parked_members.state(prospect.committed))
+
+    def _start_spares(self, prospect: Prospect, view: ClusterView) -> None:
+        """What can be started is, in the lost ranks' own slots first."""
+        lost, free = prospect.lost, self.rack.free_slots()
+        in_place = [slot for slot in lost.values() if slot in free]
+        elsewhere = [slot for slot in free if slot not in in_place]
+        short = len(free) if prospect.enough else len(lost) - len(self.rack.fit_spares())
+        for slot in (in_place + elsewhere)[: max(short, 0)]:
+            self.emit(self.ladder.start_spare(slot))
+        if view.coming < view.short and view.comes_by_itself:
+            self.ladder.await_fit(f"{self._told()}: {len(lost)} ranks to replace")
+
+    def _may_go_on(self, committed: Position) -> bool:
+        stuck = self._progress.goes_on(committed, self._told(), absorbing=self._absorbing)
+        if stuck:
+            self.endings.no_progress(stuck)
+        return not stuck
+
+    # -- resume ----------------------------------------------------------------------------------------------------
+    def _resume(self, prospect: Prospect, chosen: dict[Rank, WorkerRecord], at_ms: int) -> None:
+        told = "; ".join(filter(None, [self._told(), told_of(chosen, self.rack), self._resized]))
+        self._settle()
+        self.standstill.forget()  # ranks may have other numbers; what lasts is told again
+        self.planner.resume(prospect, chosen, told, at_ms)
+
+    def resumed(self, record: WorkerRecord, event: WorkerResumed) -> None:
+        if event.generation != self.world.generation or record.state is not WorkerState.RESUMING:
+            return
+        record.move(Trigger.RESUMED)
+        record.stateful = True
+        record.resumed_in = event.generation
+        self.standstill.entered(record)
+        assert record.rank is not None, "only members are told to resume"
+        if self.world.answered(record.rank):
+            self.world.train()
+            self.world.old = None
+            self.world.trust()
+            self.rifts.forget()
+            self.ladder.trained(event.at_ms)
+            self.standstill.judge(event.at_ms)
+
+    # -- nobody is lost --------------------------------------------------------------------------------------------
+    def severed(self, record: WorkerRecord, event: WorkerSevered) -> None:
+        """Nobody is known to be lost, but this generation cannot go on. Whoever does not park is found that way."""
+        running = self.world.phase in (Phase.TRAINING, Phase.RESUMING)
+        if not running or record.rank is None or event.generation != self.world.generation:
+            return
+        self.absorb(f"a collective broke on rank {record.rank} ({event.because})", event.at_ms)
+
+    def unbuilt(self, record: WorkerRecord, event: WorkerUnbuilt) -> None:
+        """Who says nothing is found by the timer."""
+        if event.generation != self.world.generation or record.rank is None or record.state is not WorkerState.RESUMING:
+            return
+        self.rifts.add(record.rank, cut_off=event.cut_off)
+        members = self.world.members.items()
+        if all(other.state is not WorkerState.RESUMING or self.rifts.has_told(rank) for rank, other in members):
+            self._judge_rift(event.at_ms)
+
+    def _judge_rift(self, at_ms: int) -> None:
+        """All live, and their groups could not be built."""
+        assert self.world.plan is not None
+        exchange = self.world.plan.store
+        host = next((tray for tray, record in self.rack.trays.items() if record.store == exchange), None)
+        trays = {rank: tray_of(record.worker.slot) for rank, record in self.world.members.items()}
+        if blamed := self.rifts.blame(trays, exchange, host):
+            reached = f"did not reach the exchange on {host}, which others did"
+            self._condemn([self.world.members[rank] for rank in blamed], reached, at_ms)
+        else:
+            self.plan_again("not everybody reached everybody", at_ms)
+
+    def absorb(self, because: str, at_ms: int) -> None:
+        """Nobody is to blame: the step is done again in place."""
+        self._absorbing = True
+        self._note = because
+        self._break(because, at_ms)

@@ -1,0 +1,228 @@
+"""What a policy is shown, made of what the core knows: whose fault it may be, and how the job stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rackrun.core.faults.script_bug import fingerprint
+from rackrun.core.generation.restore_plan import StatePlan
+from rackrun.core.generation.world import World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import Loss, WorkerRecord, WorkerState, why_exited
+from rackrun.core.placement.seating import Seating, Staff
+from rackrun.core.policy.measured_costs import Meter
+from rackrun.protocol.ids import Position, Rank, SlotId, TrayId, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import ClusterView, Failure, ProviderNow, RankNow, SpareNow, TrayNow, Whose
+
+__all__ = ["Outlook", "Prospect", "failure_of", "whose"]
+
+_NETWORK = (
+    "rackrun.errors.CollectiveBroken",
+    "torch.distributed.DistBackendError",
+    "torch.distributed.DistNetworkError",
+    "builtins.ConnectionError",
+    "builtins.ConnectionResetError",
+    "builtins.BrokenPipeError",
+)
+_STORAGE = ("builtins.OSError", "builtins.FileNotFoundError", "builtins.PermissionError", "rackrun.errors.StateLost")
+"""Of an OSError: a disk that is full, a file system that is gone. A script's first; the same again is the script's."""
+
+
+def whose(loss: Loss) -> Whose:
+    """What a first fault is taken for. The script's own is told by `rackrun.core.faults.script_bug`, when it comes again."""
+    if loss.exit is None:
+        return Whose.HARDWARE
+    if loss.failure is not None:
+        kind = loss.failure.type
+        return Whose.NETWORK if kind in _NETWORK else Whose.STORAGE if kind in _STORAGE else Whose.HARDWARE
+    if why_exited(loss.exit) == "SIGTERM" and not fingerprint(loss.exit):
+        return Whose.PREEMPTION
+    return Whose.HARDWARE
+
+
+def failure_of(
+    what: str, losses: Mapping[Rank, Loss], lost: Mapping[Rank, SlotId], *, again: bool, planned: bool
+) -> Failure:
+    """``lost``: all ranks that nobody holds, also since an older plan. ``again``: the same step has failed in place again and
+    again, so it is not the hardware."""
+    found = [whose(loss) for _, loss in sorted(losses.items())]
+    if again:
+        taken_for = Whose.USER
+    elif not lost:
+        taken_for = Whose.NETWORK
+    else:
+        taken_for = found[0] if found and len(dict.fromkeys(found)) == 1 else Whose.HARDWARE
+    return Failure(
+        what=what,
+        whose=taken_for,
+        ranks=tuple(sorted(lost)),
+        slots=tuple(slot for _, slot in sorted(lost.items())),
+        evidence=tuple(
+            f"rank {rank} on {loss.record.worker.slot}: {loss.because}" for rank, loss in sorted(losses.items())
+        ),
+        planned=planned,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a decision is about, from fresh reports."""
+
+    committed: Position
+    gate: tuple[float, ...]
+    state: StatePlan | None
+    """None: no copy of some state is left in memory."""
+    lost: Mapping[Rank, SlotId]
+    ranks: tuple[RankNow, ...]
+    exact: bool
+    staff: Staff | None = None
+    """None: nobody can take over now what is lost."""
+    enough: bool = False
+    """As many spares are ready as ranks are lost. Without ``staff``: NVLink does not reach them."""
+    may_begin_again: bool
+    why_no_shrink: str = "the world is not where it could"
+    """"": the others can go on without those that are lost."""
+    would_stay: int = 0
+    """So many of them."""
+
+
+@dataclass(slots=True)
+class Outlook:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    meter: Meter
+    _told: tuple[int, int, tuple[SlotId, ...]] | None = None
+    """Of what `_trays_now` was made."""
+    _trays_now: tuple[TrayNow, ...] = ()
+
+    def view(
+        self,
+        prospect: Prospect,
+        *,
+        moved: tuple[Rank, ...],
+        waited_ms: int,
+        absorbs: int,
+        provider: ProviderNow | None = None,
+    ) -> ClusterView:
+        """``moved``: ranks that lived, and were taken out of their seats because their group moves."""
+        world, rack, config = self.world, self.rack, self.config
+        lost, state, staff = prospect.lost, prospect.state, prospect.staff
+        short = self._short(len(prospect.lost), enough=prospect.enough)
+        coming, unusable = self._coming(), rack.unusable()
+        back = None
+        if state is not None:
+            back = 0 if state.rollback is None else max(prospect.committed.step - state.rollback, 0)
+        return ClusterView(
+            world_size=world.size,
+            generation=world.generation,
+            step=prospect.committed.step,
+            mesh=self.seating.mesh.axes if self.seating.mesh else (),
+            trays=self._trays(unusable),
+            ranks=prospect.ranks,
+            spares=self._spares(),
+            usable_slots=len(rack.slots()) - (0 if state is None else len(unusable)),
+            takeovers={rank: staff.seats[rank] for rank in lost} if staff else {},
+            uprooted={rank: staff.seats[rank] for rank in staff.uprooted} if staff else {},
+            moved=moved,
+            short=short if staff is None else 0,
+            coming=coming,
+            hoped=self._hoped(),
+            returning_slots=sum(rack.returning.values()),
+            why_short=self._why_short(prospect, coming) if staff is None and state is not None else "",
+            rollback_steps=back,
+            may_begin_again=prospect.may_begin_again,
+            shrink_to=0 if prospect.why_no_shrink or not lost else prospect.would_stay,
+            why_no_shrink=prospect.why_no_shrink,
+            exact=prospect.exact,
+            placeable=self._placeable(prospect),
+            restarts_left=max(config.max_restarts - world.restarts, 0),
+            waited_s=waited_ms / 1e3,
+            start_patience_s=config.join_timeout_ms / 1e3,
+            repair_patience_s=config.repair_patience_ms / 1e3,
+            absorbs=absorbs,
+            provider=provider,
+            recoveries=self.meter.recoveries,
+            costs=self.meter.costs(prospect.committed.step, None if world.trusted is None else world.trusted.step),
+        )
+
+    def ranks(self) -> tuple[RankNow, ...]:
+        seats, members = self.world.seats, self.world.members
+        return tuple([RankNow(rank=rank, slot=seats[rank], alive=rank in members) for rank in self.world.ranks()])
+
+    def exact(self) -> bool:
+        return all(record.exact for record in self.world.members.values())
+
+    def falls_short(self, *, enough: bool) -> bool:
+        """Even with all that starts, and all that could be started."""
+        return self._coming() < self._short(len(self.world.lost()), enough=enough)
+
+    def _short(self, lost: int, *, enough: bool) -> int:
+        return 1 if enough else lost - len(self.rack.ready_spares())
+
+    def _coming(self) -> int:
+        """Workers that are not ready, and those that could be started."""
+        rack = self.rack
+        fit, ready = len(rack.fit_spares()), len(rack.ready_spares())
+        return fit - ready + len(rack.clearing_slots()) + len(rack.free_slots())
+
+    def _hoped(self) -> int:
+        unusable = self.rack.unusable()
+        unfit = len([slot for slot in unusable if self.world.rank_at(slot) is None and self.rack.may_come(slot)])
+        return unfit + sum(self.rack.returning.values())
+
+    def _why_short(self, prospect: Prospect, coming: int) -> str:
+        lost = self.world.lost()
+        if prospect.enough:
+            return f"{len(lost)} ranks to replace, and no spare inside their NVLink clique"
+        spares = coming + len(self.rack.ready_spares())
+        last = f"; the last spare was lost too: {self.rack.last_spare_loss}" if self.rack.last_spare_loss else ""
+        return f"{len(lost)} ranks to replace, {spares} spares, no free slot left{last}{self.rack.held_back()}"
+
+    def _placeable(self, prospect: Prospect) -> bool:
+        """Looked at where a restart may be taken although state is left: it must not end what could have gone on."""
+        config = self.config
+        policy = self.world.policy
+        takeable = prospect.staff is None or policy.rules.order or policy.rules.never or policy.function
+        if prospect.state is None or not config.start_over or not takeable:
+            return True
+        return self.seating.again(self.world.seats) is not None
+
+    def _trays(self, unusable: Sequence[SlotId]) -> tuple[TrayNow, ...]:
+        """As before, where nothing has changed: spares come one by one, and each time it is decided anew."""
+        told = (self.rack.trays_edition, self.seating.edition, tuple(unusable))
+        if told != self._told:
+            self._told, self._trays_now = told, self._look_at_trays(unusable)
+        return self._trays_now
+
+    def _look_at_trays(self, unusable: Sequence[SlotId]) -> tuple[TrayNow, ...]:
+        rack, cliques = self.rack, self.seating.cliques()
+        against: dict[TrayId, list[SlotId]] = {}
+        for slot in unusable:
+            against.setdefault(tray_of(slot), []).append(slot)
+        return tuple(
+            [
+                TrayNow(
+                    tray=tray,
+                    host=rack.trays[tray].host,
+                    slots=rack.trays[tray].slots,
+                    clique=str(cliques.get(tray, "")),
+                    unusable=tuple(against.get(tray, ())),
+                )
+                for tray in rack.order()
+            ]
+        )
+
+    def _spares(self) -> tuple[SpareNow, ...]:
+        ready = {record.worker.slot for record in self.rack.ready_spares()}
+        return tuple([SpareNow(slot=one.worker.slot, state=_state(one, ready)) for one in self.rack.spares()])
+
+
+def _state(spare: WorkerRecord, ready: Collection[SlotId]) -> Literal["ready", "starting", "unfit"]:
+    if spare.state is WorkerState.STARTING:
+        return "starting"
+    return "ready" if spare.worker.slot in ready else "unfit"

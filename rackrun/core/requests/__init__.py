@@ -1,0 +1,1 @@
+"""What operators ask of a running job, whether it is allowed, and what they are answered."""

@@ -1,0 +1,357 @@
+"""What people ask of a job that runs: to leave a tray or a slot (drain), to use it again (return), to move a rank (swap), to answer
+failures otherwise (policy).
+
+A drain goes on in three parts: ranks go to spares in a planned swap, so that no step is done again; then its spares end; then,
+of a tray, what it keeps for others is kept elsewhere. Its slots are withdrawn from the first moment. A tray whose agent has
+been told to leave is drained in the same way, with whatever spares there are, and dismissed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.placement.seating import Seating, Staff
+from rackrun.core.placement.snapshot_keepers import Keeping
+from rackrun.core.recovery.recovery import Recovery, named
+from rackrun.core.requests.admission import Admission
+from rackrun.core.requests.pending_requests import Drain, Refused, Request, Swap
+from rackrun.core.requests.replies import Replies
+from rackrun.errors import UsageError
+from rackrun.protocol.commands import Command, DismissTray, Plan, SetTimer
+from rackrun.protocol.events import DepartureAnnounced, DrainRequested, PolicyRequested, ReturnRequested, SwapRequested
+from rackrun.protocol.ids import Rank, SlotId, TrayId, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
+
+__all__ = ["COPIES_MS", "Control"]
+
+COPIES_MS = 30_000
+"""How long an empty tray is kept for what it keeps for others."""
+_BECAUSE_MAX = 500
+_OVER = (Phase.ENDING, Phase.STOPPED)
+
+
+@dataclass(slots=True)
+class Control:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    recovery: Recovery
+    emit: Callable[[Command], None]
+    ending: Callable[[], str]
+    """Why the job is about to end; "": it is not."""
+    changed: Callable[[int], None]
+    """There may be room for what waits for it."""
+    admission: Admission = field(init=False)
+    replies: Replies = field(init=False)
+    under_way: list[Request] = field(default_factory=list)
+    """The oldest first."""
+    _looked: tuple[object, ...] = ()
+    """What `look` has seen last."""
+    _awaits: dict[Rank, None] = field(default_factory=dict)
+    """For a copy of one of these a drain was seen to wait: while it does, there is nothing new."""
+    _counted: tuple[object, ...] = ()
+    _short: list[Request] = field(default_factory=list)
+    _edition: tuple[object, ...] = ()
+    _ready: tuple[SlotId, ...] = ()
+    """Spares of this edition."""
+    _stirred: tuple[object, ...] = ()
+    _keeping: Keeping | None = None
+
+    def __post_init__(self) -> None:
+        self.replies = Replies(self.rack, self.emit)
+        self.admission = Admission(self.config, self.world, self.rack, self.recovery, self.ending, self.under_way)
+
+    # -- what is asked
+    def ask(self, event: DrainRequested | ReturnRequested | SwapRequested) -> None:
+        match event:
+            case DrainRequested():
+                self.drain(event)
+            case ReturnRequested():
+                self.give_back(event)
+            case SwapRequested():
+                self.swap(event)
+
+    def drain(self, event: DrainRequested) -> None:
+        try:
+            self.admission.check_may(Rung.SWAP, event.steps)
+            slots = self.admission.slots_of(event.target)
+        except Refused as refused:
+            self.replies.refuse(event.request, f"drain of {event.target}", refused)
+            return
+        why = f"drained: {event.because[:_BECAUSE_MAX]}" if event.because else "drained"
+        one = Drain(event.request, event.target, slots, why, waits=event.wait)
+        one.added = tuple(slot for slot in slots if slot not in self.rack.drained)
+        self.rack.drain(one.added, why)
+        self._add(one)
+        ranks = one.ranks(self.world)
+        if one in self._beyond():
+            if not one.waits:
+                self._call_off(one, self._too_few(ranks))
+                return
+            told = f"{self._too_few(ranks).what}; it waits for spares"
+        else:
+            told = f"{named(ranks)} will leave at the next step boundary" if ranks else "no rank is there"
+        self._begin(one, f"{one}: {told}")
+
+    def swap(self, event: SwapRequested) -> None:
+        what = f"swap of rank {event.rank}"
+        try:
+            self.admission.check_may(Rung.SWAP, event.steps)
+            one = self.admission.swap_of(event)
+        except Refused as refused:
+            self.replies.refuse(event.request, what, refused)
+            return
+        self._add(one)
+        if one.to:
+            self.recovery.wishes[one.rank] = one.to
+        if one in self._beyond():
+            self._call_off(one, self._too_few([one.rank]))
+        elif one.to and (staff := self._staff([one.rank], self._fit())) and staff.seats.get(one.rank) != one.to:
+            what = f"{one.to} is not in the NVLink clique of rank {one.rank}'s group"
+            self._call_off(one, Refused("spares", what, "name a spare in it, or none."))
+        else:
+            to = one.to or "a spare"
+            self._begin(one, f"rank {one.rank} will go from {one.worker.slot} to {to} at the next step boundary")
+
+    def give_back(self, event: ReturnRequested) -> None:
+        """``rackctl return``."""
+        try:
+            slots = self.admission.returning(event.target)
+        except Refused as refused:
+            self.replies.refuse(event.request, f"return of {event.target}", refused)
+            return
+        for one in list(self.under_way):
+            if isinstance(one, Drain) and not one.departing and any(slot in slots for slot in one.slots):
+                self._call_off(one, Refused("taken", f"{event.target} was returned", "ask again."))
+        self.rack.give_back(slots)
+        forgiven = tuple(slot for slot in slots if self.rack.forgive(slot))
+        self.replies.say(event.request, "done", f"{event.target} may be used again", forgiven=forgiven)
+        self.changed(event.at_ms)
+
+    def change_policy(self, event: PolicyRequested) -> None:
+        """``rackctl policy``: from the next decision on; one that is being taken is taken anew."""
+        policy = self.world.policy
+        try:
+            self.admission.check_not_over()
+            if event.trouble:
+                raise Refused("policy", event.trouble, "name a function that can be called.")
+            policy.change(event.policy, event.weights, provider=self.config.provider)
+        except UsageError as error:
+            self.replies.refuse(event.request, "policy", Refused("policy", error.what.rstrip("."), error.remedy))
+        except Refused as refused:
+            self.replies.refuse(event.request, "policy", refused)
+        else:
+            self.replies.say(event.request, "done", f"from now on: {policy}")
+            self.recovery.council.forget()
+            self.recovery.decide(event.at_ms)
+
+    def departs(self, event: DepartureAnnounced) -> bool:
+        """False: no tray would stay."""
+        if event.tray not in self.rack.trays or event.tray in self.rack.departing:
+            return True
+        self.rack.depart(event.tray, event.because)
+        slots = self.admission.slots_of(event.tray)
+        one = Drain(
+            f"departure:{event.tray}:{event.at_ms}", event.tray, slots, event.because, waits=True, departing=True
+        )
+        self._add(one)
+        self._begin(one, f"{event.tray} is told to leave ({event.because})")
+        return any(tray not in self.rack.departing for tray in self.rack.trays)
+
+    def tray_lost(self, tray: TrayId) -> None:
+        """Its agent is gone, dismissed or not; one that comes back under its name has not been told to leave."""
+        for one in list(self.under_way):
+            if isinstance(one, Drain) and one.departing and one.target == tray:
+                self._end(one)
+                self.replies.say(one.request, "done", f"{tray} has left before it was empty")
+
+    # -- what becomes of it
+    def look(self, at_ms: int) -> bool:
+        """After every event. Whether something has changed by which a pause may be due."""
+        world, snapshots = self.world, self.recovery.snapshots
+        now = (self.rack.edition, world.generation, world.phase, world.elastic, len(snapshots.told))
+        nothing_new = now == self._looked and self._awaits.keys() <= snapshots.behind.keys()
+        if nothing_new or not self.under_way:
+            return False
+        self._looked = now
+        self._awaits.clear()
+        if world.phase not in _OVER:
+            self._see_how_far(at_ms)
+        return self._stirs()
+
+    def _see_how_far(self, at_ms: int) -> None:
+        for one in list(self.under_way):
+            if isinstance(one, Swap):
+                self._look_at_swap(one)
+            else:
+                self._look_at_drain(one, at_ms)
+        if self.world.phase is Phase.TRAINING:
+            for one in list(self._beyond()):
+                if not one.waits:
+                    self._call_off(one, self._too_few(one.ranks(self.world)))
+
+    def _stirs(self) -> bool:
+        edition = (self.rack.edition, self.world.generation, self.world.phase)
+        if edition != self._edition:
+            self._edition = edition
+            self._ready = tuple([record.worker.slot for record in self.rack.ready_spares()])
+        drains = tuple([(one.request, isinstance(one, Drain) and one.empty) for one in self.under_way])
+        now = (self.world.generation, self.world.phase, self._ready, drains, bool(self.recovery.snapshots.told))
+        stirred, self._stirred = now != self._stirred, now
+        return stirred
+
+    def asked(self, ready: Collection[SlotId]) -> dict[Rank, str]:
+        """Who is to go at the next step boundary, and why: for whom there is a spare."""
+        moving: dict[Rank, str] = {}
+        for one in self.under_way:
+            if isinstance(one, Swap) and one.to and one.to not in ready:
+                continue  # it still starts: another would not be what was asked for
+            wanted = dict.fromkeys(one.ranks(self.world), one.why)
+            staff = self._staff([*moving, *(rank for rank in wanted if rank not in moving)], ready) if wanted else None
+            if staff is not None:
+                moving |= wanted | {rank: why for rank, why in staff.uprooted.items() if rank not in wanted}
+        return moving
+
+    def regroup(self) -> str:
+        """Why all are to pause once, though nobody goes: an empty tray keeps snapshots for others."""
+        found = [one.target for one in self.under_way if isinstance(one, Drain) and one.empty and self._is_used(one)]
+        return f"{', '.join(found)} is drained: snapshots are kept elsewhere from now on" if found else ""
+
+    def relent(self) -> bool:
+        """The job would end without what is being drained: whether there was such a thing."""
+        drains = [one for one in self.under_way if isinstance(one, Drain) and one.added]
+        for one in drains:
+            self._call_off(one, Refused("spares", "the job needs its slots", "ask again when there are spares."))
+        return bool(drains)
+
+    def timer(self, request: str) -> None:
+        for one in self.under_way:
+            if isinstance(one, Drain) and one.request == request:
+                one.patient = False
+                self._looked = ()
+
+    # -- parts
+    def _look_at_swap(self, one: Swap) -> None:
+        world, record = self.world, self.world.members.get(one.rank)
+        if world.phase is not Phase.TRAINING:
+            return
+        if record is None or world.size != one.of:
+            what = f"the world has {world.size} ranks since, not {one.of}, and numbers them anew"
+            self._call_off(one, Refused("size", what, "ask again for a rank that there is."))
+        elif record.worker != one.worker:
+            self._end(one)
+            here, there = one.worker.slot, record.worker.slot
+            went = f"went from {here} to {there}" if here != there else f"began again on {there}, after a loss"
+            self.replies.say(one.request, "done", f"rank {one.rank} {went}")
+        elif one.to and not self.rack.is_fit_spare(one.to):
+            self._call_off(one, Refused("taken", f"{one.to} is not ready any more", "name another spare, or none."))
+
+    def _look_at_drain(self, one: Drain, at_ms: int) -> None:
+        plain = one.departing and self.world.phase in (Phase.SETUP, Phase.FORMING) and not self.world.elastic
+        if not plain and (self.world.phase is not Phase.TRAINING or one.ranks(self.world)):
+            one.empty = False
+            return
+        for slot in one.slots:
+            record = self.rack.occupants.get(slot)
+            if record is not None and record.alive and record.rank is None:
+                self.emit(self.rack.fence(record, one.why))
+        if not one.empty:
+            one.empty = True
+            self.emit(SetTimer(name=f"copies:{one.request}", at_ms=at_ms + COPIES_MS))
+        if plain or not (any(slot in self.rack.occupants for slot in one.slots) or self._is_needed(one)):
+            self._end(one)
+            self.replies.say(one.request, "done", f"{one.target} is empty")
+            if one.departing:
+                self.emit(DismissTray(tray=TrayId(one.target), because=one.why))
+
+    def _is_needed(self, one: Drain) -> bool:
+        """Somebody's only copy may be there: no other tray has had one of it since the tray keeps none."""
+        plan, seats = self.world.plan, self.world.seats
+        if not one.patient or plan is None or one.target not in self.rack.trays:
+            return False
+        if self._is_used(one):
+            return True
+        behind, kept = self.recovery.snapshots.behind, self._kept(plan)
+        needed = (rank for rank in reversed(behind) if rank in seats and kept.of_rank(rank, tray_of(seats[rank])))
+        if (rank := next(needed, None)) is None:
+            return False
+        self._awaits[rank] = None
+        return True
+
+    def _is_used(self, one: Drain) -> bool:
+        plan, tray = self.world.plan, one.target
+        if plan is None or tray not in self.rack.trays or not self.recovery.snapshots.told:
+            return False
+        if not self.rack.goes(TrayId(tray)):  # it has come back with more slots: the next plan may use it as well
+            return False
+        return tray in self._kept(plan).trays
+
+    def _kept(self, plan: Plan) -> Keeping:
+        """Looked at after every event, and another with every plan."""
+        if self._keeping is None or self._keeping.plan is not plan:
+            self._keeping = Keeping.of(plan)
+        return self._keeping
+
+    def _beyond(self) -> list[Request]:
+        """What there are too few spares for, those that still start included. A departure among them waits for spares, and at the
+        end of its grace is a loss like any other."""
+        world = self.world
+        now = (self.rack.edition, world.generation, world.phase, *[one.request for one in self.under_way])
+        if now != self._counted:
+            fit = self._fit()
+            self._counted, self._short = now, []
+            moving: list[Rank] = []
+            for one in self.under_way:
+                more = [rank for rank in one.ranks(world) if rank not in moving]
+                if more and self._staff([*moving, *more], fit) is None:
+                    self._short.append(one)
+                else:
+                    moving += more
+        return self._short
+
+    def _staff(self, ranks: Collection[Rank], spares: Collection[SlotId]) -> Staff | None:
+        lost = [*self.world.lost(), *ranks]
+        return self.seating.staff(self.world.seats, lost, spares, self.recovery.wishes)
+
+    def _fit(self) -> list[SlotId]:
+        return [record.worker.slot for record in self.rack.fit_spares()]
+
+    def _too_few(self, ranks: list[Rank]) -> Refused:
+        fit = self._fit()
+        there = (
+            f"{len(fit)} {'spare is' if len(fit) == 1 else 'spares are'} left ({', '.join(fit[:4])})"
+            if fit
+            else "no spare is left"
+        )
+        enough = " outside their NVLink clique, or for what was asked before" if len(fit) >= len(ranks) else ""
+        what = f"{named(ranks)} would have to move, and {there}{enough}"
+        return Refused(
+            "spares", what, "wait for spares (--wait-for-spares), return others (rackctl return), or add trays."
+        )
+
+    # -- the end of it
+    def _call_off(self, one: Request, refused: Refused) -> None:
+        """What it has not done yet is not done."""
+        self._end(one)
+        if isinstance(one, Drain):
+            self.rack.give_back(one.added)
+        self.replies.refuse(one.request, str(one), refused, called_off=one.begun)
+
+    def _add(self, one: Request) -> None:
+        self.under_way.append(one)
+        self._looked = ()
+
+    def _begin(self, one: Request, text: str) -> None:
+        one.begun = True
+        self.replies.say(one.request, "begun", text)
+
+    def _end(self, one: Request) -> None:
+        self.under_way.remove(one)
+        self._looked = ()
+        if isinstance(one, Swap):
+            self.recovery.wishes.pop(one.rank, None)

@@ -1,0 +1,48 @@
+"""How a person who has asked for something is answered; everybody who looks on is told the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.requests.pending_requests import Refused
+from rackrun.protocol.commands import Answer, Command
+from rackrun.protocol.ids import SlotId
+
+__all__ = ["Replies"]
+
+
+@dataclass(slots=True)
+class Replies:
+    rack: RackMachine
+    emit: Callable[[Command], None]
+
+    def say(
+        self, request: str, outcome: Literal["begun", "done"], text: str, forgiven: tuple[SlotId, ...] = ()
+    ) -> None:
+        self.emit(
+            Answer(
+                request=request,
+                outcome=outcome,
+                text=text,
+                drained=dict(self.rack.drained),
+                departing=dict(self.rack.departing),
+                forgiven=forgiven,
+            )
+        )
+
+    def refuse(self, request: str, what: str, refused: Refused, *, called_off: bool = False) -> None:
+        """``called_off``: it had begun."""
+        self.emit(
+            Answer(
+                request=request,
+                outcome="refused",
+                text=f"{what} is {'called off' if called_off else 'refused'}: {refused.what}",
+                refusal=refused.kind,
+                remedy=refused.remedy,
+                drained=dict(self.rack.drained),
+                departing=dict(self.rack.departing),
+            )
+        )

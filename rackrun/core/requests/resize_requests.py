@@ -1,0 +1,183 @@
+"""How many ranks a person wants: ``rackctl shrink`` and ``rackctl grow``.
+
+From the moment of a shrink the world grows no larger than what is to be left. All pause after a step; then who is to leave is let go
+as those are whose replica has lost a rank: the next plan is made without them, and they come again as spares. Nobody is lost, and no
+step is done again. A loss in between is recovered first, whatever the policy makes of it; then the rest of what was asked for is done.
+After a grow the world grows as it does after a loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rackrun.core.generation.restore_sources import named
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.requests.admission import Admission
+from rackrun.core.requests.pending_requests import Grow, Refused, Shrink
+from rackrun.core.requests.replies import Replies
+from rackrun.core.resize.resizing import Resizing
+from rackrun.protocol.events import GrowRequested, ShrinkRequested
+from rackrun.protocol.ids import Rank
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import Rung
+
+__all__ = ["Sizes"]
+
+_OVER = (Phase.ENDING, Phase.STOPPED)
+
+
+@dataclass(slots=True)
+class Sizes:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    resizing: Resizing
+    admission: Admission
+    replies: Replies
+    under_way: Shrink | Grow | None = None
+    _looked: tuple[object, ...] = ()
+    """What `look` has seen last."""
+
+    # -- what is asked
+    def ask(self, event: ShrinkRequested | GrowRequested) -> None:
+        what = "grow" if isinstance(event, GrowRequested) else "shrink"
+        try:
+            if isinstance(event, GrowRequested):
+                self._grow(event)
+            else:
+                self._shrink(event)
+        except Refused as refused:
+            self.replies.refuse(event.request, what, refused)
+
+    def _shrink(self, event: ShrinkRequested) -> None:
+        world = self.world
+        self.admission.check_may(Rung.SHRINK, event.steps)
+        if isinstance(self.under_way, Shrink):
+            raise Refused("taken", "the world is being made smaller already", "wait until that is done.")
+        if bool(event.ranks) == bool(event.to):
+            raise Refused("unknown", "it is to be said which ranks go, or how many stay", "give RANK..., or --to N.")
+        self._check_may_change()
+        for rank in event.ranks:
+            if not 0 <= rank < world.size:
+                raise Refused(
+                    "unknown", f"there are ranks 0 to {world.size - 1}, and no rank {rank}", "name others of them."
+                )
+            if rank not in world.members:
+                raise Refused("taken", f"rank {rank} is being replaced", "wait until that is done.")
+        going = self.resizing.bound_to(event.ranks)
+        to = event.to or world.size - len(going)
+        self._check_size(to)
+        workers = tuple(world.members[rank].worker for rank in going if rank in world.members)
+        one = Shrink(event.request, to, workers, wanted=world.wanted)
+        if isinstance(self.under_way, Grow):
+            self._call_off(Refused("taken", "fewer ranks are asked for now", "ask again."))
+        world.wanted, self.under_way = to, one
+        if leaving := self.leaving():
+            told = f"shrink to {to} ranks: {named(leaving)} will leave at the next step boundary"
+            self.replies.say(event.request, "begun", told)
+        else:
+            self._done()
+
+    def _grow(self, event: GrowRequested) -> None:
+        world, to = self.world, event.to or self.world.full
+        self.admission.check_not_over()
+        self._check_may_change()
+        self._check_size(to)
+        if to < world.size and not self._is_leaving():
+            raise Refused("size", f"the world has {world.size} ranks", f"for fewer: rackctl shrink --to {to}.")
+        if self.under_way is not None:
+            self._call_off(Refused("taken", f"up to {to} ranks are asked for now", "ask again."))
+        world.wanted = 0 if to == world.full else to
+        self.resizing.growth.forget()
+        self.under_way = Grow(event.request, to)
+        if world.size < to and self._come():
+            told = f"grow to {to} ranks: at a step boundary, as workers are ready ({self._come()} wait or start)"
+            self.replies.say(event.request, "begun", told)
+        else:
+            self._done()
+
+    # -- what becomes of it
+    def leaving(self) -> list[Rank]:
+        """Who is to go at the next step boundary."""
+        one = self.under_way
+        if not isinstance(one, Shrink):
+            return []
+        there = self.world.members.items()
+        going = self.resizing.bound_to([rank for rank, record in there if record.worker in one.workers])
+        return going or self.resizing.surplus(one.to)
+
+    def look(self) -> None:
+        """After every event."""
+        one, world = self.under_way, self.world
+        if one is None or world.phase is not Phase.TRAINING:
+            return
+        now = (one.request, self.rack.edition, world.generation, world.learned, world.wanted)
+        if now == self._looked:
+            return
+        self._looked = now
+        if isinstance(one, Grow):
+            if world.size >= one.to or not self._come():
+                self._done()
+        elif not self.leaving():
+            self._done()
+
+    def called_off(self, why: str) -> None:
+        """The ranks that were to leave stay: without them the world could not go on."""
+        self._call_off(Refused("size", why, "see rackctl status."))
+
+    # -- parts
+    def _is_leaving(self) -> bool:
+        return isinstance(self.under_way, Shrink) and bool(self.leaving())
+
+    def _come(self) -> int:
+        """Workers that could become ranks, or could be started for it; 0 when they are too few for one replica."""
+        rack = self.rack
+        coming = len(rack.fit_spares()) + len(rack.free_slots()) + len(rack.clearing_slots())
+        return coming if coming >= (self.resizing.replica() or 1) else 0
+
+    def _check_may_change(self) -> None:
+        world = self.world
+        if world.phase in (Phase.FORMING, Phase.SETUP, Phase.RESTARTING) or not world.members:
+            raise Refused("early", "it is not known yet which ranks come and go together", "ask again when all train.")
+        if not self.config.min_ranks:
+            raise Refused("size", "the number of ranks is fixed (--min-ranks 0)", "start the job with --min-ranks.")
+        if fixed := next((one.fixed for _, one in sorted(self.world.members.items()) if one.fixed), ""):
+            raise Refused(
+                "size", f"the number of ranks is fixed: {fixed}", "see docs/architecture.md, shrink and grow."
+            )
+        if not self.resizing.replica():
+            raise Refused("size", "the script's mesh has no axis of data parallelism", "name one dp, or dp_shard.")
+
+    def _check_size(self, to: int) -> None:
+        replica, full = self.resizing.replica() or 1, self.world.full
+        least = max(self.config.min_ranks, 1)
+        sizes = [size for size in range(replica, full + 1, replica) if size >= least]
+        if to in sizes:
+            return
+        if 0 <= to < least:
+            what = f"{to} ranks would be left, of {least} at the least (--min-ranks)"
+        elif to > full:
+            what = f"the world began with {full} ranks, and grows no larger"
+        else:
+            what = f"{to} ranks are not whole replicas of {replica}"
+        raise Refused("size", what, f"possible are {', '.join(map(str, sizes))}.")
+
+    def _done(self) -> None:
+        one, world = self.under_way, self.world
+        assert one is not None
+        self.under_way = None
+        told = f"the world has {world.size} of {world.full} ranks"
+        if world.size < world.most:
+            told += f", and grows to {world.most} when workers come"
+        elif world.most < world.full:
+            told += ", until others are asked for (rackctl grow)"
+        self.replies.say(one.request, "done", told)
+
+    def _call_off(self, refused: Refused) -> None:
+        one, self.under_way = self.under_way, None
+        if one is None:
+            return
+        if isinstance(one, Shrink):
+            self.world.wanted = one.wanted
+        self.replies.refuse(one.request, str(one), refused, called_off=True)

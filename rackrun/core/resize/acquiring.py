@@ -1,0 +1,366 @@
+"""Racks that are asked of a provider: from the request until each is given back (`rackrun.core.resize.rented_rack` has the stages).
+
+Each stage up to SERVING has its time. A provider is believed nothing: a rack is there when its trays have joined, and of use when a worker
+of it is ready. One that has failed is not asked again in the same recovery; after `FAILURES_MAX` in a row it is not asked any more.
+Ranks leave a rack that goes by a planned swap, as they leave a tray that is drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.generation.world import Phase, World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerRecord, WorkerState
+from rackrun.core.policy.choice import allows, one_line
+from rackrun.core.resize.rented_rack import Rented, Stage
+from rackrun.protocol.commands import Command, Notice, ReleaseRack, RequestRack, SetTimer
+from rackrun.protocol.events import DepartureAnnounced, RackDelivered, RackPreempted, RackRefused
+from rackrun.protocol.ids import SlotId, TrayId, slot_id, tray_of
+from rackrun.protocol.job_config import JobConfig
+from rackrun.protocol.policy_types import ProviderNow, Rung
+
+__all__ = ["FAILURES_MAX", "Acquiring"]
+
+FAILURES_MAX = 3
+"""Requests in a row of which nothing has come."""
+_EXIT_CODE = 143
+"""Of a job whose last trays are taken back: as after SIGTERM."""
+
+
+@dataclass(slots=True)
+class Acquiring:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    emit: Callable[[Command], None]
+    departs: Callable[[DepartureAnnounced], None]
+    """A tray is told to leave."""
+    changed: Callable[[int], None]
+    """What can be decided may be something else now."""
+    ending: Callable[[], str]
+    rented: dict[int, Rented] = field(default_factory=dict)
+    _asked: int = 0
+    _failed: int = 0
+    """Requests of which nothing came, in a row."""
+    _last: str = ""
+    """Why the last of them did not."""
+    _barred: str = ""
+    """Why the provider is not asked again in this recovery."""
+    _over: dict[int, tuple[TrayId, ...]] = field(default_factory=dict)
+    """Requests that are done with, and the trays that were there before each."""
+    _looked: tuple[object, ...] = ()
+    _unwanted: dict[TrayId, str] = field(default_factory=dict)
+    """Trays that may still join, and are not to."""
+
+    # -- for the decision ------------------------------------------------------------------------------------------
+    def now(self, at_ms: int) -> ProviderNow | None:
+        """What a policy is shown."""
+        if not self.config.provider:
+            return None
+        one = self._under_way(at_ms)
+        why_not = self._barred
+        if not why_not and self._failed >= FAILURES_MAX:
+            why_not = f"{self._failed} requests in a row came to nothing (the last: {self._last})"
+        return ProviderNow(
+            expected_s=self.config.provider_expected_s,
+            asked_s=None if one is None else (at_ms - one.asked_ms) / 1e3,
+            came=one is not None and one.stage in (Stage.JOINED, Stage.SERVING),
+            patience_s=(self.config.acquire_timeout_ms if one is None else one.until_ms - at_ms) / 1e3,
+            why_not="" if one is not None else why_not,
+        )
+
+    def patient(self, at_ms: int) -> bool:
+        """Something is still to come of a request."""
+        return self._under_way(at_ms) is not None
+
+    def ask(self, at_ms: int) -> None:
+        """For as many workers as are missing, unless a request is out."""
+        if self._under_way(at_ms) is not None:
+            return
+        self._unwanted.clear()  # a provider may give the same trays again
+        missing = max(self.world.most - len(self.world.members) - len(self.rack.fit_spares()), 1)
+        slots = max((joined.slots for joined in self.rack.trays.values()), default=1)
+        self._asked += 1
+        one = Rented(
+            request=self._asked,
+            trays=-(-missing // slots),
+            asked_ms=at_ms,
+            until_ms=at_ms,
+            there=tuple(self.rack.trays),
+            failed=self._failed,
+        )
+        self.rented[one.request] = one
+        trays = f"{one.trays} {'tray' if one.trays == 1 else 'trays'} of {slots} {'slot' if slots == 1 else 'slots'}"
+        self._say(f"{one} is asked for, with {trays}")
+        self.emit(RequestRack(request=one.request, trays=one.trays, slots=slots, because=self.world.reason))
+        self._enter(one, Stage.ASKED, self.config.acquire_timeout_ms, at_ms)
+
+    def settled(self) -> None:
+        """All train: the next failure is another one."""
+        self._barred = ""
+
+    # -- what the provider says ------------------------------------------------------------------------------------
+    def delivered(self, event: RackDelivered) -> None:
+        one = self.rented.get(event.request)
+        theirs = [tray for other in self.rented.values() for tray in other.named]
+        if one is None:
+            self._say(
+                f"rack {event.request} was delivered, and nobody wants it{'' if event.request in self._over else ', or ever did'}"
+            )
+            if (there := self._over.get(event.request)) is not None:
+                new = [tray for tray in event.trays if tray not in there and tray not in theirs]
+                self._send_away(new, f"rack {event.request} comes too late", event.at_ms)
+                self.emit(ReleaseRack(request=event.request, because="it comes too late"))
+            return
+        if one.stage is not Stage.ASKED:
+            self._say(f"the provider says once more that {one} is there: that is ignored")
+            return
+        trays = tuple(dict.fromkeys(event.trays))
+        not_new = [tray for tray in trays if tray in one.there or tray in theirs]
+        if not trays or not_new:
+            what = f"{', '.join(not_new)}, in the job before" if not_new else "no tray"
+            self._fail(one, f"the provider says that it is {what}", event.at_ms)
+        else:
+            one.named = trays
+            self._enter(one, Stage.DELIVERED, self.config.rack_join_ms, event.at_ms)
+            self._look_whether_joined(one, event.at_ms)
+        self.changed(event.at_ms)
+
+    def refused(self, event: RackRefused) -> None:
+        one = self.rented.get(event.request)
+        because = one_line(event.because)
+        if one is None:
+            self._say(f"rack {event.request}, which is not wanted any more: {because}")
+        elif one.stage in (Stage.ASKED, Stage.DELIVERED):
+            what = "the provider failed" if event.failed else "the provider refused it"
+            self._fail(one, f"{what}: {because}", event.at_ms, release=event.failed)
+            self.changed(event.at_ms)
+        else:
+            self._say(f"nobody looks after {one} any more: {because}")
+
+    def preempted(self, event: RackPreempted) -> None:
+        """Ranks leave what it names, of this rack."""
+        one = self.rented.get(event.request)
+        because = f"the provider takes it back ({one_line(event.because)})"
+        if one is None or one.stage is Stage.LEAVING:
+            return
+        going = [tray for tray in event.trays or one.named if tray in one.named]
+        if len(going) < len(one.named) and not going:
+            self._say(f"the provider takes back what {one} does not have: {', '.join(event.trays)}")
+            return
+        all_of_it = all(tray in going or tray in self.rack.departing for tray in one.named)
+        if all_of_it and one.stage is not Stage.SERVING:
+            self._fail(one, because, event.at_ms)
+        elif all_of_it:
+            self._leave(one, because, event.at_ms, even_if_last=True)
+        else:
+            self._send_away(going, because, event.at_ms, even_if_last=True)
+        self.changed(event.at_ms)
+
+    # -- what happens besides --------------------------------------------------------------------------------------
+    def tray_joined(self, tray: TrayId, at_ms: int) -> None:
+        """It is in the rack, and no worker has been started there."""
+        if tray in self._unwanted:
+            self._send_away((tray,), self._unwanted[tray], at_ms)
+        for one in self.rented.values():
+            if tray in one.named and one.stage is Stage.DELIVERED:
+                self._look_whether_joined(one, at_ms)
+
+    def tray_lost(self, tray: TrayId, at_ms: int) -> None:
+        for one in list(self.rented.values()):
+            if tray not in one.named or one.stage is Stage.DELIVERED or self._living(one):
+                continue
+            if one.proved or one.stage is Stage.LEAVING:
+                self._release(one, "its trays are gone", at_ms, gone=True)
+            else:
+                self._fail(one, "it was lost before it was of use", at_ms)
+
+    def timer(self, name: str, at_ms: int) -> None:
+        """``request:stage``: its time is over, if it is still there."""
+        number, _, stage = name.partition(":")
+        one = self.rented.get(int(number))
+        if one is None or self.world.phase is Phase.ENDING:
+            return
+        if one.stage.value == stage:
+            if one.stage is Stage.ASKED:
+                timeout_s = self.config.acquire_timeout_ms / 1e3
+                self._fail(one, f"it did not come within {timeout_s:g} s (--acquire-timeout)", at_ms)
+            elif one.stage is Stage.DELIVERED and (joined := self._living(one)):
+                self._say(f"of {one} {len(joined)} of {len(one.named)} trays have joined")
+                self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
+            elif one.stage is Stage.DELIVERED:
+                join_s = self.config.rack_join_ms / 1e3
+                self._fail(one, f"it was delivered, and none of its trays joined within {join_s:g} s", at_ms)
+            elif one.stage is Stage.JOINED:
+                start_s = self.config.join_timeout_ms / 1e3
+                self._fail(one, f"none of its workers was ready within {start_s:g} s", at_ms)
+        self.changed(at_ms)
+
+    def look(self, at_ms: int) -> None:
+        """After every event."""
+        if not self.rented or self.world.phase in (Phase.ENDING, Phase.STOPPED):
+            return
+        now = self._now()
+        if now == self._looked:
+            return  # as it was when nothing came of it
+        self._looked = now
+        for one in list(self.rented.values()):
+            if one.stage in (Stage.JOINED, Stage.SERVING) and self._is_useless(one):
+                self._failed = one.failed
+                self._fail(one, f"it is of no use: {self._against(one)}", at_ms)
+                self.changed(at_ms)
+            elif one.stage is Stage.JOINED and self._has_begun(one):
+                one.stage = Stage.SERVING
+            if self.world.phase is Phase.TRAINING and not one.proved and self._has_begun(one):
+                one.proved, self._failed = True, 0
+        if self.world.phase is Phase.TRAINING and self.world.size >= self.world.most and not self.ending():
+            self._look_whether_needed(at_ms)
+
+    def _now(self) -> tuple[object, ...]:
+        """All that `look` goes by: there is an event for every rank in every step, and a rack may be there for months."""
+        world = self.world
+        stages = [(one.request, one.stage, one.proved) for one in self.rented.values()]
+        sizes = (world.size, world.most, world.spares)
+        return (self.rack.edition, world.generation, world.phase, *sizes, self.ending(), world.policy.rules, stages)
+
+    # -- until it is given back ------------------------------------------------------------------------------------
+    def own_first(self, slots: Sequence[SlotId]) -> list[SlotId]:
+        """Slots that are nobody else's before those of rented racks."""
+        rented = self._rented_trays()
+        return sorted(slots, key=lambda slot: tray_of(slot) in rented)
+
+    def spares_short(self) -> int:
+        """So many more spares would let ranks leave what is taken back; or, on trays of our own, what could be given back."""
+        if not self.rented or not allows(self.world.policy.rules, Rung.SWAP):
+            return 0
+        going = [record for one in self.rented.values() for record in self._members(one)]
+        taken = [record for record in going if tray_of(record.worker.slot) in self.rack.departing]
+        short = len(taken) - len(self.rack.fit_spares())
+        if self.world.size >= self.world.most and self._own_suffices():
+            serving = [len(self._members(one)) for one in self.rented.values() if one.stage is Stage.SERVING]
+            short = max(short, self._leaving() + max(serving, default=0) - self._own_spares(ready=False))
+        return max(short, 0)
+
+    def _leaving(self) -> int:
+        """So many ranks have still to leave racks that go."""
+        return sum(len(self._members(one)) for one in self.rented.values() if one.stage is Stage.LEAVING)
+
+    def _look_whether_needed(self, at_ms: int) -> None:
+        for one in list(self.rented.values()):
+            if one.stage in (Stage.ASKED, Stage.DELIVERED):
+                self._say(f"{one} is not needed any more: every rank has a worker")
+                self._release(one, "every rank has a worker", at_ms)
+            elif one.stage is not Stage.LEAVING and self._own_suffices():
+                ranks, others = len(self._members(one)), self._leaving()
+                if ranks and (not allows(self.world.policy.rules, Rung.SWAP) or self._own_spares() < ranks + others):
+                    continue
+                self._say(f"{one} is given back: there are slots enough without it")
+                self._leave(one, f"{one} is given back", at_ms)
+
+    def _own_suffices(self) -> bool:
+        """Slots of our own for every rank, and as many spares as there were."""
+        rented = self._rented_trays()
+        own = [slot for slot in self.rack.slots() if tray_of(slot) not in rented and self.rack.usable(slot)]
+        return len(own) >= max(self.world.most, self.world.size) + self.world.spares
+
+    def _members(self, one: Rented) -> list[WorkerRecord]:
+        """Ranks that are there."""
+        return [record for record in self.world.members.values() if tray_of(record.worker.slot) in one.named]
+
+    def _own_spares(self, *, ready: bool = True) -> int:
+        rented = self._rented_trays()
+        spares = self.rack.ready_spares() if ready else self.rack.fit_spares()
+        return len([record for record in spares if tray_of(record.worker.slot) not in rented])
+
+    def _rented_trays(self) -> set[TrayId]:
+        return {tray for one in self.rented.values() for tray in one.named}
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+    def _under_way(self, at_ms: int) -> Rented | None:
+        """What is waited for: a rack, its trays, or its workers."""
+        for one in self.rented.values():
+            if one.stage is Stage.LEAVING or at_ms >= one.until_ms:
+                continue
+            if one.stage is not Stage.SERVING or self._still_starts(one):
+                return one
+        return None
+
+    def _enter(self, one: Rented, stage: Stage, for_ms: int, at_ms: int) -> None:
+        one.stage, one.until_ms = stage, at_ms + for_ms
+        self.emit(SetTimer(name=f"rack:{one.request}:{stage.value}", at_ms=one.until_ms))
+
+    def _look_whether_joined(self, one: Rented, at_ms: int) -> None:
+        if all(tray in self.rack.trays for tray in one.named):
+            slots = sum(self.rack.trays[tray].slots for tray in one.named)
+            size = "" if len(one.named) == one.trays else f"; {one.trays} trays were asked for"
+            self._say(f"{one} is there: {', '.join(one.named)}, {slots} {'slot' if slots == 1 else 'slots'}{size}")
+            self._enter(one, Stage.JOINED, self.config.join_timeout_ms, at_ms)
+
+    def _living(self, one: Rented) -> list[TrayId]:
+        return [tray for tray in one.named if tray in self.rack.trays]
+
+    def _slots(self, one: Rented) -> list[SlotId]:
+        return [slot_id(tray, at) for tray in self._living(one) for at in range(self.rack.trays[tray].slots)]
+
+    def _still_starts(self, one: Rented) -> bool:
+        there = [self.rack.occupants.get(slot) for slot in self._slots(one) if self.rack.usable(slot)]
+        return any(record is None or record.state is WorkerState.STARTING for record in there)
+
+    def _has_begun(self, one: Rented) -> bool:
+        there = [self.rack.occupants.get(slot) for slot in self._slots(one)]
+        return any(record is not None and record.alive and record.state is not WorkerState.STARTING for record in there)
+
+    def _is_useless(self, one: Rented) -> bool:
+        """Nobody is there, and nobody may be or may come to be. Slots that are left out for their losses are not waited for: this is paid."""
+        return not any(
+            slot in self.rack.occupants
+            or self.rack.usable(slot)
+            or (self.rack.may_come(slot) and not self.rack.quarantined(slot))
+            for slot in self._slots(one)
+        )
+
+    def _against(self, one: Rented) -> str:
+        quarantined = [slot for slot in self._slots(one) if self.rack.quarantined(slot)]
+        lost = f"its workers fail ({self.rack.last_spare_loss})" if quarantined and self.rack.last_spare_loss else ""
+        return lost or "none of its slots can be used"
+
+    def _fail(self, one: Rented, why: str, at_ms: int, *, release: bool = True) -> None:
+        """Nothing has come of it."""
+        self._failed += 1
+        self._last = f"{one}: {why}"
+        if self.world.phase is Phase.PARKING:
+            self._barred = self._last
+        self._say(f"{one} came to nothing: {why}")
+        self._release(one, why, at_ms, told=release)
+
+    def _leave(self, one: Rented, because: str, at_ms: int, *, even_if_last: bool = False) -> None:
+        """First its ranks, then its trays; then it is released."""
+        one.stage = Stage.LEAVING
+        self._send_away(one.named, because, at_ms, even_if_last=even_if_last)
+        if not self._living(one):
+            self._release(one, "its trays are gone", at_ms, gone=True)
+
+    def _release(self, one: Rented, why: str, at_ms: int, *, told: bool = True, gone: bool = False) -> None:
+        """``gone``: nothing of it is left, or comes."""
+        del self.rented[one.request]
+        self._over[one.request] = one.there
+        if told:
+            self.emit(ReleaseRack(request=one.request, because=why))
+        if not gone:
+            self._send_away(one.named, f"{one} is given back ({why})", at_ms)
+
+    def _send_away(self, trays: Sequence[TrayId], because: str, at_ms: int, *, even_if_last: bool = False) -> None:
+        """Those that have joined leave, and those that join later. Without any other tray left the job would end by that."""
+        if not even_if_last and all(tray in trays or tray in self.rack.departing for tray in self.rack.trays):
+            return
+        for tray in trays:
+            if tray not in self.rack.trays:
+                self._unwanted[tray] = because
+                continue
+            self._unwanted.pop(tray, None)
+            self.departs(DepartureAnnounced(at_ms=at_ms, tray=tray, because=because, exit_code=_EXIT_CODE))
+
+    def _say(self, text: str) -> None:
+        self.emit(Notice(text=text))

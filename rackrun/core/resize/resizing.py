@@ -1,0 +1,245 @@
+"""The world gets smaller, and larger again: which ranks go on under which numbers, and when that is possible.
+
+*Shrink*: ranks are lost and nobody takes them over; the others go on without them. *Grow*: workers wait that the world, as large
+as it began, has places for. The global batch stays what it is: its micro-batches are dealt out anew. Where every rank is a whole
+replica of every other (DDP) this takes nothing but other numbers. Else all enter ``main`` again, and cut their state anew
+(`rackrun.core.generation.old_world`): then whole places along the data axis of the mesh go and come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rackrun.core.generation.old_world import OldWorld
+from rackrun.core.generation.restore_sources import Sources
+from rackrun.core.generation.world import World
+from rackrun.core.members.rack import RackMachine
+from rackrun.core.members.workers import WorkerRecord
+from rackrun.core.placement import mesh_resize
+from rackrun.core.placement.mesh_resize import Axes
+from rackrun.core.placement.seating import Seating
+from rackrun.core.resize.growth_backoff import Growth
+from rackrun.protocol.ids import Position, Rank
+from rackrun.protocol.job_config import JobConfig
+from rackrun.topology.model.mesh import Mesh
+
+__all__ = ["Resizing", "renumbered"]
+
+
+def renumbered(staying: Collection[Rank]) -> dict[Rank, Rank]:
+    """Old rank -> new rank, ``0`` to ``len(staying) - 1``. Who can keeps its number; the last ones fill the gaps."""
+    size, staying = len(staying), dict.fromkeys(staying)
+    gaps = iter(rank for rank in range(size) if rank not in staying)
+    return {rank: rank if rank < size else Rank(next(gaps)) for rank in sorted(staying)}
+
+
+@dataclass(slots=True)
+class Resizing:
+    config: JobConfig
+    world: World
+    rack: RackMachine
+    seating: Seating
+    sources: Sources
+    classes: dict[Rank, str]
+    growth: Growth
+
+    # -- shrink ----------------------------------------------------------------------------------------------------
+    def why_not_shrink(self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()) -> str:
+        """What is in the way of going on without the ranks that are lost, or that are ``leaving``. "": nothing. All members have
+        parked."""
+        if not self.config.min_ranks:
+            return "the number of ranks is fixed (--min-ranks 0)"
+        members, trusted = self.world.members, self.world.trusted
+        if trusted is not None and trusted < committed:
+            return "all have to go back first, to a state that is known to be good"
+        staying = self.staying(leaving)
+        if len(staying) < max(self.config.min_ranks, 1):
+            return f"{len(staying)} ranks would be left, of {self.config.min_ranks} at the least (--min-ranks)"
+        if fixed := next((record.fixed for record in members.values() if record.fixed), ""):
+            return fixed
+        if self._reenters(members.values()):
+            old = self.world.old or self._as_it_was(committed, gate)
+            going = [record.worker for rank, record in members.items() if rank not in staying]
+            return "no copy of some state is left in memory" if old.state(members, self.rack, going) is None else ""
+        clean = any(
+            record.stateful and record.parked and max(record.parked.passed, record.parked.entered) >= committed
+            for rank, record in members.items()
+            if rank in staying
+        )
+        return self._unlike(members) if clean and not self.world.torn() else "nobody has the state of the last step"
+
+    def staying(self, leaving: Collection[Rank] = ()) -> dict[Rank, Rank]:
+        """Who would go on without the ranks that are lost, or that are ``leaving``: old -> new."""
+        return self._smaller(leaving)[1]
+
+    def bound_to(self, ranks: Collection[Rank]) -> list[Rank]:
+        """These, and who would have to go with them; whether they live or not."""
+        axes = self._axes()
+        at = mesh_resize.data_axis(axes)
+        if not ranks or not self._reenters(self.world.members.values()) or at is None:
+            return sorted(dict.fromkeys(ranks))
+        staying = mesh_resize.without(axes, at, mesh_resize.places(axes, at, ranks))[1]
+        return [rank for rank in self.world.ranks() if rank not in staying]
+
+    def replica(self) -> int:
+        """So many ranks come and go together; 0: nobody can."""
+        axes = self._axes()
+        if not self._reenters(self.world.members.values()):
+            return 1
+        at = mesh_resize.data_axis(axes)
+        return 0 if at is None else self.world.size // axes[at][1]
+
+    def surplus(self, to: int) -> list[Rank]:
+        """Who is best spared where ``to`` ranks are to be left: those on slots to avoid, then the last ones."""
+        world, replica = self.world, self.replica()
+        if to >= world.size or not replica:
+            return []
+        axes = self._axes() if self._reenters(world.members.values()) else self._in_a_row(world.size)
+        at = mesh_resize.data_axis(axes) or 0
+        return mesh_resize.spared(axes, at, self._badness, to // replica)
+
+    def _badness(self, rank: Rank) -> int:
+        slot = self.world.seats[rank]
+        return 10 * bool(self.rack.withdrawn(slot)) + int(self.rack.devices.fitness(slot))
+
+    def shrink(
+        self, committed: Position, gate: tuple[float, ...], leaving: Collection[Rank] = ()
+    ) -> list[WorkerRecord]:
+        """Do it. Returns those that live, and have no place any more."""
+        world = self.world
+        axes, staying = self._smaller(leaving)
+        left_over = [record for rank, record in sorted(world.members.items()) if rank not in staying]
+        if self._reenters(world.members.values()):
+            self._enter_again(committed, gate)
+            assert world.old is not None
+            for record in left_over:
+                world.old.leaves(record, self.rack)
+        else:
+            self.sources.snapshots.clear()
+        self._renumber(axes, staying)
+        for record in left_over:
+            record.rank = None
+        return left_over
+
+    def _smaller(self, leaving: Collection[Rank]) -> tuple[Axes, dict[Rank, Rank]]:
+        world, axes = self.world, self._axes()
+        at = mesh_resize.data_axis(axes)
+        if not self._reenters(world.members.values()):
+            staying = renumbered([rank for rank in world.members if rank not in leaving])
+            return self._in_a_row(len(staying)), staying
+        if at is None:
+            return axes, {}
+        return mesh_resize.without(axes, at, mesh_resize.places(axes, at, [*world.lost(), *leaving]))
+
+    @property
+    def room(self) -> int:
+        """So many ranks more may join."""
+        return max(self.world.most - self.world.size, 0)
+
+    # -- grow ------------------------------------------------------------------------------------------------------
+    def joining(self, ready: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+        """Who of those that are ``ready`` can become a rank more; nobody while some are lost, where all enter main again."""
+        world, members = self.world, self.world.members.values()
+        if not self.room:
+            return []
+        fits = [record for record in ready if not record.fixed]
+        room = min(self.room, len(fits))
+        if not room or not members or any(record.fixed for record in members):
+            return []
+        if not self._reenters(members):
+            return [] if world.torn() or self._unlike(world.members) else fits[:room]
+        axes = self._axes()
+        at = mesh_resize.data_axis(axes)
+        if at is None or len(members) < world.size:
+            return []
+        replica = world.size // axes[at][1]
+        by_slot = {record.worker.slot: record for record in fits}
+        bundled = [by_slot[slot] for bundle in self.seating.bundles(by_slot) for slot in bundle]
+        return bundled[: min(room, len(bundled)) // replica * replica]
+
+    def grow(self, joining: Sequence[WorkerRecord], committed: Position, gate: tuple[float, ...]) -> bool:
+        """Do it, unless there is no state for it: then False, and nothing has changed."""
+        world = self.world
+        if not self._reenters(world.members.values()):
+            replica_class = self.classes[min(world.members)]
+            for record in joining:
+                self.classes[Rank(world.size)] = replica_class
+                world.size += 1
+                world.seat(Rank(world.size - 1), record)
+            self._reshape(self._in_a_row(world.size))
+            return True
+        old = world.old or self._as_it_was(committed, gate)
+        if old.state(world.members, self.rack, trusted=world.trusted) is None:
+            return False
+        axes = self._axes()
+        at = mesh_resize.data_axis(axes)
+        assert at is not None, "it was asked whether they can join"
+        wider, there, new = mesh_resize.joined(axes, at, len(joining) * axes[at][1] // world.size)
+        self._enter_again(committed, gate)
+        self._renumber(wider, there)
+        bound = [Rank(rank) for group in Mesh.of(dict(wider)).groups.tolist() for rank in group if rank in new]
+        for rank, record in zip(bound, joining, strict=True):
+            world.seat(rank, record)
+        world.size += len(new)
+        return True
+
+    # -- both ------------------------------------------------------------------------------------------------------
+    def _reenters(self, members: Collection[WorkerRecord]) -> bool:
+        return any(record.reenters for record in members)
+
+    def _unlike(self, ranks: Collection[Rank]) -> str:
+        """Whoever goes has to be a replica of whoever stays, and of whoever comes."""
+        found = {self.classes.get(rank, "") for rank in ranks}
+        if (
+            len(found) == 1
+            and (one := next(iter(found)))
+            and not one.startswith("unchecked")
+            and not one.endswith(" alone")
+        ):
+            return ""
+        return "the ranks are not each other's replicas, or have not been compared yet (before step 2)"
+
+    def _axes(self) -> Axes:
+        return self.seating.mesh.axes if self.seating.mesh is not None else self._in_a_row(self.world.size)
+
+    def _in_a_row(self, size: int) -> Axes:
+        mesh = self.seating.mesh
+        return ((mesh.axes[0][0] if mesh is not None else "dp", size),)
+
+    def _as_it_was(self, committed: Position, gate: tuple[float, ...]) -> OldWorld:
+        world, plan = self.world, self.world.plan
+        torn = world.torn()
+        if torn and plan is not None and plan.rollback is not None:
+            committed, gate = (
+                Position(plan.rollback),
+                (),
+            )  # not all have gone back: what they stand at is no one history
+        return OldWorld(
+            layout=world.layout,
+            size=world.size,
+            committed=committed,
+            gate=gate,
+            gone_back=torn,
+            ranks={record.worker: rank for rank, record in world.stateful().items()},
+            classes=dict(self.classes),
+            snapshots=self.sources.snapshots,
+        )
+
+    def _enter_again(self, committed: Position, gate: tuple[float, ...]) -> None:
+        """What is known of snapshots and classes is the old world's, until the plan is made."""
+        if self.world.old is None:
+            self.world.old = self._as_it_was(committed, gate)
+
+    def _renumber(self, axes: Axes, ranks: Mapping[Rank, Rank]) -> None:
+        classes = dict(self.classes)
+        self.classes.clear()
+        if self.world.old is None:
+            self.classes.update((new, classes[old]) for old, new in sorted(ranks.items(), key=lambda pair: pair[1]))
+        self.world.renumber(ranks)
+        self._reshape(axes)
+
+    def _reshape(self, axes: Axes) -> None:
+        """The mesh, if one has been named."""
+        if self.seating.mesh is not None:
+            self.seating.mesh = Mesh.of(dict(axes))

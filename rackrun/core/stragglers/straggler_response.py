@@ -1,0 +1,139 @@
+"""What is done about slow ranks: it is said, and with ``--slow-ranks swap`` one at a time is replaced at a step boundary. That it gets
+less work instead is said elsewhere (`rackrun.core.stragglers.shifting`).
+
+A slot whose rank is to go for its slowness is *on probation*: left when a better one is ready, as a GPU on its way out is
+(`rackrun.core.requests.planned_swap`), and the last choice from then on. Three things hold a swap back, and are said:
+
+- one at a time: while a rank waits to be replaced, no other is chosen;
+- a rank that was replaced a short time ago and is slow again is slow wherever it sits: its work is, not its place;
+- after some swaps in a short time nothing more goes until a person has looked (``rackctl close-breaker``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rackrun.core.members.gpu_fitness import Devices
+from rackrun.protocol.commands import Command, Notice
+from rackrun.protocol.events import SlowRank, SlowRanksChanged
+from rackrun.protocol.ids import Generation, Rank, SlotId, TrayId, tray_of
+from rackrun.protocol.job_config import JobConfig
+
+__all__ = ["SWAPS_MAX", "WITHIN_MS", "Slowness"]
+
+SWAPS_MAX = 3
+WITHIN_MS = 3_600_000
+"""So many swaps within this time, and none of a rank twice."""
+
+
+@dataclass(slots=True)
+class Slowness:
+    config: JobConfig
+    devices: Devices
+    emit: Callable[[Command], None]
+    changed: Callable[[int], None]
+    """Something is known of a slot that was not known before."""
+    _slow: dict[Rank, SlowRank] = field(default_factory=dict)
+    _everybody: bool = False
+    _sent: dict[Rank, int] = field(default_factory=dict)
+    """When each rank was last chosen to leave."""
+    _held: dict[Rank, str] = field(default_factory=dict)
+    """Why it is not replaced: said once."""
+    _open: bool = False
+    """The breaker."""
+
+    def heard(self, event: SlowRanksChanged, generation: Generation, seats: Mapping[Rank, SlotId]) -> None:
+        """``generation``, ``seats``: of the newest plan."""
+        if event.generation != generation or self.config.slow_ranks == "off":
+            return
+        slow = {one.rank: one for one in event.slow if seats.get(one.rank) == one.slot}
+        self._say(slow, seats, event.everybody)
+        self._slow = slow
+        self._held = {rank: why for rank, why in self._held.items() if rank in slow}
+        if "swap" in self.config.slow_ranks:
+            self._forgive(seats)
+            self._choose(seats, event.at_ms)
+
+    def close_breaker(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
+        """A person has looked: what is slow still may go."""
+        if self._open:
+            self._open = False
+            self._sent.clear()
+            self._held.clear()
+            self._choose(seats, at_ms)
+
+    def _forgive(self, seats: Mapping[Rank, SlotId]) -> None:
+        """A rank that was to leave, and is slow no more before it could."""
+        for rank, slot in seats.items():
+            if self.devices.on_probation(slot) and rank not in self._slow and rank in self._sent:
+                self.devices.end_probation(slot)
+                del self._sent[rank]
+
+    def _choose(self, seats: Mapping[Rank, SlotId], at_ms: int) -> None:
+        """The one that costs most; who has left its slot since is not known to be slow."""
+        waits = any(self.devices.on_probation(slot) for slot in seats.values())
+        there = [one for one in self._slow.values() if seats.get(one.rank) == one.slot]
+        for one in sorted(there, key=lambda one: (-one.times, one.rank)):
+            if self.devices.on_probation(seats[one.rank]):
+                continue
+            why = self._against(one, at_ms)
+            if why:
+                self._hold(one.rank, why)
+            elif not waits:
+                waits = True
+                self._sent[one.rank] = at_ms
+                self.devices.put_on_probation(one.slot, f"slow: {_measured(one)}")
+                self.changed(at_ms)
+
+    def _against(self, one: SlowRank, at_ms: int) -> str:
+        recent = [rank for rank, at in self._sent.items() if at_ms - at < WITHIN_MS]
+        if one.rank in recent:
+            return "it was replaced for that a short time ago: its work is slow, or what it computes, not its place"
+        self._open |= len(recent) >= SWAPS_MAX
+        if self._open:
+            minutes = WITHIN_MS // 60_000
+            return f"{SWAPS_MAX} ranks were within {minutes} minutes: nothing more is swapped until a person has looked"
+        return ""
+
+    def _hold(self, rank: Rank, why: str) -> None:
+        if self._held.get(rank) != why:
+            self._held[rank] = why
+            self.emit(Notice(text=f"rank {rank} is slow, and not replaced: {why}"))
+
+    # -- for people
+    def _say(self, slow: Mapping[Rank, SlowRank], seats: Mapping[Rank, SlotId], everybody: float) -> None:
+        for rank, one in slow.items():
+            known = self._slow.get(rank)
+            if known is None or known.slot != one.slot:
+                self.emit(Notice(text=f"rank {rank} on {one.slot} is slow: {_measured(one)}"))
+        for rank, one in self._slow.items():
+            if rank not in slow and seats.get(rank) == one.slot:
+                self.emit(Notice(text=f"rank {rank} on {one.slot} is slow no more"))
+        before = _whole_trays(self._slow, seats)
+        for tray, ranks in _whole_trays(slow, seats).items():
+            if tray not in before:
+                told = ", ".join(map(str, ranks))
+                self.emit(Notice(text=f"{tray} is slow as a whole (ranks {told}): look at the tray, not at its GPUs"))
+        if everybody and not self._everybody:
+            text = f"all ranks take {everybody:g} times as long as they once did, each on its own: nobody is to blame"
+            self.emit(Notice(text=text))
+        elif self._everybody and not everybody:
+            self.emit(Notice(text="the ranks are about as fast again as they once were"))
+        self._everybody = bool(everybody)
+
+
+def _measured(one: SlowRank) -> str:
+    """``1.5 times its peers' own time, 1.5 times its own best, in 18 of 20 rows of steps``"""
+    past = f", {one.past:g} times its own best" if one.past else ""
+    return f"{one.times:g} times its peers' own time{past}, in {one.rows} of the last {one.window} measurements"
+
+
+def _whole_trays(slow: Mapping[Rank, SlowRank], seats: Mapping[Rank, SlotId]) -> dict[TrayId, Sequence[Rank]]:
+    """Trays of two ranks or more that are all slow, where other trays have ranks."""
+    trays: dict[TrayId, list[Rank]] = {}
+    for rank, slot in seats.items():
+        trays.setdefault(tray_of(slot), []).append(rank)
+    if len(trays) < 2:
+        return {}
+    return {tray: ranks for tray, ranks in trays.items() if len(ranks) > 1 and all(rank in slow for rank in ranks)}

@@ -1,0 +1,378 @@
+"""``rackctl ckpt``: what is in a checkpoint directory, whether it is right, and what to do with it.
+
+Exit codes: 0 all is well; 1 something is damaged or missing, or could not be done; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration
+from rackrun.checkpoint.base.location import local_path
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.lease import living_epoch
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.retention import Retention, choose, collect
+from rackrun.checkpoint.offline.directory_survey import Survey, nothing_in, one_store, stores_in, survey
+from rackrun.checkpoint.offline.suspect_tensors import suspects
+from rackrun.ctl.ckpt import ckpt_convert, ckpt_memory, ckpt_rebuild
+from rackrun.ctl.ckpt.ckpt_render import (
+    Checked,
+    DamageFound,
+    amount,
+    print_json,
+    progress_bar,
+    render_checked,
+    render_surveys,
+    surveyed,
+)
+from rackrun.ctl.ckpt.export_names import model_names
+from rackrun.errors import UsageError
+
+__all__ = ["ckpt"]
+
+ckpt = typer.Typer(
+    name="ckpt",
+    help="Checkpoints on disk: list, verify, export, delete, rebuild from memory. And memory for snapshots: plan, clean.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What --checkpoint-dir said, or one job's directory in it.")
+]
+Job = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Which job, when DIR has several.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_Number = typer.Argument(metavar="[GENERATION]", help="Default: the newest.", show_default=False, min=0)
+_HOUR_S = 3600.0
+
+
+@ckpt.command(name="ls", epilog="Example: rackctl ckpt ls checkpoints/ --json")
+def list_generations(directory: Directory, job: Job = None, as_json: Json = False) -> None:
+    """Generations, newest first; what is unfinished, and what is waste. The exit code is 1 when one is not whole."""
+    found = [survey(store) for store in stores_in(directory, job)]
+    if as_json:
+        print_json({"jobs": [surveyed(one, time.time()) for one in found]})
+    else:
+        render_surveys(Console(markup=False, emoji=False), directory, found, time.time())
+    if any(one.damaged for one in found):
+        raise typer.Exit(1)
+
+
+@ckpt.command(epilog="Example: rackctl ckpt verify checkpoints/ --all")
+def verify(
+    directory: Directory,
+    generation: Annotated[int | None, _Number] = None,
+    every: Annotated[bool, typer.Option("--all", help="All generations.")] = False,
+    job: Job = None,
+    as_json: Json = False,
+) -> None:
+    """Read all bytes of a generation, and compare them with their checksums. Whole ones are marked as verified.
+
+    Says which rank and chunk are damaged, and which tensors lie there. The exit code is 1 when any is.
+    """
+    if generation is not None and every:
+        raise UsageError("a generation and --all are given.", remedy="give one of them.")
+    stores = stores_in(directory, job) if generation is None else [one_store(directory, job)]
+    if generation is not None:
+        with contextlib.suppress(IntegrityError):  # told below
+            stores[0].whole(generation)
+    wanted = []
+    for store in stores:
+        found = survey(store)
+        there = found.generations() if every else found.generations()[:1]
+        wanted += _wanted(store, found, there if generation is None else [generation])
+    if not wanted:
+        raise nothing_in(directory)
+    _check(wanted, as_json)
+
+
+@ckpt.command(epilog="Example: rackctl ckpt scrub checkpoints/")
+def scrub(directory: Directory, job: Job = None, as_json: Json = False) -> None:
+    """Verify all generations that are not marked as verified. The exit code is 1 when one is damaged."""
+    wanted = []
+    for store in stores_in(directory, job):
+        found = survey(store)
+        done = {info.generation for info in found.whole if info.verified}
+        wanted += _wanted(store, found, [number for number in found.generations() if number not in done])
+    _check(wanted, as_json)
+
+
+@ckpt.command(epilog="Example: rackctl ckpt export checkpoints/ model/ --generation 1000")
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
+    generation: Annotated[
+        int | None, typer.Option("--generation", metavar="G", min=0, help="Default: the newest.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All tensors, under the names they have on disk.")] = False,
+    module: Annotated[
+        str | None, typer.Option("--module", metavar="NAME", help="Which tracked module, when there are several.")
+    ] = None,
+    file_gb: Annotated[float, typer.Option("--file-gb", min=0.001, help="Size of the files, at most.")] = 5.0,
+    job: Job = None,
+    as_json: Json = False,
+) -> None:
+    """One consolidated set of safetensors files with an index: parameters and buffers, named as load_state_dict takes them.
+
+    Every byte that is read is compared with its checksum. The set is there whole, or not at all.
+    """
+    from rackrun.checkpoint.offline.export import export as write_set
+    from rackrun.checkpoint.offline.export import tensor_names
+
+    store, out = one_store(directory, job), local_path(out, "OUT").expanduser().resolve()
+    if everything and module is not None:
+        raise UsageError("--all and --module are given.", remedy="give one of them.")
+    if out.exists() or not out.parent.is_dir():
+        what = "is there already" if out.exists() else f"cannot be made: {out.parent} is no directory"
+        raise UsageError(f"{out} {what}.", remedy="give a new directory in one that is there.")
+    passed_over: dict[int, str] = {}
+    if generation is None:
+        generation, passed_over = _newest(store, directory)
+    with store.open(generation) as reader:
+        held = tensor_names(reader)
+        named = {name: name for name in held} if everything else model_names(held, module)
+        with progress_bar("exporting", quiet=as_json) as progress:
+            done = write_set(reader, out, name_of=named.get, file_bytes_max=int(file_gb * 1e9), progress=progress)
+        step = reader.step
+    left_out = len(held) - len(named)
+    if as_json:
+        print_json(
+            {
+                "path": str(done.path),
+                "job": store.job,
+                "generation": generation,
+                "step": step,
+                "files": done.files,
+                "tensors": done.tensors,
+                "bytes": done.bytes,
+                "left_out": left_out,
+                "passed_over": {str(number): why for number, why in passed_over.items()},
+            }
+        )
+        return
+    for number, why in passed_over.items():
+        print(f"generation {number} is not taken: {why}", file=sys.stderr)
+    rest = f"; {left_out} of other kinds left out (--all)" if left_out else ""
+    print(
+        f"{done.path}: {done.tensors} tensors, {amount(done.bytes)} in {len(done.files)} file(s), of generation {generation}, "
+        f"step {step}{rest}"
+    )
+
+
+@ckpt.command(epilog="Example: rackctl ckpt gc checkpoints/ --keep-last 3 --keep-every 1000 --dry-run")
+def gc(
+    directory: Directory,
+    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", min=1, help="The newest N.")],
+    keep_every: Annotated[
+        int, typer.Option("--keep-every", metavar="N", min=0, help="The first of every N steps too; 0: none for that.")
+    ] = 0,
+    orphan_hours: Annotated[
+        float, typer.Option("--orphan-hours", min=0, help="Age at which what dead writers left goes.")
+    ] = 24.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    job: Job = None,
+    as_json: Json = False,
+) -> None:
+    """Delete old generations, what writers of earlier starts left unfinished, and waste. The newest verified one always stays.
+
+    When none is marked as verified, the newest is read and compared first. A job may run meanwhile.
+    """
+    store, retention = one_store(directory, job), Retention(keep_last, keep_every)
+    found = survey(store)
+    if dry_run:
+        _would_collect(found, retention, time.time() - orphan_hours * _HOUR_S, _over(store), as_json)
+        return
+    _mark_one(store, found, quiet=as_json)
+    done = collect(
+        store, retention, epoch=_newest_epoch(found), now=time.time, orphan_ttl_s=orphan_hours * _HOUR_S, over=_over(store)
+    )  # fmt: skip
+    failures = [str(failure) for failure in done.failures]
+    if as_json:
+        print_json(
+            {
+                "job": store.job,
+                "kept": {str(number): why for number, why in done.kept.items()},
+                "dropped": done.dropped,
+                "unfinished": done.orphans,
+                "trash": done.trash,
+                "failures": failures,
+            }
+        )
+    else:
+        _tell_kept(done.kept)
+        print(f"deleted: {_listed(done.dropped)}; {len(done.orphans)} unfinished; {done.trash} directories in all")
+        for failure in failures:
+            print(f"not done: {failure}")
+    if failures:
+        raise typer.Exit(1)
+
+
+@ckpt.command(epilog="Example: rackctl ckpt quarantine checkpoints/ 299 --reason 'the loss is not a number after it'")
+def quarantine(
+    directory: Directory,
+    generation: Annotated[int, typer.Argument(metavar="GENERATION", min=0)],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept, and shown by ls.")] = "",
+    lift: Annotated[bool, typer.Option("--lift", help="It may be taken again, also when it was passed over.")] = False,
+    job: Job = None,
+    as_json: Json = False,
+) -> None:
+    """No start of the job takes this generation again, because it turned out bad. Nothing is deleted."""
+    store = one_store(directory, job)
+    if bool(reason) == lift:
+        raise UsageError("a quarantine has a reason.", remedy="give --reason TEXT, or --lift alone to end it.")
+    store.whole(generation)
+    probation = Probation(store.directory, store.files)
+    if lift:
+        probation.forget(generation)
+    elif generation not in probation.quarantined():
+        probation.quarantine(generation, reason)
+    why = probation.barred().get(generation, "")
+    if bool(why) == lift:
+        raise CheckpointError(f"{store.directory} cannot be changed.", remedy="be the user who wrote it.")
+    if as_json:
+        print_json({"job": store.job, "generation": generation, "barred": why})
+    else:
+        print(f"{store.job}: generation {generation} " + (f"is {why}" if why else "may be taken again"))
+
+
+ckpt.command(epilog="Example: rackctl ckpt convert checkpoints/run model/ --to hf")(ckpt_convert.convert)
+ckpt.command(epilog="Example: rackctl ckpt rebuild checkpoints/ --arenas /mnt/node1-shm")(ckpt_rebuild.rebuild)
+ckpt.command(epilog="Example: rackctl ckpt plan --world-size 72 --bytes-per-rank 12GB --trays 18")(ckpt_memory.plan)
+ckpt.command(epilog="Example: rackctl ckpt clean --yes")(ckpt_memory.clean)
+
+
+# -- which
+def _newest(store: DurableStore, directory: Path) -> tuple[int, dict[int, str]]:
+    """The newest whole one, and why newer ones are not. Raises `NoUsableGeneration`."""
+    whole, left_out = store.look()
+    story = {number: str(why) for number, why in left_out.items()}
+    if not whole:
+        if story:
+            raise NoUsableGeneration(
+                f"no generation in {directory} can be read. {' '.join(story.values())}", remedy="see rackctl ckpt ls."
+            )
+        raise nothing_in(directory)
+    newest = whole[0].generation
+    return newest, {number: why for number, why in story.items() if number > newest}
+
+
+# -- verification
+@dataclass(frozen=True)
+class _Wanted:
+    store: DurableStore
+    generation: int
+    bytes: int
+    """0: it is not whole."""
+
+
+def _wanted(store: DurableStore, found: Survey, numbers: Sequence[int]) -> list[_Wanted]:
+    sizes = {info.generation: info.bytes for info in found.whole}
+    return [_Wanted(store, number, sizes.get(number, 0)) for number in numbers]
+
+
+def _check(wanted: Sequence[_Wanted], as_json: bool) -> None:
+    total, before = sum(one.bytes for one in wanted), 0
+    checked = []
+    with progress_bar("verifying", quiet=as_json) as show:
+
+        def advance(done: int, _: int) -> None:
+            show(before + done, total)
+
+        for one in wanted:
+            checked.append(_checked(one.store, one.generation, advance))
+            before += one.bytes
+    if as_json:
+        print_json({"ok": all(one.ok for one in checked), "generations": checked})
+    else:
+        render_checked(Console(markup=False, emoji=False), checked)
+    if not all(one.ok for one in checked):
+        raise typer.Exit(1)
+
+
+def _checked(store: DurableStore, number: int, progress: Callable[[int, int], None]) -> Checked:
+    began = time.monotonic()
+    try:
+        found = store.verify(number, progress)
+    except CheckpointError as error:  # gone meanwhile, or of a newer format
+        return Checked(store.job, number, False, 0, 0.0, (DamageFound(error.what),))
+    damage = tuple(DamageFound(one.what, one.rank, one.chunk, suspects(store, number, one)) for one in found.damage)
+    return Checked(store.job, number, found.ok, found.bytes, time.monotonic() - began, damage)
+
+
+# -- deletion
+def _newest_epoch(found: Survey) -> int:
+    """What the newest start of the job left unfinished may be its work in progress: it stays."""
+    return max((info.epoch for info in found.whole), default=0)
+
+
+def _mark_one(store: DurableStore, found: Survey, *, quiet: bool) -> None:
+    """`collect` deletes nothing before one is verified; it would read without saying how far it is."""
+    if any(info.verified for info in found.whole):
+        return
+    for info in found.whole:
+        with progress_bar(f"verifying {info.generation}", quiet=quiet) as progress:
+            if _checked(store, info.generation, progress).ok:
+                return
+
+
+def _over(store: DurableStore) -> Callable[[int], bool]:
+    """Whether the job of an epoch is known to be over. Raises CheckpointError when storage does not say."""
+    try:
+        known, living = living_epoch(store)
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.directory} cannot be used: {error}.", remedy="be the user who wrote it."
+        ) from error
+    return lambda epoch: known and epoch != living
+
+
+def _would_collect(
+    found: Survey, retention: Retention, before_s: float, over: Callable[[int], bool], as_json: bool
+) -> None:
+    usable = sorted(found.whole, key=lambda info: info.generation in found.barred)
+    marked = next((info.generation for info in usable if info.verified), None)
+    assumed = marked if marked is not None else next((info.generation for info in usable), None)
+    choice = choose(found.whole, retention, pins=(), newest_verified=assumed, barred=found.barred)
+    newest = _newest_epoch(found)
+    unfinished = [
+        left.path.name
+        for left in found.leftovers
+        if left.kind == "unfinished" and (over(left.epoch) or (left.epoch < newest and left.touched_s < before_s))
+    ]
+    waste = sum(left.kind == "trash" for left in found.leftovers)
+    if as_json:
+        print_json(
+            {
+                "job": found.job,
+                "dry_run": True,
+                "kept": {str(number): why for number, why in choice.keep.items()},
+                "dropped": choice.drop,
+                "unfinished": unfinished,
+                "trash": len(choice.drop) + len(unfinished) + waste,
+                "assumed_verified": assumed if marked is None else None,
+            }
+        )
+        return
+    _tell_kept(choice.keep)
+    print(f"would be deleted: {_listed(choice.drop)}; {len(unfinished)} unfinished, {waste} of waste")
+    if marked is None and assumed is not None:
+        print(f"none is marked as verified: generation {assumed} would be read first, and is taken for right here")
+
+
+def _tell_kept(kept: Mapping[int, str]) -> None:
+    for number in sorted(kept, reverse=True):
+        print(f"stays: {number}, {kept[number]}")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "nothing"

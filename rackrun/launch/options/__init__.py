@@ -1,0 +1,1 @@
+"""Options of the launcher: parsed, and checked before anything starts."""

@@ -1,0 +1,1 @@
+"""A run that the launcher has started, until it is over."""

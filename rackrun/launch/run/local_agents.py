@@ -1,0 +1,221 @@
+"""The agents of this host: forked before there is a loop or a thread, watched, replaced, and gone at the end.
+
+The launcher is a subreaper, so what a dead agent leaves behind (its fork server takes the workers with it) becomes ours:
+a tray is handed to a new agent only when nobody of the old one lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from rackrun.agent.host import proc
+from rackrun.agent.worker_start.fork_server import unsound_because
+from rackrun.link.process import descriptor_limit
+from rackrun.protocol.agent_config import JOB_IS_OVER, AgentConfig
+from rackrun.protocol.ids import TrayId
+
+__all__ = ["LocalAgents"]
+
+_REFUSED = 2
+_LEFTOVERS_S = 10.0
+_POLL_S = 0.02
+_KILL_S = 5.0
+
+
+class LocalAgents:
+    def __init__(self, configs: Sequence[AgentConfig]) -> None:
+        self._configs = {config.tray: config for config in configs}
+        self._pids: dict[TrayId, int] = {}
+        self._restarts_left = {config.tray: config.max_restarts for config in configs}
+        self._on_lost: Callable[[TrayId, int, str], None] = lambda _tray, _pid, _because: None
+        self._on_none_left: Callable[[str], None] = lambda _because: None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._pidfds: dict[TrayId, int] = {}
+        self._ending = False
+        self.beside: Callable[[], Sequence[int]] = lambda: ()
+        """Processes of ours that are none of an agent's."""
+        self._changed = asyncio.Event()
+        self.exit_codes: dict[TrayId, int] = {}
+
+    def template(self) -> bytes:
+        """The configuration of another agent of this job, as JSON, but for what differs from tray to tray."""
+        config = next(iter(self._configs.values()))
+        return msgspec.json.encode(msgspec.structs.replace(config, topology=b"", slot_env=(), simulated=False))
+
+    def start(self) -> None:
+        """By a fork, from the main thread, before its event loop runs. Where a preload has left threads, or initialised
+        CUDA, agents are fresh interpreters instead, which takes seconds."""
+        proc.adopt_orphans()
+        if unsound_because():
+            for tray, config in self._configs.items():
+                self._pids[tray] = _spawn_agent(config)
+            return
+        gc.collect()
+        gc.freeze()  # a collection would copy the pages that agents share with us
+        for tray, config in self._configs.items():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                _become_agent(config, parent)
+            self._pids[tray] = pid
+
+    def watch(self, on_lost: Callable[[TrayId, int, str], None], on_none_left: Callable[[str], None]) -> None:
+        """On the running loop. ``on_lost``: a tray's agent, this process, has ended. ``on_none_left``: every agent here is gone, and none
+        will be started again."""
+        self._on_lost = on_lost
+        self._on_none_left = on_none_left
+        for tray, pid in self._pids.items():
+            self._watch(tray, pid)
+
+    def fence(self, tray: TrayId, pid: int) -> None:
+        """It is lost for the job, so it must not live on: it may only be stopped, and would wake up one day. Another process than ours was
+        somebody else's agent for the tray: ours may still come in its place."""
+        if self._pids.get(tray) == pid:
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+
+    def returns(self, tray: TrayId) -> bool:
+        """Should its agent be lost, it is started again."""
+        return not self._ending and self._restarts_left.get(tray, 0) > 0
+
+    async def end(self, grace_s: float) -> None:
+        """The job is over. Wait until all have exited, at most ``grace_s``; then kill what is left, of them and below them."""
+        self._ending = True
+        for task in self._replacing:
+            task.cancel()
+        for pid in self._pids.values():
+            os.kill(pid, JOB_IS_OVER)  # one without a connection hears of it in no other way
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._pids:
+                    self._changed.clear()
+                    await self._changed.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL every process below us, and reap: whoever could be killed, and ends."""
+        self._ending = True
+        block = proc.kill_tree(os.getpid())
+        for tray in list(self._pidfds):
+            self._unwatch(tray)
+        while _reap_any(block=block):
+            pass
+        self._pids.clear()
+
+    def _watch(self, tray: TrayId, pid: int) -> None:
+        self._pidfds[tray] = pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, tray)
+
+    def _unwatch(self, tray: TrayId) -> None:
+        pidfd = self._pidfds.pop(tray)
+        with contextlib.suppress(RuntimeError):  # no loop any more
+            asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+    def _exited(self, tray: TrayId) -> None:
+        self._unwatch(tray)
+        pid = self._pids.pop(tray)
+        _, status = os.waitpid(pid, 0)
+        code, number = proc.exit_code_and_signal(status)
+        self.exit_codes[tray] = code if code is not None else 128 + (number or 0)
+        self._changed.set()
+        if self._ending:
+            return
+        if code in {0, _REFUSED}:
+            self._restarts_left[tray] = 0
+        because = (
+            f"its agent was killed by {signal.Signals(number).name}" if number else f"its agent exited with code {code}"
+        )
+        self._on_lost(tray, pid, because)
+        if self._restarts_left[tray] > 0:
+            self._restarts_left[tray] -= 1
+            task = asyncio.create_task(self._replace(tray), name=f"replace-{tray}")
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+        elif not self._pids and not self._replacing:
+            self._on_none_left(f"{tray}: {because}")
+
+    async def _replace(self, tray: TrayId) -> None:
+        """Once nobody of the old agent lives, which takes a tear-down of its workers' memory."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _LEFTOVERS_S
+        while leftovers := _children([*self._pids.values(), *self.beside()]):
+            for pid in leftovers:
+                if loop.time() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                _reap(pid)
+            await asyncio.sleep(_POLL_S)
+        self._pids[tray] = _spawn_agent(self._configs[tray])
+        self._watch(tray, self._pids[tray])
+
+
+def _become_agent(config: AgentConfig, parent: int) -> None:
+    """Never returns."""
+    from rackrun.agent.main import run_agent
+
+    code = 70
+    try:
+        os.setsid()  # the terminal's Ctrl-C is for the launcher alone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        code = run_agent(config, parent=parent)
+    except BaseException:  # noqa: BLE001 - this process must end here, whatever happened, and say why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _spawn_agent(config: AgentConfig) -> int:
+    """From a process that has threads: a fresh interpreter, which takes its configuration from a memory file."""
+    fd = os.memfd_create("rackrun-agent-config", 0)
+    try:
+        os.write(fd, msgspec.json.encode(config))
+        os.lseek(fd, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rackrun.agent", f"fd:{fd}", "--parent", str(os.getpid())],
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
+        descriptor_limit.give_back(process.pid)
+        process.returncode = 0  # reaped through its pidfd
+        return process.pid
+    finally:
+        os.close(fd)
+
+
+def _children(known: Iterable[int]) -> list[int]:
+    """Our children that are not agents: orphans of an agent that died."""
+    ours = set(known)
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            found = [int(text) for text in file.read().split()]
+    except OSError:  # a kernel that does not list them
+        found = proc.children(os.getpid())
+    return [pid for pid in found if pid not in ours]
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def _reap_any(*, block: bool) -> bool:
+    try:
+        pid, _ = os.waitpid(-1, 0 if block else os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return pid > 0

@@ -1,0 +1,1 @@
+"""This process's own descriptors, streams and end."""

@@ -1,0 +1,1 @@
+"""What crosses a border between processes: ids, events, commands, messages, versions."""

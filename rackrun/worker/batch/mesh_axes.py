@@ -1,0 +1,90 @@
+"""The axes of ``run.mesh``, with their sizes: as the script asks for them, or as the launcher was told (``rackrun --mesh``).
+
+When the world has another number of ranks than at the start, the first of the axes that split the data has what the others leave,
+whatever it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rackrun.core.placement import mesh_resize
+from rackrun.core.placement.mesh_resize import Axes
+from rackrun.errors import UsageError
+
+__all__ = ["MESH_VARIABLE", "MIN_RANKS_VARIABLE", "Axes", "axes_of", "fitted", "unfit_because"]
+
+MESH_VARIABLE = "RACKRUN_MESH"
+"""Set by the launcher: ``dp=16,tp=4``."""
+MIN_RANKS_VARIABLE = "RACKRUN_MIN_RANKS"
+"""Set by the launcher: how far the world may shrink; 0: not at all."""
+
+
+def axes_of(
+    script: Mapping[str, int] | None, world_size: int, environment: Mapping[str, str], *, changed: bool = False
+) -> Axes:
+    """None of them open. () when neither script nor launcher names any. ``changed``: the world may have other ranks by now than
+    those that script and launcher speak of.
+
+    Raises `UsageError` when both do, and not the same.
+    """
+    text = environment.get(MESH_VARIABLE, "")
+    if not text:
+        axes = _closed(script or {}, world_size)
+        return fitted(axes, world_size) if changed else axes
+    told = tuple(_parse(text).items())
+    at_start = math.prod(size for _, size in told) if changed else world_size
+    if script and _closed(script, at_start) != told:
+        asked = ",".join(f"{name}={size}" for name, size in script.items())
+        raise UsageError(
+            f"the script asks for mesh {asked}, but the job was started with --mesh {text} ({world_size} ranks).",
+            remedy="give the same axes in the same order to both, or leave one of them out.",
+        )
+    return fitted(told, world_size) if changed else told
+
+
+def fitted(axes: Axes, world_size: int) -> Axes:
+    """``axes``, in a world of ``world_size`` ranks. Raises `UsageError` when they cannot be in it."""
+    found = mesh_resize.fitted(axes, world_size) if axes else axes
+    if axes and not found:
+        told = ",".join(f"{name}={size}" for name, size in axes)
+        raise UsageError(
+            f"a mesh {told} cannot be fitted to {world_size} ranks.",
+            remedy="let the world have a multiple of what the axes other than the first data-parallel one take.",
+        )
+    return found
+
+
+def unfit_because(axes: Axes, script: Mapping[str, int] | None) -> str:
+    """What holds a script with these axes to its number of ranks; "" when nothing does."""
+    elastic = mesh_resize.data_axis(axes)
+    if any(name == "pp" for name, _ in axes):
+        return "stages of a pipeline hold other layers each"
+    if axes and elastic is None:
+        return f"no axis of its mesh ({', '.join(name for name, _ in axes)}) splits the data"
+    still_open = [name for name, size in (script or {}).items() if size < 0]
+    if still_open and elastic is not None and still_open[0] != axes[elastic][0]:
+        return f"its mesh leaves axis {still_open[0]} open: to change, it would have to be {axes[elastic][0]}"
+    return ""
+
+
+def _closed(mesh: Mapping[str, int], world_size: int) -> Axes:
+    """The open axis has what the others leave."""
+    known = 1
+    for size in mesh.values():
+        known *= size if size > 0 else 1
+    return tuple((name, size if size > 0 else world_size // known) for name, size in mesh.items())
+
+
+def _parse(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name or name in axes or not size.isdecimal() or int(size) < 1:
+            raise UsageError(
+                f"{MESH_VARIABLE}={text!r} is not AXIS=SIZE,AXIS=SIZE: {part!r}.",
+                remedy="unset it, and say --mesh to rackrun.",
+            )
+        axes[name] = int(size)
+    return axes

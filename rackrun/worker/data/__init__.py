@@ -1,0 +1,1 @@
+"""Which samples a step computes, and random numbers that belong to them."""

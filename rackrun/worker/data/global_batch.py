@@ -1,0 +1,164 @@
+"""How large the global batch of every step is, and where in the data it begins.
+
+With a constant batch that is arithmetic. With ``batch="scale_lr"`` it follows the world: every data-parallel rank keeps as many
+micro-batches as it had when the run began. What was committed is *history*: tracked state, so that it is restored with the rest,
+and a step that is done again after a rollback has the batch that it had, whoever computes it now. What comes is in the plan
+(`Plan.worlds`). So the batch of a step, its samples and its learning rates are a pure function of the step and of what was committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rackrun.core.placement.mesh_resize import Axes
+from rackrun.errors import UsageError
+from rackrun.topology.model.mesh import DATA_AXES
+from rackrun.worker.batch.batch_runs import BatchRun, shards_before
+from rackrun.worker.batch.lr_rule import ScaleLR, factor_at
+from rackrun.worker.data.loader import BatchPlan
+
+if TYPE_CHECKING:
+    from rackrun.worker.membership.worker_membership import World
+
+__all__ = ["Batches", "StepBatch", "Worlds", "check_rule", "data_ranks"]
+
+Worlds = tuple[int, Sequence[tuple[int, int]]]
+"""How many ranks the world had when it began, and (first step, ranks) of all worlds, the one to come included: `Plan.full`,
+`Plan.worlds`."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Of one step."""
+
+    shards: int
+    """Micro-batches in the global batch."""
+    samples_before: int
+    """That were committed before it."""
+    lr_factor: float
+    runs: tuple[BatchRun, ...]
+    """Up to this step."""
+
+
+class Batches:
+    """``data_ranks`` says how many data-parallel ranks a world of so many ranks has; ``worlds`` asks for the newest plan's."""
+
+    def __init__(
+        self, plan: BatchPlan, scale: ScaleLR | None, data_ranks: Callable[[int], int], worlds: Callable[[], Worlds]
+    ) -> None:
+        self.plan, self.scale = plan, scale
+        self._data_ranks, self._worlds = data_ranks, worlds
+        self._per_rank = 0
+        """Micro-batches of a data-parallel rank, as the run began; 0: nothing is committed yet."""
+        self._upto = -1
+        """The last step in the history."""
+        self._history: list[BatchRun] = []
+        self._factors: dict[int, float] = {}
+
+    # -- tracked
+    def state_dict(self) -> dict[str, Any]:
+        return {"per_rank": self._per_rank, "upto": self._upto, "history": [list(run) for run in self._history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._per_rank, self._upto = int(state["per_rank"]), int(state["upto"])
+        self._history = [(int(first), int(shards)) for first, shards in state["history"]]
+
+    # -- once
+    def check(self, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """At the start, for all numbers of ranks that the world may come to have. Returns what the rule says of each batch. Raises `UsageError`
+        where it says nonsense, when there are more ranks than micro-batches, and when a run that begins has no even shares."""
+        if self.scale is None:
+            return ()
+        full = self._data_ranks(self._worlds()[0])
+        if not self._per_rank and self.plan.shards % full:
+            raise UsageError(
+                f'batch="scale_lr" needs as many micro-batches on every data-parallel rank, but {full} ranks share {self.plan.shards} '
+                f"(global batch {self.plan.global_batch}, micro-batch {self.plan.micro_batch}).",
+                remedy="choose a global batch that is a multiple of micro-batch times ranks.",
+            )
+        self.plan.shards_of(0, full)
+        found = sorted({self._shards_with(size) for size in (*sizes, self._worlds()[0])})
+        return tuple((shards, self._target(shards)) for shards in found)
+
+    # -- in every step
+    def of(self, step: int) -> StepBatch:
+        """Raises `UsageError` when the rule says nonsense."""
+        runs = self.runs(step)
+        factor = factor_at(runs, step, self._target, self.scale.warmup_steps) if self.scale else 1.0
+        return StepBatch(runs[-1][1], shards_before(runs, step) * self.plan.micro_batch, factor, runs)
+
+    def committed(self, step: int, batch: StepBatch) -> bool:
+        """Whether its global batch is another than that of the step before."""
+        if self.scale is None:
+            return False
+        assert step == self._upto + 1, f"step {step} is committed after step {self._upto}"
+        self._per_rank = self._per_rank or self._share()
+        self._upto = step
+        if self._history and self._history[-1][1] == batch.shards:
+            return False
+        self._history.append((step, batch.shards))
+        return len(self._history) > 1 or batch.shards != self.plan.shards
+
+    def runs(self, step: int) -> tuple[BatchRun, ...]:
+        """From step 0 up to ``step``: what was committed, and then as the worlds were, or are to be."""
+        if self.scale is None:
+            return ((0, self.plan.shards),)
+        found = [run for run in self._history if run[0] <= step]
+        _, worlds = self._worlds()
+        after = self._upto + 1
+        untils = [first for first, _ in worlds[1:]] + [step + 1]
+        for (since, size), until in zip(worlds, untils, strict=True):
+            first, shards = max(since, after), self._shards_with(size)
+            if first < min(until, step + 1) and (not found or found[-1][1] != shards):
+                found.append((first, shards))
+        return tuple(found)
+
+    def work(self, batch: StepBatch, world_size: int) -> float:
+        """How many times its own micro-batches a rank may have: more than once where a larger world's step is done again."""
+        return max(-(-batch.shards // self._data_ranks(world_size)) / self._share(), 1.0)
+
+    def told(self, batch: StepBatch) -> tuple[int, float, str]:
+        """For people: samples, the factor once it has risen, and by which rule."""
+        assert self.scale is not None, "a constant batch is not told of"
+        return batch.shards * self.plan.micro_batch, self._target(batch.shards), self.scale.named
+
+    # -- helpers
+    def _share(self) -> int:
+        """Micro-batches of one data-parallel rank."""
+        return self._per_rank or -(-self.plan.shards // self._data_ranks(self._worlds()[0]))
+
+    def _shards_with(self, world_size: int) -> int:
+        """Never more than the whole batch, which more ranks than at the beginning share."""
+        return min(self._share() * self._data_ranks(world_size), self.plan.shards)
+
+    def _target(self, shards: int) -> float:
+        assert self.scale is not None, "asked for with a scale only"
+        if shards not in self._factors:
+            micro = self.plan.micro_batch
+            self._factors[shards] = self.scale.factor(shards * micro, self.plan.global_batch)
+        return self._factors[shards]
+
+
+def data_ranks(axes: Axes, world_size: int) -> int:
+    """How many ranks of a world of ``world_size`` do not share their samples."""
+    return max(world_size // math.prod(size for name, size in axes if name not in DATA_AXES), 1)
+
+
+def check_rule(factors: Sequence[tuple[int, float]], world: World) -> None:
+    """Collective, before the first step: raises `UsageError` when not all ranks have the same ``factors``."""
+    if world.size == 1:
+        return
+    digest = hashlib.blake2b(repr(list(factors)).encode(), digest_size=7).digest()
+    row = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
+    if len({int(other.item()) for other in world.groups[0].gather_on_host(row)}) > 1:
+        said = ", ".join(f"{factor:g}" for _, factor in factors)
+        raise UsageError(
+            f"the learning-rate rule does not say the same on all ranks: on rank {world.rank} it gives {said}.",
+            remedy="let it depend on nothing but the two batches.",
+        )

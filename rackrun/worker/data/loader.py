@@ -1,0 +1,370 @@
+"""Which samples a rank computes in a step, and their delivery.
+
+The global batch of a step is cut into *logical shards* (micro-batches), a list that is fixed for the run. The sample ids of
+every shard are a pure function of (seed, epoch, step); only the map from shards to data-parallel ranks depends on who is
+there. So there is no data position to save, lose or repeat. With ``batch="scale_lr"`` the list is that of the step, and the ids depend on
+the batches of the steps before it as well (`rackrun.worker.data.global_batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from rackrun.errors import UsageError
+from rackrun.worker.batch.batch_runs import place
+from rackrun.worker.data.dataset_generators import generators_of, state_of
+from rackrun.worker.data.rng import derive, reseed
+from rackrun.worker.torch_compat.dataloader_workers import end_workers, leave_no_folders, stay
+
+if TYPE_CHECKING:
+    from rackrun.worker.data.global_batch import StepBatch
+    from rackrun.worker.steps.step import Step
+
+__all__ = ["LOADER_BITS", "BatchPlan", "Loader", "MapDataset", "Shard"]
+
+LOADER_BITS = 48
+"""An id in the ledger is the sample's number in its data set; from this bit on, the number of its loader among the run's."""
+_LOOKS = 3
+"""At the generators of a data set, in each process: in the first batches that it fetches."""
+
+
+_Key: TypeAlias = tuple[int, tuple[int, int], int]
+"""Step, where it begins in the data, shard: what is fetched is a function of that."""
+
+
+class MapDataset(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One micro-batch: its place in the global batch, and whether it counts."""
+
+    index: int
+    ghost: bool = False
+    """Computed with weight 0, so that ranks with fewer shards still take part in the collectives of forward."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The global batch, for the whole run."""
+
+    global_batch: int
+    micro_batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
+            raise UsageError(
+                f"global_batch_size={self.global_batch} is not a multiple of micro_batch_size={self.micro_batch}.",
+                remedy="choose sizes of at least 1 that divide.",
+            )
+
+    @property
+    def facts(self) -> str:
+        """What decides which samples a step has, and what is random in it."""
+        return f"global_batch_size={self.global_batch}, micro_batch_size={self.micro_batch}, seed={self.seed}"
+
+    @property
+    def shards(self) -> int:
+        return self.global_batch // self.micro_batch
+
+    def shards_of(self, dp_rank: int, dp_size: int, shards: int = 0, shares: Sequence[int] = ()) -> list[Shard]:
+        """Contiguous and as even as possible; every rank gets the same number, the last ones possibly ghosts. ``shards``: of a step's
+        own global batch, which may have too few for all. ``shares``: how many each rank gets instead."""
+        if not shards and dp_size > self.shards:
+            raise UsageError(
+                f"{dp_size} data-parallel ranks share {self.shards} micro-batches "
+                f"(global batch {self.global_batch}, micro-batch {self.micro_batch}): some would have none.",
+                remedy="use a larger global batch, a smaller micro-batch, or fewer ranks.",
+            )
+        shards = shards or self.shards
+        if shares:
+            assert (len(shares), sum(shares)) == (dp_size, shards), "shares of another world, or of another batch"
+            before = sum(shares[:dp_rank])
+            return [Shard(index) for index in range(before, before + shares[dp_rank])]
+        first, stop = dp_rank * shards // dp_size, (dp_rank + 1) * shards // dp_size
+        most = -(-shards // dp_size)
+        mine = [Shard(index) for index in range(first, stop)]
+        return mine + [Shard(max(stop - 1, 0), ghost=True)] * (most - len(mine))
+
+    def steps_per_epoch(self, samples: int) -> int:
+        if samples < self.global_batch:
+            raise UsageError(
+                f"the data set has {samples} samples, fewer than one global batch of {self.global_batch}.",
+                remedy="use a smaller global_batch_size or more data.",
+            )
+        return samples // self.global_batch
+
+    def ids(
+        self,
+        begins: tuple[int, int],
+        shard: int,
+        permutation: Callable[[int], np.ndarray[Any, Any]],
+    ) -> np.ndarray[Any, Any]:
+        """The sample ids of one shard of a step that ``begins`` there (`rackrun.worker.data.global_batch.place`): int64, ``micro_batch`` of them.
+        The last, partial batch of an epoch is left out."""
+        epoch, used = begins
+        start = used + shard * self.micro_batch
+        return permutation(epoch)[start : start + self.micro_batch]
+
+
+class _Checks(Protocol):
+    """As `rackrun.worker.script.script_checks.ScriptChecks`."""
+
+    def begins_reading(self, micro_batches: int) -> Any: ...
+    def draws(self, reading: Any, name: str, generator: Any) -> None: ...
+    def gives(self, reading: Any) -> None: ...
+    def read_through(self, reading: Any) -> None: ...
+
+
+class _Run(Protocol):
+    """What a loader needs of `rackrun.worker.loop.run.Run`."""
+
+    @property
+    def batch(self) -> BatchPlan: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def checks(self) -> _Checks: ...
+    def current_step(self) -> Step: ...
+    def batch_of(self, step: int) -> StepBatch: ...
+    def my_shards(self) -> list[Shard]: ...
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None: ...
+
+
+class Loader:
+    """This rank's micro-batches of the current step: iterate once per step attempt.
+
+    As it yields, it seeds all random numbers by (seed, step, shard), tells DDP and FSDP2 whether to synchronise gradients
+    (only on the last micro-batch), and sets the weight that ``step.backward`` uses.
+    """
+
+    def __init__(
+        self,
+        run: _Run,
+        dataset: MapDataset,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None,
+        shuffle: bool,
+        num_workers: int,
+        prefetch: int,
+    ) -> None:
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                f"run.loader needs a map-style data set (__len__ and __getitem__), not {type(dataset).__name__}.",
+                remedy="give it a map-style data set; or iterate over the stream yourself, from an iterator that run.track has (not with exact reduction).",
+            )
+        self._run, self._dataset, self._shuffle = run, dataset, shuffle
+        self._samples = len(dataset)
+        self._plan = run.batch
+        self._plan.steps_per_epoch(self._samples)
+        self._fetch = _Fetch(
+            dataset, collate or cast("Callable[[Sequence[Any]], Any]", default_collate), self._plan.seed
+        )
+        self._permutations: dict[int, np.ndarray[Any, Any]] = {}
+        self.number = 0
+        """Among the loaders of the run."""
+        self._attempt: Step | None = None
+        self._given: set[int] = set()
+        """The first id of each micro-batch given in this attempt."""
+        self._workers = _Workers(self._fetch, num_workers, prefetch) if num_workers else None
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self._run.current_step()
+        shards = self._run.my_shards()
+        number = int(step)
+        begins = self._begins(number)
+        reading = self._run.checks.begins_reading(len(shards))
+        for turn, shard in enumerate(shards):
+            ids = self._plan.ids(begins, shard.index, self._permutation)
+            if self._workers:
+                batch = self._workers.take((number, begins, shard.index), ids, self._upcoming(number, shards, turn))
+                self._run.checks.draws(reading, self._workers.drawn, None)
+            else:
+                batch = self._fetch(number, ids)
+                self._run.checks.draws(reading, *self._fetch.drawn)
+            last = turn == len(shards) - 1
+            self._run.begin_shard(step, shard, last=last, ids=self._counted(step, ids))
+            self._run.checks.gives(reading)
+            yield _to(batch, self._run.device)
+        self._run.checks.read_through(reading)
+
+    def close(self) -> None:
+        """End its processes."""
+        if self._workers:
+            self._workers.close()
+
+    def __len__(self) -> int:
+        """Micro-batches per step on this rank, now."""
+        return len(self._run.my_shards())
+
+    def _counted(self, step: Step, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What stands in the ledger: samples of another data set have other ids, and those of a second pass in the same step count once."""
+        if self._attempt is not step:
+            self._attempt, self._given = step, set()
+        if int(ids[0]) in self._given:
+            return ids[:0]
+        self._given.add(int(ids[0]))
+        return ids + (self.number << LOADER_BITS) if self.number else ids
+
+    def _begins(self, step: int) -> tuple[int, int]:
+        return place(self._run.batch_of(step).runs, step, self._samples, self._plan.micro_batch)
+
+    def _permutation(self, epoch: int) -> np.ndarray[Any, Any]:
+        if epoch not in self._permutations:
+            self._permutations.clear()
+            if self._shuffle:
+                order = np.random.Generator(np.random.PCG64(derive(self._plan.seed, "epoch", epoch))).permutation(
+                    self._samples
+                )
+            else:
+                order = np.arange(self._samples)
+            self._permutations[epoch] = order.astype(np.int64)
+        return self._permutations[epoch]
+
+    def _upcoming(self, step: int, shards: Sequence[Shard], turn: int) -> Iterator[tuple[_Key, np.ndarray[Any, Any]]]:
+        """What will be asked for next, in order, without end (not across an epoch's border: it would shuffle twice; nor where the global
+        batch changes)."""
+        epoch, size = self._begins(step)[0], self._run.batch_of(step).shards
+        at, start = step, turn + 1
+        while (begins := self._begins(at))[0] == epoch and self._run.batch_of(at).shards == size:
+            for shard in shards[start:]:
+                yield (at, begins, shard.index), self._plan.ids(begins, shard.index, self._permutation)
+            at, start = at + 1, 0
+
+
+class _Fetch:
+    """Samples by id, collated. Each is fetched under a seed of its own (seed, step, sample), wherever that happens."""
+
+    def __init__(self, dataset: MapDataset, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._looks = 0
+        self.drawn: tuple[str, Any] = "", None
+        """Name of a generator of the data set's own that has moved in this process, and the generator."""
+
+    def __call__(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
+        if self._looks == _LOOKS:
+            return self._get(step, ids)
+        self._looks += 1
+        generators = generators_of(self._dataset)
+        before = {name: state_of(generator) for name, generator in generators.items()}
+        batch = self._get(step, ids)
+        moved = [(name, one) for name, one in generators.items() if state_of(one) != before[name]]
+        self.drawn = moved[0] if moved else self.drawn
+        return batch
+
+    def _get(self, step: int, ids: np.ndarray[Any, Any]) -> Any:
+        samples = []
+        for sample in ids.tolist():
+            reseed(self._seed, "sample", step, sample)
+            samples.append(self._dataset[sample])
+        return self._collate(samples)
+
+
+class _Workers:
+    """Prefetch in processes of a torch DataLoader, asked for exactly the batches that will be needed.
+
+    One DataLoader iteration is a stream of requests; a repeated step asks again for what was delivered already, and gets it
+    from the main process.
+    """
+
+    def __init__(self, fetch: _Fetch, processes: int, prefetch: int) -> None:
+        leave_no_folders()
+        self._fetch, self._processes, self._prefetch = fetch, processes, max(prefetch, 1)
+        self._stream: Iterator[Any] | None = None
+        self._expected: list[_Key] = []
+        self.drawn = ""
+        """Name of a generator of the data set's own that has moved in one of the processes."""
+
+    def take(
+        self,
+        key: _Key,
+        ids: np.ndarray[Any, Any],
+        upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
+    ) -> Any:
+        if self._expected and key < self._expected[0]:
+            return self._fetch(key[0], ids)  # a repeated step
+        if key not in self._expected:  # a promoted spare, which has tried step 0
+            self._start(key, ids, upcoming)
+        assert self._stream is not None
+        while True:  # what a step has left unread is passed over
+            batch, drawn = next(self._stream)
+            self.drawn = drawn or self.drawn
+            if self._expected.pop(0) == key:
+                return batch
+
+    def close(self) -> None:
+        stream, self._stream, self._expected = self._stream, None, []
+        if stream is not None:
+            end_workers(stream)
+
+    def _start(
+        self,
+        key: _Key,
+        ids: np.ndarray[Any, Any],
+        upcoming: Iterator[tuple[_Key, np.ndarray[Any, Any]]],
+    ) -> None:
+        self._expected = []
+
+        def requests() -> Iterator[list[tuple[int, np.ndarray[Any, Any]]]]:
+            self._expected.append(key)
+            yield [(key[0], ids)]
+            for later, later_ids in upcoming:
+                self._expected.append(later)
+                yield [(later[0], later_ids)]
+
+        loader = DataLoader(
+            _ByRequest(self._fetch),
+            batch_sampler=_Once(requests()),
+            num_workers=self._processes,
+            prefetch_factor=self._prefetch,
+            collate_fn=_only,
+            worker_init_fn=stay,
+        )
+        self._stream = iter(loader)
+
+
+class _ByRequest(torch.utils.data.Dataset[Any]):
+    """A data set whose index is a whole request: the step, and the ids of one micro-batch."""
+
+    rackrun_delivers = True
+    """It is no data set of the script's own (`rackrun.worker.torch_compat.unhooked_calls`)."""
+
+    def __init__(self, fetch: _Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, request: tuple[int, np.ndarray[Any, Any]]) -> Any:
+        return self._fetch(*request), self._fetch.drawn[0]
+
+
+class _Once:
+    def __init__(self, requests: Iterator[list[Any]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._requests
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [_to(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

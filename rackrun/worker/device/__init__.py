@@ -1,0 +1,1 @@
+"""A device's stream: what has passed, what hangs, and whose time it was."""

@@ -1,0 +1,1 @@
+"""``reduction="exact"``: sums whose bits do not depend on the number of ranks."""

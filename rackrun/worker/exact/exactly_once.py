@@ -1,0 +1,132 @@
+"""That the gradient of every micro-batch goes into the sum alone, and once: what ``reduction="exact"`` stands on.
+
+A script can do otherwise: one ``backward()`` for several micro-batches, none that is synchronised, a second pass over the data.
+Then bits would depend on the number of ranks, or gradients would be left out, and nothing else would show it. Here it ends in a
+`StepError`. What it takes to see it is which gradients a backward pass has touched, by their versions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from rackrun.errors import StepError
+from rackrun.worker.data.loader import Shard
+from rackrun.worker.steps.step import Step
+
+__all__ = ["ExactlyOnce", "Slot"]
+
+
+class Slot:
+    """One parameter's part in the sum of this attempt."""
+
+    def __init__(self, index: int, name: str, parameter: torch.Tensor) -> None:
+        self.index, self.name, self.parameter = index, name, parameter
+        self.sums: torch.Tensor | None = None
+        self.fresh = True
+        """Nothing of this attempt is in ``sums``."""
+        self.reduced = False
+        """Over ranks, in this attempt."""
+
+
+class ExactlyOnce:
+    """In one attempt at a step."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+        self._shard: Shard | None = None
+        self._data_ranks = 0
+        self._delivered: set[int] = set()
+        self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    @property
+    def begun(self) -> bool:
+        return self._step is not None
+
+    @property
+    def shard(self) -> Shard | None:
+        """The micro-batch in hand."""
+        return self._shard
+
+    def begin(self, step: Step, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
+        """``gradients``: that are there already, of another step."""
+        self._step, self._shard = step, None
+        self._delivered.clear()
+        self.leave(gradients)
+
+    def end(self) -> None:
+        self._step = self._shard = None
+
+    def next(self, shard: Shard, data_ranks: int) -> None:
+        """``shard`` is in hand. So many ranks share the global batch. Raises `StepError` when it was before in this step."""
+        if not shard.ghost and shard.index in self._delivered:
+            raise StepError(
+                f"micro-batch {shard.index} was delivered twice in one step.",
+                remedy='iterate over one loader, once, in a step with reduction="exact": put what belongs together into one data set.',
+            )
+        self._shard, self._data_ranks = shard, data_ranks
+        if not shard.ghost:
+            self._delivered.add(shard.index)
+
+    # -- what a rank has computed alone
+    def leave(self, gradients: Iterable[tuple[Slot, torch.Tensor]]) -> None:
+        """From here on, these are no news."""
+        self._left = {slot.index: (weakref.ref(gradient), gradient._version) for slot, gradient in gradients}
+
+    def is_new(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """A backward pass has added to it, since `leave`."""
+        known = self._left.get(slot.index)
+        return known is None or known[0]() is not gradient or known[1] != gradient._version
+
+    def taken(self, *, any_new: bool) -> None:
+        """The gradients of the micro-batch in hand were taken over. Raises `StepError` when there are none, though it has a loss."""
+        assert self._step is not None, "inside of a step"
+        assert self._shard is not None, "it had one in hand"
+        if not any_new and not self._shard.ghost and self._shard.index in (self._step.shard_losses or {}):
+            raise StepError(
+                f"micro-batch {self._shard.index} has a loss, but no gradient when the next one is asked for.",
+                remedy='call backward() for each micro-batch, before the loader gives the next: reduction="exact" rounds each gradient by itself.',
+            )
+
+    # -- what all ranks have
+    def reduces(self, slots: Sequence[Slot], ranks: int, *, passed: bool) -> bool:
+        """``slots`` are reduced now, over so many ranks. Whether their gradients count: a ghost's do not. ``passed``: the gate."""
+        if self._step is None or self._shard is None or passed:
+            raise StepError(
+                'gradients were reduced where reduction="exact" cannot: before the first micro-batch, after optimizer.step(), or in a phase.',
+                remedy="iterate over run.loader(...) in the @run.step function, and call every backward() before the first optimizer.step(); "
+                'where that cannot be, as in a GAN, use reduction="fast".',
+            )
+        if any(slot.reduced for slot in slots):
+            raise StepError(
+                'gradients of one micro-batch were reduced twice, which reduction="exact" cannot add up.',
+                remedy="call backward() once for each micro-batch, on the sum of the losses; with FSDP2, call a sharded module once in a forward.",
+            )
+        if ranks != self._data_ranks:
+            raise StepError(
+                f'gradients are added over {ranks} ranks, but {self._data_ranks} share the global batch: reduction="exact" counts on one part for each micro-batch.',
+                remedy='reduce over all data axes of the mesh and over no other, or use reduction="fast".',
+            )
+        for slot in slots:
+            slot.reduced = True
+        return not self._shard.ghost
+
+    def check_complete(
+        self, slots: Iterable[Slot], largest: torch.Tensor, alone: Iterable[tuple[Slot, torch.Tensor]]
+    ) -> None:
+        """Before the gate. ``largest``: of what was added on this rank, by slot; ``alone``: gradients that are there. Raises `StepError`
+        for those that were computed but not reduced."""
+        seen = largest.tolist()
+        lost = next((slot for slot in slots if not slot.reduced and not slot.fresh and seen[slot.index] > 0), None)
+        for slot, gradient in alone if lost is None else ():
+            if not slot.reduced and slot.parameter.requires_grad and self.is_new(slot, gradient):
+                lost = slot
+                break
+        if lost is not None:
+            raise StepError(
+                f"the gradient of {lost.name} was computed, but not reduced in the backward pass of this rank's last micro-batch.",
+                remedy="use every model that is trained in every micro-batch, and leave no_sync() and set_requires_gradient_sync() alone. DDP does not "
+                "reduce either while a parameter that it was made with is frozen: DistributedDataParallel(..., find_unused_parameters=True).",
+            )

@@ -1,0 +1,1 @@
+"""Whether the state is right: replicas, silent corruption, losses that are not finite."""

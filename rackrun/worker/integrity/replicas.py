@@ -1,0 +1,218 @@
+"""Which ranks hold the same state: a replica is checked, not assumed.
+
+A rank's *replica class* is a hash of what its parameters are (names, shapes, shards) and of what they, the optimizer's
+state and every other tracked object contain, bit for bit. It is taken twice: at the start, and right after the first step,
+when an optimizer has state and two stages of a pipeline that began alike have parted. Ranks of one class can restore
+each other. A class of one has no live copy: its state is snapshotted. Buffers are looked at one by one: those in which
+the ranks of a class differ (BatchNorm's statistics) are exchanged with every gate (`rackrun.worker.integrity.unshared_buffers`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from rackrun.protocol.commands import Restore
+from rackrun.protocol.ids import Position
+from rackrun.worker.integrity.unshared_buffers import ROW_BYTES_MAX, UniqueBuffers
+from rackrun.worker.process.reports import say
+from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.tensors.tensor_bytes import digests_by_path
+
+if TYPE_CHECKING:
+    from rackrun.worker.membership.worker_membership import World
+
+__all__ = ["ReplicaCheck"]
+
+_ALONE = " alone"
+
+
+class ReplicaCheck:
+    def __init__(self, state: TrackedState, world: World) -> None:
+        self._state, self._world = state, world
+        self.unique = UniqueBuffers(state, world)
+        state.track("rackrun.unique", self.unique)
+        self.changed_late = False
+        """A buffer of this rank has changed after the gate; the others are told with the next one."""
+        self._told = False
+        self._shared: tuple[str, tuple[int, ...]] | None = None
+        """Class and kin of this rank, until its buffers had changed after a gate."""
+        self._too_large = False
+        """In the first unit: what may be a rank's own is too large to be exchanged."""
+        self.gates_move = False
+        """All gates stand at the end of their steps, from the next step on."""
+        self.some_are_unique = False
+        """Some rank's state has no live copy: all ranks take snapshots, because all have to go back together."""
+
+    @property
+    def need_snapshots(self) -> bool:
+        """Also of what is whole, when nobody else has it: the others may be lost for now."""
+        return self.some_are_unique or self._world.size == 1
+
+    def at_start(self) -> str:
+        """The class before the first unit: nothing is committed since, so equal content is an equal state."""
+        return f"start {self._state.layout()} {self._state.content()}"
+
+    def due(self) -> bool:
+        """Compare in the unit after the first step since the run began or was resumed: the same one for everybody, whoever joined
+        when, and again if that one is done again."""
+        return self._world.passed == Position(self._world.began.step + 1)
+
+    def begins(self) -> bool:
+        """The unit in hand is the first since the run began or was resumed."""
+        return self._world.passed == self._world.began
+
+    def keep_all_buffers(self) -> None:
+        """Collective over the world. Until ranks are compared, any buffer may be a rank's own: all of them are exchanged, or,
+        where they are too large for that, nobody is a replica after the first unit."""
+        buffers = self._state.buffers()
+        size = max(row[0] for row in self._gather([sum(buffer.nbytes for buffer in buffers.values())]))
+        if not self._world.broken:
+            self._too_large = size > ROW_BYTES_MAX
+            self.unique.choose(tuple(buffers), 0 if self._too_large else size)
+
+    def known(self, at: Position) -> bool:
+        """By the gate of step ``at`` all ranks have been compared, and have told what of theirs changes after a gate."""
+        return at.step > self._world.began.step + 2 and not self.gates_move
+
+    def compare(self) -> bool:
+        """Collective over the world. Sets this rank's class, and whether some rank is alone in its own; False if it broke."""
+        buffers = self._state.buffers()
+        mine = list(digests_by_path(buffers).values())
+        layout, content = int(self._state.layout(), 16) % 2**62, self._state.content()
+        whole = sum(buffer.nbytes for buffer in buffers.values())
+        rows = self._gather([layout, content, len(mine), whole])
+        classes, counts = [(row[0], row[1]) for row in rows], [row[2] for row in rows]
+        if self._world.broken:
+            return False  # the unit will be repeated, and this with it
+        self.unique.whole_bytes = max(row[3] for row in rows)
+        if not self._name_what_parts_them(classes):
+            return False
+        alone = self._world.size > 1 and min(Counter(classes).values()) == 1
+        row_bytes = 0
+        if max(counts) and max(Counter(classes).values()) > 1:
+            everyone = self._gather(mine + [0] * (max(counts) - len(mine)))
+            kin = [row for row, other in zip(everyone, classes, strict=True) if other == (layout, content)]
+            paths = [path for index, path in enumerate(buffers) if len({row[index] for row in kin}) > 1]
+            row_bytes = max(row[0] for row in self._gather([sum(buffers[path].nbytes for path in paths)]))
+            if self._world.broken:
+                return False
+            self.unique.choose(paths, row_bytes if row_bytes <= ROW_BYTES_MAX else 0)
+        else:
+            self.unique.choose((), 0)
+        self._world.replica_class = f"{layout:x} {content:x}{_ALONE if alone else ''}"
+        self._kin(*(rank for rank, other in enumerate(classes) if other == (layout, content)))
+        self.some_are_unique = alone
+        if self.changed_late:
+            self._shared = self._world.replica_class, self._state.lineage.kin
+            self._stand_alone()
+        if row_bytes > ROW_BYTES_MAX:
+            self.nobody_is_a_replica()
+        return True
+
+    def _name_what_parts_them(self, classes: Sequence[tuple[int, int]]) -> bool:
+        """Collective over the world. Ranks that train the same parameters are no replicas when an object that the script tracks has other
+        content on each: somebody says which, and what that costs. False if the world broke."""
+        kin = [rank for rank, (layout, _) in enumerate(classes) if layout == classes[self._world.rank][0]]
+        if len(set(classes)) == len({layout for layout, _ in classes}):
+            return True  # some class is parted in itself, or this is nobody's to ask
+        named = self._state.content_by_name()
+        counts = [row[0] for row in self._gather([len(named)])]
+        everyone = self._gather([*named.values(), *[0] * (max(counts) - len(named))])
+        if self._world.broken:
+            return False
+        differing = [name for index, name in enumerate(named) if len({everyone[rank][index] for rank in kin}) > 1]
+        if differing and self._world.rank == kin[0] and self._state.others.keys() >= set(differing):
+            say(
+                f"what {_listed(differing)} holds differs between ranks {_listed(kin)}, though they train the same parameters: none of "
+                "them can be restored from another, and a lost rank takes all back to the last snapshot. Remedy: keep what each rank has "
+                "of its own (BatchNorm's statistics, or an average of them) in buffers of a tracked nn.Module, which ranks keep for each other."
+            )
+        return True
+
+    def committed(self, changed_late: float, *, late: bool) -> bool:
+        """After every gate, with what it summed up of `changed_late`. Whether this rank's class is another now. First that of a rank
+        whose buffers have changed after the gate; in the next unit all have been told. Where the gate can come later (it was not
+        ``late``: at the end of the step), it does from then on, and the rank is a replica again; else nobody is."""
+        fresh = self.unique.committed()
+        self.gates_move = False
+        if self._too_large:
+            self._too_large = False
+            self._stand_alone()
+            return True
+        if changed_late and not self._told:
+            self.changed_late = False
+            size = self.unique.whole_bytes
+            self._told = late or size > ROW_BYTES_MAX
+            if self._told:
+                self.nobody_is_a_replica()
+                return True
+            self.gates_move = True
+            self.unique.choose(
+                tuple(self._state.buffers()), size
+            )  # what changes after a gate was not seen to differ when they were compared
+            return False
+        if not fresh and not self.changed_late and not self._told:
+            self.changed_late = True
+            self._shared = self._shared or (self._world.replica_class, self._state.lineage.kin)
+            self._stand_alone()
+            return True
+        if fresh and late and self._shared is not None and self.unique.exchanges and not self._told:
+            self._world.replica_class, kin = self._shared
+            self._kin(*kin)
+            self._shared = None
+            return True
+        return False
+
+    def _stand_alone(self) -> None:
+        self._world.replica_class = (
+            f"{self._world.replica_class.removesuffix(_ALONE)} of rank {self._world.rank}{_ALONE}"
+        )
+        self._kin(self._world.rank)
+
+    def nobody_is_a_replica(self) -> None:
+        """Something that only this rank has cannot be kept by its peers. Every rank comes to this at the same unit."""
+        self.unique.choose((), 0)
+        self.some_are_unique = True
+        self._stand_alone()
+
+    def _kin(self, *ranks: int) -> None:
+        self._state.lineage = msgspec.structs.replace(self._state.lineage, kin=ranks)
+
+    def resized(self, origins: Sequence[int | None], restores: Sequence[Restore]) -> None:
+        """The world has other ranks: for each, which one it was (None: it joins now, and is a replica of whom it restores from)."""
+        known = set(self._state.lineage.kin)
+        kin = {rank for rank, origin in enumerate(origins) if origin is not None and origin in known}
+        kin |= {int(restore.rank) for restore in restores if kin.intersection(restore.sources)}
+        if known:
+            self._kin(*sorted(kin))
+        self.unique.resized(origins)
+
+    def adopt(self, manifest: Manifest) -> None:
+        """A newcomer is what its source was."""
+        self._told = self.changed_late = self.gates_move = False  # what it was told after that does not count
+        self._shared = None
+        self._world.replica_class = manifest.replica_class
+        learned = manifest.lineage.changes.union(self._state.lineage.changes)
+        self._state.lineage = msgspec.structs.replace(manifest.lineage, changes=learned)
+        self._world.began = manifest.lineage.since
+        self.some_are_unique = manifest.replica_class.endswith(_ALONE)
+
+    def begin_again(self) -> None:
+        """The state was filled with other shards: who is whose replica is not known, and whose own a buffer is, forgotten."""
+        self.unique.choose((), 0)
+        self._world.replica_class = self.at_start()
+
+    def _gather(self, mine: list[int]) -> list[list[int]]:
+        row = torch.tensor(mine, dtype=torch.int64)  # the hosts': what breaks there is a loopback, and no garbage
+        return [other.tolist() for other in self._world.groups[0].gather_on_host(row)]
+
+
+def _listed(names: Sequence[object]) -> str:
+    *rest, last = map(str, names)
+    return f"{', '.join(rest)} and {last}" if rest else last

@@ -1,0 +1,1 @@
+"""`main`, `Run` and the loop of steps: from one generation to the next."""

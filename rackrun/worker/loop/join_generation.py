@@ -1,0 +1,452 @@
+"""Joining a generation: groups that are built again, a lost rank's place taken, state brought where it is missing.
+
+Everything a plan asks of this process happens here, between two attempts at a unit. When a newer generation is announced in the
+middle of it, it begins again with that one's plan.
+
+Where the ranks are to get other shards, the script makes everything anew: it is left from here (`Reenter`), with its state in a
+snapshot, and `Rejoin.arrive` fills the new state when it stands at run.steps() again. Whatever breaks in between, the snapshots of
+the old ranks stay, and a newer plan names them again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rackrun.checkpoint.base.errors import MemoryPlanError
+from rackrun.link.heartbeat_page import Activity
+from rackrun.protocol.commands import Member, Plan, Restore
+from rackrun.protocol.ids import Generation, Position, Step, snapshot_id
+from rackrun.worker.communicators.communicator import OWN_FAULTS, Communicator
+from rackrun.worker.communicators.gate_tree import on_hosts
+from rackrun.worker.device.numerics import unlike
+from rackrun.worker.device.rank_exit import leave
+from rackrun.worker.integrity.replicas import ReplicaCheck
+from rackrun.worker.loop.resize_support import fixed_because
+from rackrun.worker.membership.worker_membership import Reenter, Superseded
+from rackrun.worker.process.reports import Reports, say
+from rackrun.worker.process.runtime import Runtime
+from rackrun.worker.restore.live_restore import Callbacks, run_restores, settle_restores
+from rackrun.worker.restore.loop_end import LoopEnd
+from rackrun.worker.restore.reshard_from_snapshots import reshard
+from rackrun.worker.restore.snapshot_fetch import Damaged
+from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
+from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from rackrun.worker.state.state_manifest import Lineage, Manifest
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.torch_compat import promote_groups, promote_sharded
+
+__all__ = ["Rejoin"]
+
+
+class Rejoin:
+    """``settle`` waits until no copy of the state is in the making."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: TrackedState,
+        snapshots: Snapshots,
+        replicas: ReplicaCheck,
+        pace: Pace,
+        durable: DurableCheckpoints | None,
+        settle: Callable[[], None],
+        reports: Reports,
+    ) -> None:
+        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
+        self._state, self._snapshots, self._replicas = state, snapshots, replicas
+        self._pace, self._durable, self._settle = pace, durable, settle
+        self._reports = reports
+        self.loop_end = LoopEnd(state)
+        self.known_digests: Callable[[], Mapping[str, int]] = dict
+        """As `rackrun.worker.restore.live_restore.Callbacks`."""
+        self._unlike = ""
+        """What was told last of how a state was computed that this process took over."""
+        self.leaving = False
+        """``main`` is to be left, and entered again: nothing that it raises, or returns, counts any more."""
+        self.left_after: int | None = None
+        """The step after which the ranks had left their loops early, when this process joined them last."""
+
+    def run(self, came_in: Position, left_after: int | None, stays: Callable[[], bool] = lambda: False) -> bool:
+        """Take part in the newest generation: join its groups, bring state where it is missing. ``came_in``: what was committed when
+        this process entered its loop; it can go back no further. ``left_after``: the step after which it has left its loop early. ``stays``: the script
+        has yet to do what follows a committed step.
+
+        Returns False, with nothing done, when this process is to leave ``main`` and ``stays``: it is to ask again later. Raises `Reenter`."""
+        world = self._world
+        size = world.size
+        world.stages.reached("parked")
+        while True:
+            if world.generation:
+                # The time of the unit that broke is over, and this rank does not answer for how long a plan takes.
+                self._page.enter(Activity.RECOVERING, world.passed)
+            plan = world.wait_plan()
+            world.let_device_return()
+            mine = self._runtime.member_of(plan)
+            self._check_loop_end(plan)
+            back = plan.rollback is not None and self._end_of(plan.rollback) < world.passed
+            if self._leads_out(plan, mine) and not back and stays():
+                return False
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
+            try:
+                if plan.reshard is not None:
+                    self._hand_over(plan, mine)
+                if mine.fresh and self._is_built_otherwise(plan, mine):
+                    self.leaving = True
+                    raise Reenter
+                if plan.layout < world.layout:
+                    leave(world.rank, f"has the shards of generation {world.layout}, not of {plan.layout}.")
+                if plan.world_size != world.size or not (mine.fresh or world.counts_as(plan, mine)):
+                    self._resize(plan, mine.rank)
+                elif mine.fresh:  # a promoted spare, or a rank whose own state is of no use
+                    self._take_place(plan, mine.rank)
+                world.join(plan)
+                world.layout = plan.layout
+                world.broadcasts.move(plan.store)
+                self._runtime.has_place(mine.rank, plan.world_size)
+                if plan.rollback is not None and self._end_of(plan.rollback) < came_in:
+                    leave(
+                        world.rank,
+                        f"took over after step {came_in.step}, and cannot do the steps after {plan.rollback} again; another takes its place.",
+                    )
+                self._restore(plan, fresh=mine.fresh)
+                if not self._agree_after_loop(plan, left_after, size):
+                    continue
+            except Superseded:
+                continue
+            except OWN_FAULTS:
+                raise
+            except RuntimeError as error:
+                world.collective_failed(world.generation, error)
+                continue
+            break
+        same = not plan.restores and plan.rollback is None and plan.world_size == size
+        self._pace.new_generation(nobody_lost=same)
+        if self._durable is not None:
+            self._durable.somebody_was_lost()
+        self._reports.resumed(Generation(plan.generation))
+        world.stages.reached("resumed")
+        return True
+
+    def _check_loop_end(self, plan: Plan) -> None:
+        """What this rank has done in the code after the loop may keep it from taking part: nobody else has, and nobody could do it again."""
+        if plan.reshard is not None:
+            return  # main is left, and entered again
+        if plan.rollback is not None and (self._world.has_met_after or self.loop_end.changed()):
+            back = f"all go back to step {plan.rollback}"
+            self._give_place_up(f"is in the code after the loop, and {back}")
+        if any(member.fresh for member in plan.members):
+            self.loop_end.check()
+
+    def _give_place_up(self, because: str) -> None:
+        leave(self._world.rank, f"{because}; another takes its place.")
+
+    def _agree_after_loop(self, plan: Plan, left_after: int | None, size: int) -> bool:
+        """Whoever lives on has left its loop by now, or goes on with it: a newcomer learns which. Who has called collectives after the loop, which
+        others have yet to call, or stands behind another one, is replaced by a newcomer, now that others have its state; this generation ends
+        with that, and the answer is False. Where all have, the first stays for that long. ``size``: of the world, before; one that has shrunk goes on
+        without those that were lost."""
+        world = self._world
+        communicator = world.groups[0].communicator
+        if communicator is None:
+            return True
+        left = max(_left_by_now(self.left_after, world.passed), _left_by_now(left_after, world.passed))
+        met = world.has_met_after and (size == plan.world_size or any(member.fresh for member in plan.members))
+
+        def ask() -> tuple[int, int]:
+            most_left, some_have_met, not_all_have = _most(communicator, [left, met, not met])
+            self.left_after = most_left - 1 if most_left else None
+            world.resumed = Generation(plan.generation)
+            if some_have_met:
+                _most(communicator, [0])  # all have learned it
+            return some_have_met, not_all_have
+
+        some_have_met, not_all_have = world.attempt(plan, ask)
+        if not some_have_met:
+            return True
+        self._reports.resumed(Generation(plan.generation))  # how long the others write is nobody's fault
+        self._page.enter(Activity.WAITING, world.passed)
+        if met and (not_all_have or world.rank):
+            self._wait_written(plan)
+            self._give_place_up("has called collectives after the loop, where another was lost")
+        world.wait_broken()
+        return False
+
+    def _wait_written(self, plan: Plan) -> None:
+        """Its part of the last checkpoint. Raises `Superseded` when somebody else is lost meanwhile, whose state this process may have to give."""
+        if self._durable is not None:
+            self._durable.wait_written(lambda: self._world.superseded(plan.generation))
+        if self._world.superseded(plan.generation):
+            raise Superseded
+
+    def _leads_out(self, plan: Plan, mine: Member) -> bool:
+        """Of ``main``, to enter it again."""
+        return plan.reshard is not None or (mine.fresh and self._is_built_otherwise(plan, mine))
+
+    def _is_built_otherwise(self, plan: Plan, mine: Member) -> bool:
+        """For another world, or as a rank in other groups: the script has branched by what it was told then."""
+        world = self._world
+        if plan.world_size != world.size:
+            return bool(fixed_because(self._state, world))
+        return not world.fits(mine.rank)
+
+    def _take_place(self, plan: Plan, rank: int) -> None:
+        moved = self._world.promote(rank)
+        promote_groups(moved)
+        promote_sharded(self._state.modules.values(), rank)
+        self._world.start_build(plan)
+
+    def _resize(self, plan: Plan, rank: int) -> None:
+        """The world has shrunk or grown. A newcomer adopts the rest from whom it restores."""
+        before = self._world.size
+        moved, origins = self._world.resize(plan, rank)
+        promote_groups(moved)
+        self._replicas.resized(origins, plan.restores)
+        self._pace.resized(before, plan.world_size)
+        self._world.start_build(plan)
+
+    def _restore(self, plan: Plan, *, fresh: bool) -> None:
+        world = self._world
+        communicator = world.groups[0].communicator
+        settle_restores()
+        self._settle()
+        restore = next((r for r in plan.restores if r.rank == world.rank), None) if fresh else None
+        if restore is not None and restore.sources:
+            self._snapshots.drop_all()
+        if plan.rollback is not None or (restore is not None and not restore.sources):
+            self._load(plan, plan.committed.step if plan.rollback is None else plan.rollback, restore)
+        if communicator is not None:
+            manifest = world.attempt(
+                plan,
+                lambda: run_restores(
+                    plan,
+                    world.rank,
+                    communicator,
+                    self._state,
+                    world.replica_class,
+                    self._runtime.device,
+                    Callbacks(
+                        lambda: world.superseded(plan.generation),
+                        world.stages.reached,
+                        self.known_digests,
+                        self.loop_end.source,
+                    ),
+                ),
+            )
+            if manifest is not None:
+                self._adopt(plan, manifest)
+                self._replicas.unique.take_place(world.rank)
+                if plan.rollback is not None:
+                    self._seal(plan.rollback)
+        if plan.rollback is not None:
+            if communicator is not None:
+                # A newcomer that has begun its loop can go back no further, and, until all are here, all may have to.
+                world.attempt(plan, lambda: _most(communicator, [0]))
+            world.stand_at(
+                self._end_of(plan.rollback), ()
+            )  # the plan's gate is that of a step which is to be done again
+        elif fresh:
+            world.stand_at(plan.committed, plan.gate)
+        elif any(not restore.sources for restore in plan.restores):
+            self._snapshots.hold(plan.committed.step)  # as the newcomer does, which can go back no further
+
+    def _adopt(self, plan: Plan, manifest: Manifest) -> None:
+        """The state in place is what ``manifest`` describes."""
+        self._replicas.adopt(manifest)
+        self._say_unlike(plan, manifest)
+
+    def _say_unlike(self, plan: Plan, manifest: Manifest) -> None:
+        different = unlike(manifest.numerics, self._runtime.device)
+        if different and different != self._unlike:
+            self._unlike = different
+            say(
+                f"rank {self._world.rank}, in generation {plan.generation}, goes on from a state that was computed with {different}: "
+                "the same bits as without a loss are not promised"
+            )
+
+    def _seal(self, step: int) -> None:
+        """Who goes back to another's state has no snapshot of it; all may have to go back there again, without that other."""
+        try:
+            self._snapshots.take(step)
+            self._snapshots.settle()
+        except MemoryPlanError as error:
+            leave(self._world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
+
+    def _load(self, plan: Plan, step: int, restore: Restore | None) -> None:
+        """A snapshot of ``step``: this rank's own, or, with ``restore``, the one it names. Raises `Superseded` when it is damaged,
+        after the coordinator was told: it plans again."""
+        world = self._world
+        if restore is not None and restore.sources:
+            return  # from a replica that goes back itself
+        where, fetched = "", None
+        try:
+            if restore is not None:
+                self._snapshots.expect()  # what is loaded is sealed as this rank's own
+                lost, where = restore, restore.snapshot or restore.rebuild[0].row
+                fetched = world.attempt(
+                    plan, lambda: self._snapshots.fetch(step, lost, lambda: world.superseded(plan.generation))
+                )
+            manifest = self._snapshots.load(step, fetched, all_go_back=plan.rollback is not None)
+            self._adopt(plan, manifest)
+            if fetched is not None:
+                # else this rank would have none at the next failure; the copy holds what was adopted
+                self._snapshots.take(step)
+                self._snapshots.settle()
+        except MemoryPlanError as error:
+            leave(world.rank, f"has no memory for its own snapshot, and another takes its place: {error}")
+        except Damaged as damaged:
+            print(
+                f"rackrun: rank {world.rank}: the snapshot of step {step} cannot be used: {damaged} Remedy: look at "
+                f"{_hosts(restore) or 'the memory of this host'}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._reports.damaged(plan.generation, self._snapshots.named(step), where, str(damaged))
+            raise Superseded from damaged
+
+    def _end_of(self, step: int) -> Position:
+        """What a snapshot of ``step`` holds: in the step after which ``main`` was entered again, some of its phases too."""
+        began = self._world.began
+        return began if began.step == step else Position(step)
+
+    # -- main is entered again
+    def _hand_over(self, plan: Plan, mine: Member) -> None:
+        """Seal what this process has of the old world, and leave ``main``. Raises `Superseded` while it can still stay."""
+        world, of = self._world, plan.reshard
+        assert of is not None
+        settle_restores()
+        self._settle()
+        changed = False
+        asked = plan.rollback is None and any(where.endswith(self._address(mine)) for where in of.images)
+        if asked and not mine.fresh and (world.passed, world.layout) == (plan.committed, of.layout):
+            changed = bool(self.loop_end.changed())
+            if not self.loop_end.put_back():
+                self._give_place_up("has changed tracked state after the loop, of which there is no copy")
+            try:
+                self._snapshots.hand_over(plan.committed, world.unless_overtaken(plan))
+            except MemoryPlanError as error:
+                leave(world.rank, f"has no memory for a snapshot of its state, and another takes its place: {error}")
+        if not world.unless_overtaken(plan)(world.give_up_state):
+            if changed:  # its script counts on what was undone
+                self._give_place_up("had to undo what its script had changed after the loop")
+            raise Superseded
+        self.leaving = True
+        raise Reenter
+
+    def arrive(self, left_after: int | None) -> int | None:
+        """At run.steps() of a ``main`` that was entered again: fill the new state. ``left_after``: the step after which this process had left the
+        loop early, before. Returns that of the ranks, which a newcomer cannot know; None where they go on with it. Raises `Reenter` when the world
+        has changed once more meanwhile, and the ranks, or what the script has done with them, with it."""
+        world, left = self._world, None
+        plan = world.joined
+        assert plan is not None, "main is entered again for a plan"
+        joined = True
+        while True:
+            self._page.enter(Activity.RECOVERING, world.passed, self._pace.recovery_deadline_ms())
+            try:
+                if not joined or world.broken:
+                    joined = False
+                    former, plan = plan, world.wait_plan()
+                    same = (plan.reshard, plan.committed, plan.rollback) == (
+                        former.reshard,
+                        former.committed,
+                        former.rollback,
+                    )
+                    if not same or world.met or not world.counts_as(plan, self._runtime.member_of(plan)):
+                        self.leaving = True
+                        raise Reenter
+                    world.start_build(plan)
+                    world.join(plan)
+                    joined = True
+                left = self._reshard(plan, left_after)
+            except Superseded:
+                joined = False
+                continue
+            except OWN_FAULTS:
+                raise
+            except RuntimeError as error:
+                world.collective_failed(world.generation, error)
+                continue
+            break
+        self._pace.new_generation(nobody_lost=False)
+        if self._durable is not None:
+            self._durable.somebody_was_lost()
+        self._reports.ready(world.replica_class)
+        self._reports.resumed(Generation(plan.generation))
+        return left
+
+    def _reshard(self, plan: Plan, left_after: int | None) -> int | None:
+        """Fill the state, and seal it as the first snapshot of the new layout. Returns what `arrive` does. Raises `Superseded`."""
+        world, of, boot = self._world, plan.reshard, self._runtime.boot
+        assert of is not None
+        assert boot is not None
+        old = snapshot_id(of.layout, Step(plan.committed.step))
+
+        def heard() -> bool:
+            self._page.progress()
+            return not world.superseded(plan.generation)
+
+        me, own, token = self._address(self._runtime.member_of(plan)), self._snapshots.own_image, boot.token
+        try:
+            manifest = world.attempt(plan, lambda: reshard(self._state, world.rank, of, old, me, own, token, heard))
+        except Damaged as damaged:
+            print(
+                f"rackrun: rank {world.rank}: an old rank's snapshot of step {plan.committed.step} cannot be used: {damaged} "
+                "Remedy: look at the memory of that host.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._reports.damaged(plan.generation, old, damaged.where, str(damaged))
+            raise Superseded from damaged
+        communicator = world.groups[0].communicator
+        left = _left_by_now(left_after, plan.committed)
+        if communicator is not None:
+            # Until all have their state, all may have to go back further: a snapshot of the old world goes for the new one's.
+            left = world.attempt(plan, lambda: _most(communicator, [left])[0])
+        self._say_unlike(plan, manifest)
+        since = manifest.lineage
+        self._state.lineage = Lineage(
+            began=since.began,
+            life=since.life,
+            facts=since.facts,
+            entered=plan.committed,
+            changes=since.changes.union(self._state.lineage.changes),
+        )
+        world.began, world.layout = plan.committed, plan.layout
+        world.stand_at(plan.committed, plan.gate)
+        self._replicas.begin_again()
+        try:
+            self._snapshots.keep(plan.committed.step, world.unless_overtaken(plan), besides=old)
+        except MemoryPlanError as error:
+            leave(world.rank, f"has no memory for a snapshot of its new state: {error}")
+        if not world.unless_overtaken(plan)(world.has_state_again):
+            raise Superseded
+        return left - 1 if left else None
+
+    def _address(self, mine: Member) -> str:
+        """How the address of this process's snapshots ends, whichever agent keeps them."""
+        return f"/{mine.slot}/{mine.incarnation}"
+
+
+def _left_by_now(left_after: int | None, passed: Position) -> int:
+    """One more than the step after which a loop was left early; 0 where it was not, or steps before that are to be done again."""
+    return 0 if left_after is None or passed.step < left_after else left_after + 1
+
+
+def _most(communicator: Communicator, says: Sequence[int]) -> list[int]:
+    """A barrier that tells all ranks the largest of each of ``says``."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    found = torch.tensor(says, dtype=torch.int64)
+    communicator.call(on_hosts(communicator, largest=True), [found], options, on_host=True).wait()
+    return [int(one) for one in found.tolist()]
+
+
+def _hosts(restore: Restore | None) -> str:
+    """Of those that gave a snapshot, or a part of it."""
+    given = [restore.snapshot, *(one.snapshot for one in restore.rebuild)] if restore is not None else []
+    return ", ".join(dict.fromkeys(where.rpartition(":")[0] for where in given if where))

@@ -1,0 +1,49 @@
+"""Leaving the loop before its end: all ranks have to, after the same step. Nothing but the exchange is used until all have said so, as ranks that
+go on with the next step are in other collectives meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+from rackrun.link.exchange import Exchange, ExchangeTimeout, ExchangeUnreachable
+from rackrun.protocol.boot import Boot
+from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.process.reports import say
+
+__all__ = ["all_leave"]
+
+_CONNECT_S = 10.0
+_LOOK_S = 0.2
+_TELL_S = 5.0
+
+
+def all_leave(world: World, boot: Boot | None, step: int) -> None:
+    """Until all ranks of this generation have left the loop, this one after ``step``. Who has not is named, after a while. In a world that breaks
+    meanwhile this attempt is over."""
+    if boot is None or not boot.exchange or world.size == 1:
+        return
+    began, told = time.monotonic(), False
+    room = Exchange(boot.exchange, boot.token, f"left/{world.generation}", _CONNECT_S)
+    try:
+        room.set(str(world.rank), str(step).encode())
+        entered = world.progress.enter()  # whoever watches sees that this rank waits for others
+        while not world.broken:
+            try:
+                room.wait([str(rank) for rank in range(world.size)], _LOOK_S)
+            except ExchangeUnreachable:
+                pass  # the gate that follows finds out
+            except ExchangeTimeout:
+                if not told and time.monotonic() - began > _TELL_S:
+                    told = True
+                    others = [rank for rank in range(world.size) if not room.check([str(rank)])]
+                    say(
+                        f"rank {world.rank} has left the loop over run.steps() after step {step}, and waits: rank "
+                        f"{', '.join(map(str, others[:8]))}{' and others' if len(others) > 8 else ''} has not. All ranks have to leave it after "
+                        "the same step. Remedy: decide by what is the same on all ranks, such as step.loss."
+                    )
+                continue
+            world.progress.completed(entered)
+            return
+    finally:
+        room.close()
+    world.abandon()

@@ -1,0 +1,69 @@
+"""Runs the user's ``main``, and enters it again when the ranks are to have other shards: in the same process, with everything that
+the script builds made anew.
+
+What stays: the connection to the agent and the thread that listens to it, the heartbeat page, the memory in which snapshots lie, and
+checkpoints that are being written. What goes: the model and all that knows of it, processes that load data, groups and meshes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from rackrun.link.heartbeat_page import Activity
+from rackrun.worker.device.rank_exit import leave
+from rackrun.worker.loop.run import Run
+from rackrun.worker.loop.unit_runner import Carried
+from rackrun.worker.membership.worker_membership import Superseded
+from rackrun.worker.process.runtime import Runtime
+
+__all__ = ["run_main"]
+
+T = TypeVar("T")
+_NOT_BOUND = (
+    "rackrun: the loop over run.steps() was over when this process came to it, so what its body binds (the step's number, a loss) is not there. "
+    "Remedy: bind such names before the loop, or keep what is needed after it in a tracked object."
+)
+
+
+def run_main(runtime: Runtime, make: Callable[[Carried | None], Run], main: Callable[[Run], T]) -> T:
+    """``make`` gives each `Run`."""
+    run = make(None)
+    while True:
+        runtime.enters_main()
+        try:
+            result = main(run)
+            run.finish()
+            if not run.leaves(None):
+                return result
+        except BaseException as error:
+            if not run.leaves(error):
+                if isinstance(error, NameError) and run.came_after_loop:
+                    error.add_note(_NOT_BOUND)
+                raise
+        carried = run.let_go()
+        result = run = None  # type: ignore[assignment]
+        gc.collect()  # models are full of cycles, and there is to be room for the next
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _begin_again(runtime)
+        run = make(carried)
+
+
+def _begin_again(runtime: Runtime) -> None:
+    world, page = runtime.world, runtime.page
+    while True:
+        page.enter(Activity.RECOVERING, world.passed)
+        plan = world.wait_plan()
+        mine = runtime.member_of(plan)
+        if plan.reshard is None and not mine.fresh:
+            leave(mine.rank, "has left main, and has no state any more to go on with.")
+        try:
+            runtime.begin_again(plan)
+        except Superseded:
+            continue
+        page.enter(Activity.SETUP, world.passed, *runtime.entry_allowance())
+        return

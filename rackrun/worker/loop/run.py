@@ -1,0 +1,465 @@
+"""What the user's ``main(run)`` holds: the position in the run, the data, the tracked state, and the step loop."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rackrun.core.placement import mesh_resize
+from rackrun.errors import StepError, UsageError
+from rackrun.protocol.ids import Position
+from rackrun.topology.model.mesh import DATA_AXES
+from rackrun.worker.batch.lr_rule import ScaleLR
+from rackrun.worker.batch.mesh_axes import MIN_RANKS_VARIABLE, axes_of, fitted, unfit_because
+from rackrun.worker.batch.microbatch_collectives import Meetings
+from rackrun.worker.data.global_batch import Batches, StepBatch, Worlds, data_ranks
+from rackrun.worker.data.loader import BatchPlan, Loader, MapDataset, Shard
+from rackrun.worker.data.rng import reseed
+from rackrun.worker.device.numerics import numerics_of
+from rackrun.worker.exact.exact_reduction import ExactReduction
+from rackrun.worker.exact.fixed_point_scales import width_of
+from rackrun.worker.loop.loop_exit import all_leave
+from rackrun.worker.loop.unit_runner import Carried, UnitRunner
+from rackrun.worker.membership.worker_membership import Reenter, Scope
+from rackrun.worker.process.log_values import log_values
+from rackrun.worker.process.reports import say
+from rackrun.worker.process.runtime import Runtime
+from rackrun.worker.script.rank_changes import Places
+from rackrun.worker.script.script_checks import ScriptChecks
+from rackrun.worker.script.second_loop import ONE_LOOP, second_loop
+from rackrun.worker.script.user_line import user_line
+from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints, DurableOptions
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.step import Step
+
+__all__ = ["Run", "Steps"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+W = TypeVar("W")
+
+_LEFT_EARLY = 2**20
+"""The phase in which all ranks leave the loop before its end: behind all others of the last step."""
+
+
+class Steps(Iterator[int]):
+    """What a loop goes over."""
+
+    def __init__(self, numbers: Iterator[int], total: int) -> None:
+        self._numbers, self._total = numbers, total
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    def __len__(self) -> int:
+        return self._total
+
+
+class Run:
+    """One run of the job, on this rank. Made by `rackrun.elastic`; never by hand.
+
+    ``batch`` is the global batch as the run was given it; ``device`` is where this rank computes.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        batch: BatchPlan,
+        mesh: dict[str, int] | None,
+        snapshot_every: int | None,
+        reduction: str = "fast",
+        carried: Carried | None = None,
+        scale: ScaleLR | None = None,
+    ) -> None:
+        self.batch = batch
+        self.device = runtime.device
+        self._runtime, self._world = runtime, runtime.world
+        boot = runtime.boot
+        if carried is not None:
+            self._axes = fitted(carried.axes, runtime.world.size)
+        else:
+            changed = boot is not None and boot.generation > 1
+            self._axes = axes_of(mesh, runtime.world.size, os.environ, changed=changed)
+        self._mesh: DeviceMesh | None = None
+        self._loaders: list[Loader] = []
+        self._state = TrackedState()
+        self._state.numerics = functools.partial(numerics_of, runtime.device)
+        width = width_of(reduction, batch.shards)
+        if width is not None and any(name == "pp" for name, _ in self._axes):
+            raise UsageError(
+                f'reduction="{reduction}" needs the same parameters on all ranks, which a mesh with an axis "pp" has not.',
+                remedy='use reduction="fast".',
+            )
+        exact = ExactReduction(runtime.world, self._state, width, batch.shards) if width is not None else None
+        facts = batch.facts + (f", reduction={reduction!r}" if exact else "") + (", batch='scale_lr'" if scale else "")
+        options = DurableOptions.from_environment(facts)
+        durable = carried.durable if carried else None
+        if durable is not None:
+            durable.become(self._state)
+        elif options:
+            durable = DurableCheckpoints(runtime, self._state, options)
+        self._held_by_mesh = unfit_because(self._axes, mesh)
+        self._world.meetings = Meetings(self._axes, runtime.world.size)
+        self._batches = Batches(batch, scale, functools.partial(data_ranks, self._axes), self._worlds)
+        self._places = Places(lambda: (self.rank, self.world_size))
+        self._checks = ScriptChecks(
+            runtime.world, self._state, lambda: self._data_coordinate()[1], reduced=reduction != "none"
+        )
+        self._units = UnitRunner(
+            runtime, self._state, self._batches, snapshot_every, durable, self._axes, exact, carried
+        )
+        self._every: list[tuple[int, Callable[[], Any]]] = []
+        self._at_end: list[Callable[[], Any]] = []
+        self._step_functions: list[Callable[..., Any]] = []
+        self._open = 0
+        """The number of steps of a loop that was begun and is not at its end."""
+        self.came_after_loop = False
+        """All steps were committed, or the others had left the loop, when this process came to it."""
+        self._looping: int | None = None
+        """The step that the loop stands at, while its step function has not been called."""
+        reseed(batch.seed, "setup")
+
+    # -- who and where
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 of the world, and no spare: now. What only one process is to have, and keep, is for `main_only`."""
+        is_main = self.rank == 0 and not self._units.waiting_spare
+        if self._runtime.boot is not None:
+            self._places.asked_for_main(is_main=is_main)
+        return is_main
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in the global batch of the step in hand, or else of the next one. With ``batch="scale_lr"`` it is known in the loop over
+        ``run.steps`` only: a spare cannot tell before."""
+        step = self._units.step_in_hand
+        return self.batch_of(self._units.passed.step + 1 if step is None else int(step)).shards * self.batch.micro_batch
+
+    @property
+    def generation(self) -> int:
+        """How many memberships the world has had."""
+        return self._world.generation
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh asked for with ``@rackrun.elastic(mesh=...)`` or ``rackrun --mesh``; one ``dp`` axis over all ranks by default."""
+        if self._mesh is None:
+            names, sizes = zip(*(self._axes or (("dp", self.world_size),)), strict=True)
+            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return self._mesh
+
+    def on_join(self, function: Callable[[], Any]) -> None:
+        """Call ``function()`` in this process when it has a place in the world: at ``run.steps()``, on a spare when it takes a rank over, and
+        whenever its rank or the number of ranks has changed. `rank`, `world_size` and `is_main` are the new ones by then; collectives are not
+        to be used. What depends on the rank, and a framework has asked for before, is set anew there."""
+        self._places.on_join(function)
+
+    def main_only(self, make: Callable[[], W]) -> W:
+        """What `make` gives, such as ``lambda: SummaryWriter("runs")``, for rank 0: made there when it is first used, by whoever is rank 0 by then.
+        On other ranks all its methods do nothing and return None."""
+        return cast("W", self._places.main_only(make, lambda: self.rank == 0 and not self._units.waiting_spare))
+
+    # -- what is trained
+    def track(self, **things: Any) -> None:
+        """Keep these through failures: modules, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
+
+        What a framework has wrapped around an optimizer is looked through. Raises `StepError` for anything else, and once ``run.steps`` has begun.
+        """
+        if self._world.scope is not Scope.SETUP:
+            raise StepError(
+                f"run.track({', '.join(things)}) was called after run.steps(), so a process that takes a rank over would not know of it.",
+                remedy="call it before run.steps(); for what is made later, track an object with state_dict and load_state_dict that will hold it.",
+            )
+        for name, thing in things.items():
+            self._state.track(name, _unwrapped(thing))
+
+    def loader(
+        self,
+        dataset: MapDataset,
+        *,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        prefetch: int = 4,
+    ) -> Loader:
+        """Deliver ``dataset`` (map style): iterate once a step, and get this rank's micro-batches of it, on ``device``.
+
+        ``num_workers`` processes fetch up to ``prefetch`` micro-batches each ahead. Raises `UsageError` when the data set is smaller
+        than one global batch.
+        """
+        loader = Loader(self, dataset, collate=collate, shuffle=shuffle, num_workers=num_workers, prefetch=prefetch)
+        loader.number = len(self._loaders)
+        self._loaders.append(loader)
+        return loader
+
+    # -- the loop
+    def step(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorator: the step function. It may run again after a failure; its call returns once the step is committed.
+
+        Its first argument is the step: give it what ``run.steps`` yields, and it receives a `Step`.
+        """
+        self._step_functions.append(function)
+
+        @functools.wraps(function)
+        def committed(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self._looping is None:
+                raise StepError(
+                    f"{function.__name__} was called outside the loop over run.steps(), or twice in one turn of it.",
+                    remedy="call one step function, once, in each turn of `for step in run.steps(n)`.",
+                )
+            at = Position(self._looping)
+            self._looping = None
+            result: T = self._units.run(at, lambda step: self._attempt(step, function, args[1:], kwargs))
+            self._places.look()
+            self._checks.committed(function, args[1:], kwargs)
+            reseed(
+                self.batch.seed, "after", at.step
+            )  # what the loop's body draws is the same on every rank, whoever joined when
+            return result
+
+        return committed
+
+    def every(self, steps: int, function: Callable[[], Any]) -> None:
+        """Run ``function`` after every ``steps`` committed steps, on all ranks: a phase, which may use collectives."""
+        if steps < 1:
+            raise StepError(f"run.every({steps}, ...) would never run.", remedy="give a number of at least 1.")
+        self._every.append((steps, function))
+
+    def at_end(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` after the last step, on all ranks: a phase, which may use collectives."""
+        self._at_end.append(function)
+
+    def steps(self, total: int) -> Steps:
+        """The steps to do, from the first that is not committed to ``total - 1``: iterate over it. A spare waits here until it is needed.
+        ``len()`` of it is ``total``.
+
+        Raises `StepError` when nothing is tracked, or a turn of the loop calls no step function. A loop that is left early (``break``,
+        ``return``) has to be left after the same step on all ranks; `at_end` follows when ``main`` has returned.
+        """
+        if total < 1:
+            raise StepError(f"run.steps({total}) has no steps.", remedy="ask for at least one.")
+        if line := second_loop(user_line()):
+            raise StepError(
+                f"{line}: a second loop over run.steps() follows the first. There is one in main: who takes a rank over goes on inside of it.",
+                remedy=ONE_LOOP,
+            )
+        return Steps(self._loop(total), total)
+
+    def _loop(self, total: int) -> Iterator[int]:
+        if not self._state:
+            raise StepError(
+                "nothing is tracked, so nothing could be kept.",
+                remedy="call run.track(model=..., optimizer=...) before run.steps().",
+            )
+        self._state.check_complete()
+        self.my_shards()  # raises when the world does not fit the batch
+        self._units.begin(self._warm_up, total, self._held_by_mesh, self._possible_sizes())
+        self._places.look()
+        self._open = total
+        self.came_after_loop = self._units.left_early or self._units.passed.step + 1 >= total
+        if self._units.left_early:  # before main was entered again: `finish` does what is left
+            self._end_loop(total)
+            return
+        self._checks.begins_loop()
+        done = self._units.passed
+        if (
+            done.step > total
+        ):  # of a checkpoint: this start asks for fewer steps than there are. What follows the last step follows that one
+            if self.is_main and not done.phase:
+                say(
+                    f"step {done.step} is committed, and run.steps({total}) ends before it: no step is left, and run.at_end follows"
+                )
+            self._open = total = done.step
+        if done.step >= 0:
+            self._run_phases(done.step, total, after=done.phase)
+        for number in range(done.step + 1, total):
+            if self._units.draining:
+                break
+            self._looping = number
+            self._world.scope = Scope.OUTSIDE
+            reseed(self.batch.seed, "before", number)
+            try:
+                yield number
+            except GeneratorExit:
+                if not self._units.leaving:  # else the world is another one's by now, perhaps
+                    self._units.leaves_loop()
+                    self._end_loop(total)
+                raise
+            if self._looping is not None:
+                raise StepError(
+                    f"the loop's body did not call a @run.step function for step {number}.",
+                    remedy="call it once in every turn of `for step in run.steps(n)`.",
+                )
+            self._units.body_over()
+            self._places.look()
+            self._run_phases(number, total, after=0)
+        if not self._units.draining and done.step < total:
+            self._run_at_end(total, after=0)
+        self._open = 0
+        self._end_loop(total)
+        self._units.refuse_freed()
+
+    def _end_loop(self, total: int, *, late: bool = False) -> None:
+        """``late``: code that follows the loop has run already, and nobody knew that the loop was over."""
+        self._looping, self._checks.loop_over = None, True
+        self._world.scope = Scope.AFTER
+        reseed(self.batch.seed, "after", total)
+        self._units.loop_over(late=late)
+
+    def log(self, **values: float | str) -> None:
+        """Have the launcher print these with the step: once per committed step, in order, whichever rank is heard first."""
+        self._units.report_log(log_values(values))
+
+    def expect(self, seconds: float) -> None:
+        """The next thing takes long (a compilation, a download): do not call it a hang before ``seconds`` have passed."""
+        self._units.expect(seconds)
+
+    def finish(self) -> None:
+        """Used by `rackrun.elastic` when ``main`` has returned."""
+        if self._open and not self._units.draining:
+            if self._world.scope is not Scope.AFTER:  # who still holds its iterator kept the loop open
+                self._end_loop(self._open, late=True)
+            self._units.loop_left()
+            # whoever takes over from here on finds the loop done
+            step = self._units.passed.step
+            self._phase(
+                Position(self._open - 1, _LEFT_EARLY),
+                lambda: all_leave(self._world, self._runtime.boot, step),
+                "leaving the loop over run.steps()",
+            )
+            self._run_at_end(self._open, after=0)
+        self._units.finish()
+
+    def leaves(self, error: BaseException | None) -> bool:
+        """Used by `rackrun.elastic` when ``main`` has returned or raised: whether it is to be entered again, whatever has come of it."""
+        if self._units.leaving:
+            if error is not None and not isinstance(error, Reenter):
+                say(f"rank {self.rank}: leaving main, to enter it again: {type(error).__name__}: {error}")
+            return True
+        return isinstance(error, Exception) and self._units.lost_before_steps
+
+    def let_go(self) -> Carried:
+        """Used by `rackrun.elastic`: end what this run has begun, but for what is carried into the next."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+        self._checks.let_go()
+        return self._units.let_go()
+
+    # -- used by the loader
+    def current_step(self) -> Step:
+        """The step in hand; raises `StepError` outside step functions and phases."""
+        step = self._units.step_in_hand
+        if step is None:
+            raise StepError(
+                "the loader was used outside a step function.", remedy="iterate over it inside the @run.step function."
+            )
+        return step
+
+    @property
+    def checks(self) -> ScriptChecks:
+        return self._checks
+
+    def batch_of(self, step: int) -> StepBatch:
+        return self._units.batch_of(step)
+
+    def my_shards(self) -> list[Shard]:
+        dp_rank, dp_size = self._data_coordinate()
+        if self._batches.scale is None:
+            return self.batch.shards_of(dp_rank, dp_size, shares=self._world.deals.shares)
+        step = self._units.step_in_hand
+        number = self._units.passed.step + 1 if step is None else int(step)
+        return self.batch.shards_of(dp_rank, dp_size, self.batch_of(number).shards)
+
+    def begin_shard(self, step: Step, shard: Shard, *, last: bool, ids: Any) -> None:
+        shards = self.batch_of(int(step)).shards
+        self._units.begin_shard(step, shard, last=last, ids=ids, dp_size=self._data_coordinate()[1], shards=shards)
+
+    # -- helpers
+    def _data_coordinate(self) -> tuple[int, int]:
+        """This rank's place among the data-parallel ranks, and their number. Ranks along other axes share their data."""
+        if not self._axes or (len(self._axes) == 1 and self._axes[0][0] in DATA_AXES):
+            return self.rank, self.world_size
+        mesh = self.mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "a mesh over the whole world holds every rank"
+        assert mesh.mesh_dim_names is not None, "it was made with names"
+        index, size = 0, 1
+        for axis, name in enumerate(mesh.mesh_dim_names):
+            if name in DATA_AXES:
+                index, size = index * mesh.size(axis) + coordinate[axis], size * mesh.size(axis)
+        return index, size
+
+    def _worlds(self) -> Worlds:
+        """Without plans the world stays as it is."""
+        plan, size = self._world.joined, self._world.size
+        return (plan.full or size, plan.worlds) if plan is not None and plan.worlds else (size, ((0, size),))
+
+    def _possible_sizes(self) -> list[int]:
+        """Numbers of ranks that the world may come to have, where its batch follows it."""
+        if self._batches.scale is None:
+            return []
+        full, fewest = self._worlds()[0], int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
+        sizes = range(fewest or full, full + 1)
+        return [size for size in sizes if not self._axes or mesh_resize.fitted(self._axes, size)]
+
+    def _warm_up(self) -> Callable[[Step], Any] | None:
+        """What a spare may try once on loopback groups: the step function, when there is one and it takes the step alone."""
+        if len(self._step_functions) != 1:
+            return None
+        function = self._step_functions[0]
+        code = getattr(function, "__code__", None)
+        return function if code is not None and code.co_argcount == 1 and not code.co_kwonlyargcount else None
+
+    def _attempt(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._places.look()
+        return self._checks.run(step, function, args, kwargs)
+
+    def _phase(self, at: Position, function: Callable[[], Any], name: str) -> None:
+        def attempt(_: Step) -> None:
+            self._places.look()
+            function()
+
+        self._units.run(at, attempt, name)
+        self._places.look()
+
+    def _run_phases(self, step: int, total: int, *, after: int) -> None:
+        if step >= total:
+            self._run_at_end(total, after=after)
+            return
+        for index, (steps, function) in enumerate(self._every, start=1):
+            if index > after and (step + 1) % steps == 0 and not self._units.draining:
+                self._phase(Position(step, index), function, f"{_name_of(function)} (run.every({steps}, ...))")
+
+    def _run_at_end(self, total: int, *, after: int) -> None:
+        for index, function in enumerate(self._at_end, start=1):
+            if index > after:
+                self._phase(Position(total, index), function, f"{_name_of(function)} (run.at_end)")
+
+
+def _unwrapped(thing: Any) -> Any:
+    """The optimizer whose ``step`` torch sees, under that of Accelerate's, Fabric's or another wrapper."""
+    seen = {id(thing)}
+    while isinstance(inner := getattr(thing, "optimizer", None), torch.optim.Optimizer) and id(inner) not in seen:
+        if not (isinstance(thing, torch.optim.Optimizer) or "ptimizer" in type(thing).__name__):
+            break  # a scheduler has one, too
+        seen.add(id(inner))
+        thing = inner
+    return thing
+
+
+def _name_of(function: Callable[[], Any]) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__).replace("<locals>.", "")

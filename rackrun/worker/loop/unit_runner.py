@@ -1,0 +1,895 @@
+"""Units of work that may run again: attempt, gate, commit, or discard and recover.
+
+A *unit* is one step, or one phase. `UnitRunner.run` returns when the unit is committed, however many attempts that took.
+After a rollback (a shard without a live copy was lost) the units since the snapshot are attempted again from their recorded
+calls, here, inside whatever call the loop is in: the user's loop never goes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rackrun.errors import CollectiveBroken, StepError
+from rackrun.link.heartbeat_page import Activity
+from rackrun.protocol.ids import BEGIN, Position
+from rackrun.worker.batch.learning_rates import LearningRates
+from rackrun.worker.batch.mesh_axes import Axes
+from rackrun.worker.data.global_batch import Batches, StepBatch, check_rule
+from rackrun.worker.data.loader import Shard
+from rackrun.worker.data.rng import reseed, undrawn
+from rackrun.worker.device.rank_exit import leave
+from rackrun.worker.exact.exact_reduction import ExactReduction
+from rackrun.worker.integrity.not_finite import NanProbation
+from rackrun.worker.integrity.replicas import ReplicaCheck
+from rackrun.worker.integrity.silent_corruption import CorruptionCheck
+from rackrun.worker.loop.join_generation import Rejoin
+from rackrun.worker.loop.nccl_warmup import warm_nccl
+from rackrun.worker.loop.pause import Pause
+from rackrun.worker.loop.resize_support import fixed_because, held_because
+from rackrun.worker.membership.gate import GateSums, complete, offered
+from rackrun.worker.membership.worker_membership import Abandoned, Scope
+from rackrun.worker.process.reports import Reports, say
+from rackrun.worker.process.runtime import Runtime
+from rackrun.worker.script.second_loop import ONE_LOOP
+from rackrun.worker.snapshots.durable_checkpoints import DurableCheckpoints
+from rackrun.worker.snapshots.shard_snapshots import Snapshots
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps import closures
+from rackrun.worker.steps.audits import is_audited, is_looked_at
+from rackrun.worker.steps.hang_deadlines import Pace
+from rackrun.worker.steps.multi_part_steps import Parts
+from rackrun.worker.steps.post_gate import LateBreaks
+from rackrun.worker.steps.recorded_units import Recorded, Unit
+from rackrun.worker.steps.step import Step
+from rackrun.worker.steps.unit_times import EXITS, UNKNOWN
+from rackrun.worker.steps.unit_undo import Undo, changed_between
+from rackrun.worker.tensors.readback import Readback
+
+__all__ = ["Carried", "UnitRunner"]
+
+T = TypeVar("T")
+
+_BETWEEN = "between"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What stays when ``main`` is entered again."""
+
+    axes: Axes
+    snapshots: Snapshots
+    durable: DurableCheckpoints | None
+    pace: Pace
+    world_size: int
+    """Of the former world."""
+    left_after: int | None
+    """The step after which the script had left its loop, before its end."""
+
+
+class UnitRunner:
+    _result: Any = None
+    """Of the last attempt."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: TrackedState,
+        batches: Batches,
+        snapshot_every: int | None,
+        durable: DurableCheckpoints | None,
+        mesh: Axes = (),
+        exact: ExactReduction | None = None,
+        carried: Carried | None = None,
+    ) -> None:
+        """``carried``: ``main`` was entered before."""
+        self._runtime, self._world, self._page = runtime, runtime.world, runtime.page
+        self._state, self._seed = state, batches.plan.seed
+        # a shrink is another training where the batch follows the world
+        shards = 0 if batches.scale else batches.plan.shards
+        self._undo = Undo(state, self._say_once)
+        self._parts = Parts(state)
+        self._reports = Reports(runtime, mesh, exact=exact is not None and not batches.scale, shards=shards)
+        self._batches, self._rates = batches, LearningRates()
+        self._batch: StepBatch | None = None
+        """Of the step in hand, or of the one before."""
+        self._replicas = ReplicaCheck(state, self._world)
+        self._late = LateBreaks(state)
+        self._world.broke_late, self._world.rejoin = self._late.broke, self._rejoin_after_loop
+        self._snapshots = carried.snapshots if carried else Snapshots(runtime, state, snapshot_every)
+        self._snapshots.become(state)
+        self._durable, self._exact = durable, exact
+        self._axes, self._carried = mesh, carried
+        self._corruption = CorruptionCheck(
+            int(os.environ.get("RACKRUN_CHECK_REPLICAS", "0")) if runtime.boot is not None else 0,
+            state,
+            self._world,
+            self._replicas,
+            self._snapshots,
+            self._reports,
+            lambda step: self._durable.distrust(step) if self._durable is not None else None,
+        )
+        self._nan = NanProbation(os.environ.get("RACKRUN_NAN_PROBATION") == "1", self._world, self._reports)
+        self._pause = Pause(runtime, self._snapshots, durable, self._reports)
+        self.step_in_hand: Step | None = None
+        self.waiting_spare = not self._world.generation if carried else runtime.spare
+        self._recorded = Recorded()
+        self._attempts: dict[Position, int] = {}
+        self._logs: list[dict[str, float | int | str]] = []
+        self._delivered: list[np.ndarray[Any, Any]] = []
+        self._pace = Pace(constant=batches.scale is None)
+        if carried is not None:
+            self._pace = carried.pace
+            self._pace.entered_again(carried.world_size, self._world.size)
+        self._rejoin = Rejoin(
+            runtime, state, self._snapshots, self._replicas, self._pace, durable, self._settle, self._reports
+        )
+        self._rejoin.known_digests = self._undo.digests_ahead
+        self._begun = False
+        self._between: float | None = None
+        """Since when the user's code between two units runs."""
+        self._owed: Position | None = None
+        """The step whose call the script has made last, until the body of the loop has ended: what stands behind the call is to run once the
+        step is committed."""
+        self._left_after: int | None = None
+        self._pause_due: tuple[Position, int] | None = None
+        """All ranks pause when that body has ended: after this step, in this generation."""
+        self._last_step = -1
+        self._came_in = BEGIN
+        """What was committed when this process entered its loop: nobody has called its step function for anything earlier."""
+        self._reached_gate = False
+        self._gradients_checked = True
+        """Not where the loss was asked for before any ``optimizer.step()``."""
+        self._counts_again = False
+        """A closure is called once more, and is given the samples that it was given before."""
+        self._copying_bytes = 0
+        """All ranks have begun to copy their state after the last step, this one so much, and some may still be at it. 0: they have not."""
+        self._loss: float | Readback = 0.0
+        """This rank's part, as of the first ``optimizer.step()``."""
+        self._late_gate = False
+        """That of the step in hand stands at its end."""
+        self._not_put_back: list[str] = []
+        self._nobody_is_whole = self._stirred = False
+        self._world.may_be_left = self._may_be_left
+        self._world.may_leave_phase = self._undo.may_be_left
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._hook_after = register_optimizer_step_post_hook(lambda optimizer, *_: self._rates.restore(optimizer))
+
+    # -- the run
+    @property
+    def passed(self) -> Position:
+        return self._world.passed
+
+    @property
+    def draining(self) -> bool:
+        """The world agreed, in its last gate, to end at a step boundary: somebody was told to, and nobody has begun a later
+        step already, which after a rollback may be."""
+        gate = self._world.gate
+        return gate is not None and gate.draining > 0 and not gate.ahead
+
+    def begin(
+        self,
+        warm_up: Callable[[], Callable[[Step], Any] | None],
+        total: int,
+        held_by_mesh: str = "",
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """Stand at run.steps(): ranks go on at once, from a checkpoint if there is one; a spare warms up and waits until a plan
+        names it. ``held_by_mesh``: why its axes do not fit another number of ranks; ``sizes``: so many the world may come to have."""
+        if self._begun:
+            raise StepError(
+                "run.steps() was called twice.",
+                remedy=ONE_LOOP,
+            )
+        self._begun = True
+        self._world.returns.unit_s = lambda: self._pace.slowest_s
+        self._runtime.at_steps()
+        self._reports.setup_ms = self._runtime.setup_ms
+        self._last_step = total - 1
+        if self._exact is not None:
+            self._exact.attach()
+        else:
+            self._state.divide_alike()
+        if self._batches.scale is not None:
+            self._state.track("rackrun.batches", self._batches)
+            for name, optimizer in self._state.optimizers.items():
+                self._rates.check(name, optimizer)
+        if self._durable is not None and not self.waiting_spare and self._carried is None:
+            self._resume(self._durable)
+        if self._batches.scale is not None and not self.waiting_spare and self._carried is None:
+            check_rule(self._batches.check(sizes), self._world)
+        self._world.scope = Scope.OUTSIDE
+        self._say_how_it_changes(held_by_mesh)
+        if self._carried is not None and not self.waiting_spare:
+            self._left_after = self._rejoin.arrive(self._carried.left_after)
+            self._came_in = self.passed
+            self._make_last_whole()
+            self._to_script()
+            return
+        if not self.waiting_spare:
+            if self._world.broken:
+                raise CollectiveBroken(
+                    "a peer was lost before the first step.", remedy="none needed: the world starts again."
+                )
+            self._expect_snapshots()
+            self._reports.ready(self._replicas.at_start())
+            self._to_script()
+            return
+        if self._carried is None:
+            self._try_once(warm_up())
+        self._page.enter(Activity.WAITING)
+        self._reports.ready("")
+        if self._carried is None:
+            warm_nccl(self._runtime.device)
+        self._recover()
+        self._came_in = self.passed
+        self.waiting_spare = False
+        self._left_after = self._rejoin.left_after
+        self._make_last_whole()
+        self._to_script()
+
+    def _make_last_whole(self) -> None:
+        """The checkpoint of the last step, by who takes a place after it: what phases have changed since is not that step's any more."""
+        changes = self._state.lineage.changes
+        if self._durable is None or self.left_early or self.passed.step < self._last_step:
+            return
+        if self.passed == Position(self._last_step) or not any(changes.phases.values()):
+            self._durable.make_whole(self._last_step)
+            self._settle()
+
+    def _to_script(self) -> None:
+        """The user's own code goes on, between two units."""
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.allowance(_BETWEEN, between=True))
+
+    def _say_how_it_changes(self, held_by_mesh: str) -> None:
+        """With the number of ranks: in place, by entering main again, or not at all."""
+        reports = self._reports
+        if because := fixed_because(self._state, self._world):
+            reports.fixed = held_by_mesh or held_because(self._state, self._world, self._axes)
+            reports.reenters = not reports.fixed and self._runtime.boot is not None
+            reports.fixed = reports.fixed and f"{because}, and {reports.fixed}"
+
+    @property
+    def left_early(self) -> bool:
+        """The script has left its loop before the end, perhaps in a ``main`` that was entered before."""
+        return self._left_after is not None
+
+    @property
+    def lost_before_steps(self) -> bool:
+        """``main`` was entered again, and is not at run.steps() yet; the world that it was entered for is gone."""
+        return self._carried is not None and not self._begun and self._world.broken
+
+    @property
+    def leaving(self) -> bool:
+        """As `Rejoin.leaving`."""
+        return self._rejoin.leaving
+
+    def let_go(self) -> Carried:
+        """``main`` was left: let go of all that belongs to it. Returns what stays."""
+        self._settle()
+        self._hook.remove()
+        self._hook_after.remove()
+        if self._exact is not None:
+            self._exact.detach()
+        self._world.let_go()
+        nothing = TrackedState()
+        nothing.lineage = self._state.lineage
+        self._snapshots.become(nothing)
+        if self._durable is not None:
+            self._durable.become(nothing)
+        return Carried(self._axes, self._snapshots, self._durable, self._pace, self._world.size, self._left_after)
+
+    def _resume(self, durable: DurableCheckpoints) -> None:
+        position = durable.resume()
+        if position is not None:
+            self._world.began = self._came_in = position
+            self._world.stand_at(position, ())
+
+    def run(self, at: Position, body: Callable[[Step], T], name: str = "") -> T:
+        """Returns ``body``'s result once the unit is committed. ``name``: of a phase."""
+        if self._between is not None:
+            self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
+            self._between = None
+        self._undo.check_stands(glance=not (at.phase or is_looked_at(self._number(at))))
+        self._recorded.append(Unit(at, body, name))
+        self._result = None  # a recovery at the end of the loop's body may have left that of an older unit
+        self._owed = None if at.phase else at
+        self._catch_up()
+        result: T = self._result  # of the last attempt, which was at this unit
+        self._result = None  # it may be large
+        if self._page.activity is not Activity.BETWEEN or self._world.broken:  # a recovery came last, or is to come
+            self._to_script()
+        self._between = time.monotonic()
+        return result
+
+    def body_over(self) -> None:
+        """The body of the loop has come to its end, after a committed step. Pause here, if that was agreed on; and if the world is broken,
+        recover. Raises `Reenter`: ``main`` is left here, and not in the call of the step function, so that the rest of the body has run."""
+        self._owed = None
+        if self._pause_due is None and not self._world.broken:
+            return
+        self._undo.check_stands()
+        if self._between is not None:
+            self._pace.unit_took(_BETWEEN, time.monotonic() - self._between)
+        self._pause_if_due()
+        self._catch_up()
+        self._to_script()
+        self._between = time.monotonic()
+
+    def finish(self) -> None:
+        """``main`` has returned: stay, as a source for newcomers, until all ranks have finished."""
+        self._owed = None
+        channel, boot = self._runtime.channel, self._runtime.boot
+        took_ms = self._page.own_ms_now
+        with contextlib.suppress(Abandoned):
+            self._world.let_device_come()  # nobody is released, and lets go of a communicator, whose peers' kernels still use it
+        self._page.enter(Activity.WAITING)
+        while channel is not None and boot is not None:
+            self._settle()
+            if self._durable is not None:
+                self._durable.finish(lambda: self._world.broken)
+            if not self._world.broken:
+                self._reports.finished(took_ms)
+                if self._world.wait_released():
+                    self._page.enter(Activity.EXITING, self.passed, *self._pace.unobserved(EXITS))
+                    break
+            self._recover()
+            self._catch_up()
+            self._pause_if_due()
+            self._page.enter(Activity.WAITING)
+        if self._durable is not None:
+            self._durable.finish(lambda: False)
+            self._durable.is_over()
+        self._snapshots.finish()
+        self._world.close()
+
+    def expect(self, seconds: float) -> None:
+        self._pace.expect(seconds)
+        self._page.allow(int(1e3 * seconds))
+
+    def leaves_loop(self) -> None:
+        """Before its end, after the step that was committed last."""
+        if self._left_after is None:
+            self._left_after = self.passed.step
+
+    def loop_left(self) -> None:
+        """What the script has done to tracked state since, such as to load the best weights, is what its last phases begin with. Nobody pauses
+        any more for what was agreed on in the last step."""
+        self._owed = self._pause_due = None
+        self.refuse_freed()
+        self.leaves_loop()
+        self._undo.accept()
+        self._rejoin.loop_end.left()
+
+    def loop_over(self, *, late: bool = False) -> None:
+        """What follows is the script's, and there is no history of it. ``late``: it has run already."""
+        self._between = self._owed = None
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
+        self._settle()  # the script may change the state from here on, and a copy of it may be in the making
+        if self._runtime.boot is not None:
+            self._rejoin.loop_end.reached(self._undo.changed_since() if late else "")
+
+    def refuse_freed(self) -> None:
+        """As `LoopEnd.refuse_freed`."""
+        self._rejoin.loop_end.refuse_freed()
+
+    def report_log(self, values: dict[str, float | int | str]) -> None:
+        if self.step_in_hand is not None and not self._world.unit_passed:
+            self._logs.append(values)  # it counts when the unit does
+        else:
+            self._reports.logged(values, self.passed)
+
+    def begin_shard(
+        self, step: Step, shard: Shard, *, last: bool, ids: np.ndarray[Any, Any], dp_size: int, shards: int
+    ) -> None:
+        """The loader is about to yield a micro-batch."""
+        self._may_be_left()
+        if self._world.broken and not self._world.unit_passed:
+            raise Abandoned
+        self._page.progress()
+        self._world.own_time.next_pass()
+        self._world.meetings.next_pass(last=last)
+        step.weigh(*((0.0, 0.0) if shard.ghost else (1.0 / shards, dp_size / shards)))
+        step.last_given = last
+        if not shard.ghost:
+            step.shards = (*step.shards, shard.index)
+            if not self._counts_again:
+                self._delivered.append(ids)
+        if self._exact is not None:
+            self._exact.next_shard(step, shard, dp_size)
+        self._state.synchronise_gradients(last)
+        reseed(self._seed, "shard", step.at.step, shard.index)
+
+    def _may_be_left(self, *, updates_next: bool = False) -> None:
+        """A place at which a step that will not count is left."""
+        if self.step_in_hand is not None and not self.step_in_hand.at.phase and not self._world.updated:
+            self._undo.at_place(updates_next=updates_next)
+
+    # -- one attempt
+    def _catch_up(self) -> None:
+        """Attempt recorded units, oldest first, until the newest is committed. Then the world may be broken still: what follows the step in the body
+        of the loop comes first, as it may leave the loop, which a newcomer is told."""
+        while True:
+            due = self._recorded.first_after(self.passed)
+            if due is None and self._owed is not None:
+                break
+            if self._world.broken:
+                if not self._recover():
+                    return
+                continue
+            if due is None:
+                break
+            self._attempt(due)
+        # Where replicas are compared all may go back to what was good, also who has no snapshot of it: it has joined since.
+        back = [one for one in (self._snapshots.oldest_kept(), self._world.good) if one is not None]
+        self._recorded.keep_after(min(back, default=None))
+
+    def _attempt(self, unit: Unit) -> None:
+        at = unit.at
+        attempt = self._attempts.pop(at, 0)
+        self._attempts = {at: attempt + 1}
+        step = Step(at, attempt, self._world)
+        began = time.monotonic()
+        self._start(step, unit.name)
+        try:
+            if self._replicas.begins():
+                self._replicas.keep_all_buffers()
+            if self._replicas.due() and self._replicas.compare():
+                self._expect_snapshots()
+                self._reports.ready(self._world.replica_class)
+            self._result = unit.body(step)
+            if self._late_gate and not at.phase and not self._world.updated:
+                self._before_first_update(step, trains=False)  # as ranks do that have asked for the loss
+            self._world.after_update = None
+            self._parts.ends()
+            if not self._world.unit_passed:
+                self._pass_gate()
+        except Abandoned:
+            pass
+        except Exception as error:
+            if self._world.unit_passed or not self._world.led_astray(error):
+                raise
+            # loopback values, or a broken peer's garbage, led the script astray: nothing of this attempt counts
+        finally:
+            self.step_in_hand = None
+            self._world.in_phase = False
+            self._world.after_update = None
+            self._rates.restore_all()
+        self._world.let_device_return()
+        if self._late.any:
+            self._judge_late_breaks(at)
+        if self._world.unit_passed:
+            self._world.scope = Scope.OUTSIDE
+            self._committed(at, attempt, time.monotonic() - began - self._world.waited_s, unit.name)
+            if self._to_pause(at):
+                self._pause_due = at, self._world.generation
+                if self._world.gate is not None and self._world.gate.ahead:
+                    self._pause_if_due()  # some ranks are in a later call: they do not come back to their script before that
+        elif self._nobody_is_whole:
+            self._leave_torn(at)
+        elif self._stirred and self._undo.changed_between:
+            leave(
+                self._world.rank,
+                f"had another {self._undo.changed_between} when step {at.step} began than at the end of the unit before, alone among the "
+                "ranks: its memory, or a script that changes tracked state between two steps on one rank.",
+            )
+        else:
+            self._discard(step)
+
+    def _start(self, step: Step, name: str = "") -> None:
+        if step.at.phase:
+            self._settle()  # a phase may change parameters
+        self._logs.clear()
+        self._delivered.clear()
+        self._reached_gate = self._nobody_is_whole = self._stirred = False
+        self._not_put_back = []
+        self._gradients_checked = True
+        step.ask_loss = None if step.at.phase else self._ask_loss
+        self._counts_again = False
+        self.step_in_hand = step
+        self._begin_undo(step.at)
+        if self._exact is not None and not step.at.phase:
+            self._exact.begin(step)
+        self._late.begin_unit()
+        self._parts.begin_unit()
+        self._world.begin_unit(phase=bool(step.at.phase))
+        work = self._begin_batch(step)
+        self._world.stages.reached("noted")
+        if step.at.phase:
+            self._page.name_unit(name)
+            self._page.enter(Activity.PHASE, step.at, *self._pace.allowance(self._phase(step.at, name)))
+        else:
+            allowed = self._pace.step_allowance(copying_bytes=self._copying_bytes, work=work)
+            self._page.enter(Activity.STEP, step.at, *allowed)
+        reseed(self._seed, "unit", step.at.step, step.at.phase, self._world.rank)
+
+    def _begin_undo(self, at: Position) -> None:
+        """The first step since the run began or was resumed shows what a script is like: until then nothing is taken for granted."""
+        parts = self._state.lineage.changes.parts
+        if at.phase:
+            self._late_gate = True
+            self._undo.begin(phase=f"{'end' if at.step > self._last_step else 'every'} {at.phase}")
+            return
+        number = self._number(at)
+        tries = not self._world.generation  # a spare
+        self._late_gate = parts or number == 1
+        self._undo.begin(
+            whole=self._late_gate and not tries,
+            audit=is_audited(number) and not tries,
+            everywhere=number == 1 and not tries,
+            closely=is_looked_at(number),
+            share=(self._world.size, *self._world.deals.shares),
+        )
+
+    def _number(self, at: Position) -> int:
+        """Of its step, since the run began or was resumed."""
+        return at.step - self._world.began.step
+
+    def _phase(self, at: Position, name: str) -> str:
+        """What its times are kept under: a function may be registered twice."""
+        return f"{'at_end' if at.step > self._last_step else 'every'} {at.phase} {name}"
+
+    def batch_of(self, step: int) -> StepBatch:
+        """While a step is in hand its batch stays what it was when the attempt began."""
+        held, batch = self.step_in_hand, self._batch
+        return batch if held is not None and batch is not None and held.at.step == step else self._batches.of(step)
+
+    def _begin_batch(self, step: Step) -> float:
+        """Returns how many times the usual work a rank may have."""
+        self._batch = batch = self._batches.of(step.at.step)
+        step.samples, step.lr_factor = batch.samples_before, batch.lr_factor
+        step.batch_size = batch.shards * self._batches.plan.micro_batch
+        if self._batches.scale is None or step.at.phase:
+            return 1.0
+        self._world.order.add(f"{batch}")  # whoever has another is found at the gate
+        return self._batches.work(batch, self._world.size)
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.step_in_hand is None:
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called outside a step, where it could not be undone or repeated.",
+                remedy="call it inside the @run.step function.",
+            )
+        if not any(optimizer is tracked for tracked in self._state.optimizers.values()):
+            raise StepError(
+                f"{type(optimizer).__name__}.step() trains state that is not tracked.",
+                remedy="pass the optimizer to run.track(...).",
+            )
+        factor, closure = self.step_in_hand.lr_factor, closures.of_step(args, kwargs)
+        if closure is not None and not self._world.updated:
+            self._rates.scale(optimizer, factor)
+            return closures.with_closure(args, kwargs, self._before_closure, self._after_closure)
+        self._before_update(self.step_in_hand)
+        self._rates.scale(optimizer, factor)
+        return None
+
+    def _before_update(self, step: Step) -> None:
+        """All gradients of the step are complete."""
+        if not self._world.updated:
+            self._before_first_update(step)
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            self._undo.check_gradients()
+
+    def _before_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = call > 0
+
+    def _after_closure(self, call: int) -> None:
+        assert self.step_in_hand is not None, "in optimizer.step()"
+        self._counts_again = self.step_in_hand.loss_is_old = False
+        if call == 0:
+            self._before_update(self.step_in_hand)
+
+    def _ask_loss(self) -> None:
+        """Before any ``optimizer.step()``, which a scaler or a guard may have skipped. Raises `StepError` in the middle of a backward pass."""
+        assert self.step_in_hand is not None, "the loss of a step"
+        if torch._C._current_graph_task_id() != -1:
+            raise StepError("step.loss was read in a backward pass.", remedy="read it after step.backward().")
+        self._before_first_update(self.step_in_hand, trains=False)
+
+    def _before_first_update(self, step: Step, *, trains: bool = True) -> None:
+        """All gradients of the step, or of its first part, are complete. Not ``trains``: perhaps no ``optimizer.step()`` follows."""
+        self._world.stages.reached("computed")
+        left = self._world.broken or not self._world.generation
+        self._may_be_left(updates_next=not left)
+        if left:
+            raise Abandoned
+        self._gradients_checked = trains
+        if trains:
+            self._undo.check_gradients()
+        if step.at.phase:
+            self._world.updated = True
+            return
+        if self._late_gate:
+            self._complete(step)
+            mine = offered(step.at, self._world.order, GateSums(*[0.0] * len(GateSums._fields)))
+            complete(mine, loss=self._let_device_come())
+            step.early_loss = self._world.sum_before_gate(step.at, mine).loss
+            self._world.updated = True
+        else:
+            self._pass_gate()
+        if not self._state.lineage.changes.parts:
+            self._world.after_update = self._parts.called
+
+    def _complete(self, step: Step) -> None:
+        """What is computed of gradients and loss, before an optimizer changes anything."""
+        self._world.passes_over()
+        self._settle()
+        if step.at.phase:
+            self._loss = 0.0
+            return
+        self._undo.before_update()
+        self._not_put_back = self._undo.not_put_back()
+        self._corruption.before_gate(step.at, last=step.at.step == self._last_step)
+        if self._exact is not None:
+            self._loss = self._exact.settle(step)
+        else:
+            self._loss = Readback(step.local_loss)
+
+    def _let_device_come(self) -> float:
+        """The one wait for a device in a step. Returns what this rank offers to the gate as its loss. Raises `Abandoned`."""
+        self._world.let_device_come()
+        return self._loss.value() if isinstance(self._loss, Readback) else self._loss
+
+    def _pass_gate(self) -> None:
+        step = self.step_in_hand
+        assert step is not None, "a gate belongs to a unit"
+        self._reached_gate = True
+        if not self._world.updated or step.at.phase:
+            self._complete(step)
+        self._replicas.unique.exchange()
+        part = Readback(step.local_loss if self._nan.on else None)
+        ids = self._delivered_ids()
+        self._page.seal_ledger(step.at, ids)
+        sums = GateSums(
+            loss=0.0,
+            samples=float(len(ids)),
+            ids_digest=_ids_digest(ids),
+            # A checkpoint is of a step: told in a phase, the world does one more step.
+            draining=float(self._world.drain and not (step.at.phase and self._durable is not None)),
+            snapshot_cost_s=self._snapshots.cost_s,
+            step_s=self._pace.median_s,
+            changed_late=float(self._replicas.changed_late),
+            mirroring=float(self._page.mirroring),
+            mirrored=float(self._page.mirrored >= 0),
+            writing=float(self._durable is not None and self._durable.writing),
+            cut_short=float(self._durable is not None and self._durable.cut_short(step.at.step)),
+            ahead=float(self._recorded.any_after(step.at)),
+            pausing=float(self._world.pausing and self._replicas.known(step.at)),
+            dealt=float(self._world.deals.heard_next),
+            not_finite=0.0,
+            tried=0.0,
+            parts=float(bool(self._parts.found)),
+            torn=float(bool(self._not_put_back)),
+            stirred=float(bool(self._undo.changed_between)),
+        )
+        mine = offered(step.at, self._world.order, sums)
+        complete(
+            mine, loss=self._let_device_come()
+        )  # from here until the optimizer's first kernel it has nothing to do
+        if self._nan.on:
+            not_finite, tried = self._nan.offers(step, part.value())
+            complete(mine, not_finite=not_finite, tried=tried)
+        self._world.stages.reached("entered")
+        self._world.pass_gate(step.at, mine, self._refuses)
+
+    def _refuses(self, at: Position, sums: GateSums) -> bool:
+        """The same on all ranks that see the gate's sums. Raises `StepError` when the script has broken a rule on all of them."""
+        if sums.stirred == self._world.size:
+            raise changed_between(self._undo.changed_between)
+        self._nobody_is_whole = sums.torn > 0
+        self._stirred = sums.stirred > 0 and not self._corruption.on
+        return self._nobody_is_whole or self._stirred or self._nan.refuses(at, sums)
+
+    def _delivered_ids(self) -> np.ndarray[Any, Any]:
+        return np.concatenate(self._delivered) if self._delivered else np.empty(0, np.int64)
+
+    def _committed(self, at: Position, attempt: int, seconds: float, name: str) -> None:
+        self._page.enter(Activity.BETWEEN, at, *self._pace.allowance(_BETWEEN, between=True))
+        self._snapshots.drop_former()
+        if self._exact is not None and not at.phase:
+            self._exact.committed()
+        if not at.phase and self._batch is not None and self._batches.committed(at.step, self._batch):
+            self._reports.batch_changed(at.step, self._batch, self._batches)
+        self._pace.committed()
+        self._nan.committed(at)
+        gate = self._world.gate
+        assert gate is not None, "a unit is committed by its gate"
+        self._undo.ended()
+        late = self._state.lineage.changes.parts
+        if gate.parts and not late:
+            self._has_parts(
+                f"a step goes on after its first optimizer.step() with {self._parts.found or 'collectives on another rank'}"
+            )
+        if self._replicas.committed(gate.changed_late, late=late):
+            self._reports.ready(self._world.replica_class)
+        if self._replicas.gates_move and not self._state.lineage.changes.parts:
+            self._has_parts(
+                "each rank has buffers of its own (statistics of batch norm, say) that change after optimizer.step()"
+            )
+        if not self._replicas.need_snapshots and self._replicas.known(at):
+            self._snapshots.drop_upto(self._world.began.step)
+        if attempt == 0 and not at.phase:
+            self._pace.took(seconds)
+        elif attempt == 0:
+            self._pace.unit_took(self._phase(at, name), seconds)
+        own = self._world.own_time.of(seconds) if attempt == 0 else 0.0
+        self._reports.committed(at, attempt, seconds, own, self._delivered_ids())
+        self._reports.snapshots(self._page, size=self._snapshots.bytes, seconds=self._snapshots.cost_s)
+        for values in self._logs:
+            self._reports.logged(values, at)
+        if not at.phase:
+            self._copying_bytes = self._undo.trained_bytes if self._begin_copies(at, gate) else 0
+            self._pace.step_done()
+        self._undo.committed()
+
+    def _begin_copies(self, at: Position, gate: GateSums) -> bool:
+        """The same on all ranks."""
+        begun = False
+        if self._replicas.need_snapshots and not self._world.broken:
+            now, to_pause = self._pace.first_step_of_generation, self._to_pause(at)
+            with self._pause.without_memory() if to_pause else contextlib.nullcontext():
+                begun = self._snapshots.take_if_due(at, gate, now=now or to_pause)
+        elif not self._world.broken:
+            first, last = self._pace.first_step_of_generation, at.step + 1 == self._last_step
+            begun = self._corruption.committed(at, first_of_generation=first, last=last)
+        if self._durable is not None:
+            begun |= self._durable.save_if_due(at, gate, last=at.step == self._last_step)
+        return begun
+
+    def _to_pause(self, at: Position) -> bool:
+        """The same on all ranks, but where the generation is broken already. After a step, because a snapshot is of one; a run
+        that ends here needs no swap."""
+        gate = self._world.gate
+        asked = gate is not None and gate.pausing > 0 and not at.phase
+        return asked and not self.draining and not self._world.broken
+
+    def _pause_if_due(self) -> None:
+        """All ranks come to this after the same step, if they live."""
+        due, self._pause_due = self._pause_due, None
+        if due is not None and due[1] == self._world.generation:
+            self._pause.stand(due[0], last=due[0].step == self._last_step)
+
+    def _settle(self) -> None:
+        """The state may be changed from here on: what copies it has done so."""
+        if not self._copying:
+            return
+        began = time.monotonic()
+        self._snapshots.settle(self._page.progress)
+        if self._durable is not None:
+            self._durable.settle(self._page.progress)
+        self._pace.copied(time.monotonic() - began)
+
+    @property
+    def _copying(self) -> bool:
+        return self._snapshots.copying or (self._durable is not None and self._durable.copying)
+
+    def _discard(self, step: Step | None = None) -> None:
+        torn = self._undo.discard(backward_open=not self._reached_gate or self._world.flights.some_left_behind)
+        self._replicas.unique.discarded()
+        self._world.scope = Scope.OUTSIDE
+        if step is not None and torn:
+            unit = f"step {step.at.step}" if not step.at.phase else f"a phase after step {step.at.step}"
+            leave(
+                self._world.rank,
+                f"changed {_listed(torn)} in {unit}, which broke, and has no copy to put back. "
+                "Remedy: change tensors by operations that torch counts (not through .data), and in every step where you can, so that it is "
+                "known in time.",
+            )
+
+    def _leave_torn(self, at: Position) -> None:
+        """Some rank has found what `Undo.not_put_back` says. Who has joined since has copied it from such a rank."""
+        what = f"changed {_listed(self._not_put_back)}" if self._not_put_back else "has a peer that changed its state"
+        leave(
+            self._world.rank,
+            f"{what} before the first optimizer.step() of step {at.step}, which was not seen before, and had begun that step before a "
+            "failure: nobody can tell what it was then. Remedy: change what an optimizer trains after optimizer.step(), or before it in "
+            "every step.",
+        )
+
+    def _has_parts(self, why: str) -> None:
+        """All ranks come to this after the same unit."""
+        changes = msgspec.structs.replace(self._state.lineage.changes, parts=True)
+        self._state.lineage = msgspec.structs.replace(self._state.lineage, changes=changes)
+        if self._world.rank == 0:
+            size = self._undo.trained_bytes
+            say(
+                f"{why}. So that a step can be done again as a whole, it is committed at its end, and {size / 2**20:.1f} MiB (parameters and what optimizers hold for them) "
+                "are copied when it begins. Where all that can come before the first optimizer.step(), that is not needed."
+            )
+
+    def _say_once(self, what: str) -> None:
+        if self._world.rank == 0:
+            say(what)
+
+    def _judge_late_breaks(self, at: Position) -> None:
+        """Harmless, or the end of this rank: the world then goes on from another copy of its state."""
+        if not self._late.torn():
+            print(
+                f"rackrun: rank {self._world.rank} used a collective after optimizer.step() in step {at.step}, and it broke. "
+                "No tracked state came of it; but what the step returns or shows here may be this rank's value alone.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        leave(
+            self._world.rank,
+            f"used a collective after optimizer.step() in step {at.step}, and it broke: its state is torn. "
+            "Remedy: keep collectives before optimizer.step(), or in phases.",
+        )
+
+    # -- recovery
+    def _recover(self) -> bool:
+        """False: as `Rejoin.run`."""
+        recovered = self._rejoin.run(
+            self._came_in, self._left_after, lambda: self._owed is not None and self._owed <= self.passed
+        )
+        if recovered:
+            self._expect_snapshots()
+        return recovered
+
+    def _expect_snapshots(self) -> None:
+        """Their memory is made while the next steps run."""
+        if self._replicas.need_snapshots:
+            self._snapshots.expect()
+
+    def _rejoin_after_loop(self) -> None:
+        """In the script's own code, which goes on as if nothing had been."""
+        scope = self._world.scope
+        with undrawn():
+            while self._world.broken:
+                self._recover()
+                self._catch_up()
+        self._world.scope = scope
+        self._page.enter(Activity.BETWEEN, self.passed, *self._pace.unobserved(UNKNOWN))
+
+    def _try_once(self, function: Callable[[Step], Any] | None) -> None:
+        """A spare runs the step function once on loopback groups, as far as the gate, and what the optimizers would do then:
+        allocations, kernels, compilation. What it computes is overwritten when it takes a place."""
+        if function is None:
+            return
+        try:
+            self._start(Step(Position(0), 0, self._world))
+            with contextlib.suppress(Abandoned):
+                function(self.step_in_hand)  # type: ignore[arg-type]
+            self._warm_optimizers()
+            if self._state.sharded() or (self._runtime.boot is not None and self._runtime.boot.world_size == 1):
+                self._snapshots.warm()
+        except Exception as error:  # noqa: BLE001 - a warm-up may fail on loopback values; the real step decides
+            print(
+                f"rackrun: warming up a spare failed, it will be cold: {type(error).__name__}: {error}", file=sys.stderr
+            )
+        finally:
+            self.step_in_hand = None
+            self._discard()
+
+    def _warm_optimizers(self) -> None:
+        """Their state is as large as the model, or twice that: memory that a newcomer would have to be given, page by page."""
+        self._hook.remove()
+        try:
+            for optimizer in self._state.optimizers.values():
+                if not closures.needs_closure(optimizer):
+                    optimizer.step()
+        finally:
+            self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return paths[0] + (f" (and {len(paths) - 1} others)" if len(paths) > 1 else "")
+
+
+def _ids_digest(ids: np.ndarray[Any, Any]) -> float:
+    """A sum that does not depend on order or rank, exact in a float: 32 mixed bits of each id, up to 2**20 ids a rank."""
+    mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    return float(int(mixed.sum(dtype=np.uint64)) % 2**52)

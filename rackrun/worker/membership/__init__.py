@@ -1,0 +1,1 @@
+"""A worker's place in its generation: process groups, gates, breaks."""

@@ -1,0 +1,98 @@
+"""In which collective of the hosts the main thread is blocked, and how many this rank has called in each group: what proves a deadlock.
+
+Only what is certain is written to the heartbeat page (`rackrun.core.faults.deadlock` says why it has to be): in a step or a phase, where the main thread waits in a
+collective that cannot end before all members of its group have called it, and nobody but the main thread can call another one. So nothing is
+written of a send, a receive or a broadcast, of a wait in torch's own code (DDP's for its buckets), on a device, in a phase beside threads of the
+script's, and as long as a future is out whose callbacks may call collectives.
+
+Nothing is written in the first quarter of a second, so a wait that is not long costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rackrun.worker.communicators.gate_tree import GATE_MAX, GATE_SUM, WithGateTree
+from rackrun.worker.membership.gate import elements
+
+if TYPE_CHECKING:
+    from rackrun.link.heartbeat_page import HeartbeatPage
+    from rackrun.worker.membership.elastic_group import ElasticGroup
+
+__all__ = ["Blocked", "Call"]
+
+_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource", "batch"})
+"""They are not in the order of the group's collectives."""
+_TREE = frozenset({GATE_SUM, GATE_MAX})
+"""They have an order of their own."""
+_OF_ALL = frozenset({"allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base"}) | _TREE
+"""What each rank gets depends on what every rank gives."""
+
+
+class Call(NamedTuple):
+    """The ``number``-th collective that this rank has called in a group, in this generation."""
+
+    group: str
+    number: int
+    needs_all: bool
+
+
+class Blocked:
+    def __init__(self, page: HeartbeatPage) -> None:
+        self._page = page
+        self._called: dict[str, int] = {}
+        self._futures: set[object] = set()
+        """Works whose futures are out: their callbacks may call collectives, in other threads."""
+        self._elsewhere = False
+        """In this generation another thread than the main thread has called a collective."""
+        self._told = False
+
+    def new_generation(self) -> None:
+        self._called.clear()
+        self._futures.clear()
+        self._elsewhere = False
+
+    def called(self, group: ElasticGroup, name: str, result: Any) -> Call | None:
+        """A collective has begun, and has not failed at once."""
+        if name in _POINT_TO_POINT:
+            return None
+        if threading.get_ident() != threading.main_thread().ident:
+            self._elsewhere = True
+        key = _tree_of(group.key) if name in _TREE else group.key
+        number = self._called[key] = self._called.get(key, 0) + 1
+        needs_all = name == "barrier" or (name in _OF_ALL and elements(result) > 0)
+        return Call(key, number, needs_all)
+
+    def future_given(self, work: object) -> None:
+        self._futures.add(work)
+
+    def future_over(self, work: object) -> None:
+        """Its callbacks have returned."""
+        self._futures.discard(work)
+
+    def waits(self, call: Call | None, generation: int, groups: Iterable[ElasticGroup]) -> None:
+        """The main thread, in a step, for a while now."""
+        if self._told or call is None or not call.needs_all or self._elsewhere or self._futures:
+            return
+        keys = [group.key for group in groups if group.size() > 1]
+        keys += [_tree_of(group.key) for group in groups if isinstance(group.communicator, WithGateTree)]
+        called = [(_number_of(key), self._called.get(key, 0)) for key in keys]
+        self._told = True
+        self._page.tell_blocked(generation, _number_of(call.group), call.number, called)
+
+    def goes_on(self) -> None:
+        if self._told:
+            self._told = False
+            self._page.tell_not_blocked()
+
+
+def _tree_of(key: str) -> str:
+    return f"{key} tree"
+
+
+def _number_of(key: str) -> int:
+    """The same on all hosts, below 2^53. A key names all members of the group."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 11

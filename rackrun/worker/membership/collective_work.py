@@ -1,0 +1,253 @@
+"""What a collective of an elastic group returns: one that is over, one in flight, several as one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rackrun.errors import CollectiveBroken
+from rackrun.worker.communicators.deferred_collective import DeferredWork
+
+if TYPE_CHECKING:
+    from rackrun.worker.membership.collective_progress import Entered
+    from rackrun.worker.membership.worker_membership import World
+
+__all__ = ["AllOf", "Done", "Guarded", "is_misuse"]
+
+_LOOK = timedelta(milliseconds=250)
+
+
+class Done(dist.Work):
+    """A collective that is over before it began."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(result))
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._future.value()
+
+
+class Guarded(dist.Work):
+    """A collective in flight. If it fails, its group is marked broken and the loopback takes its place.
+
+    gloo can lose the wake-up of a collective whose sockets are shut down: it then waits for its timeout. So nobody waits for
+    gloo alone. `wait` looks, now and then, whether the collective was left behind; a future is our own, and `leave` completes it.
+
+    On a device the stream waits, and the host goes on. What a broken collective leaves there is garbage that looks complete: in a step
+    only the gate draws a conclusion, and it looks. In a phase, and outside of both, the script does: there the host waits too.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        generation: int,
+        work: dist.Work,
+        result: Any,
+        loopback: Callable[[], None],
+        then: Callable[[], None] | None = None,
+        *,
+        entered: Entered,
+        torn: Any = (),
+    ) -> None:
+        """``then`` makes ``result`` of what ``work`` gave. ``torn``: of the result, what the loopback does not write anew."""
+        super().__init__()
+        self._entered, self._on_device, self._torn = entered, entered.reached is not None, torn
+        self._world, self._generation, self._work = world, generation, work
+        self._result, self._loopback, self._then = result, loopback, then
+        self._future: torch.futures.Future[Any] | None = None
+        self._settling = threading.Lock()
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        if self._on_device:
+            self._wait_on_device()
+        else:
+            self._wait_on_host()
+        self._world.leave_phase()
+        return True
+
+    def _wait_on_host(self) -> None:
+        began = time.monotonic()
+        if self._future is not None:
+            self._future.wait()
+        try:
+            while not self._over:
+                ended = self._work.is_completed()  # asked first: it may end just after a look at it has timed out
+                try:
+                    self._work.wait(_LOOK)
+                    self._settle(None)
+                except RuntimeError as error:
+                    if ended:
+                        self._raise_misuse(error)
+                        self._settle(error)
+                    elif self._world.leave_behind(self._generation):
+                        self.leave()
+                    else:
+                        self._world.waits_in(self._entered, self._generation)
+        finally:
+            self._world.blocked.goes_on()
+        self._world.own_time.waited(time.monotonic() - began)
+
+    def _wait_on_device(self) -> None:
+        """NCCL's wait makes the stream wait, not the host; given a time limit it would block, and abort its communicator.
+        After an abort nothing waits any more."""
+        error: Exception | None = None
+        queue, after = self._world.queue, self._entered.passed
+        if after is None or not isinstance(self._work, Done):
+            before = queue.moment()
+            try:
+                if self._future is not None:
+                    self._future.wait()
+                else:
+                    self._work.wait()
+            except RuntimeError as failed:
+                self._raise_misuse(failed)
+                error = failed
+            after = queue.moment()
+            self._entered.waited(after)
+            self._world.own_time.stream_waited(before, after)
+        if self._world.script_reads and not self._world.device_comes(after, self._generation):
+            error = error or CollectiveBroken("left in the middle")
+        self._settle(error)
+        self._world.leave_setup()
+
+    def _raise_misuse(self, error: RuntimeError) -> None:
+        """Of a call that began after it was made."""
+        if isinstance(self._work, DeferredWork) and self._work.refused and is_misuse(error):
+            raise error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            if self._over:  # it was waited for
+                return Done(self._result).get_future()
+            if self._on_device and self._world.script_reads:
+                self.wait()
+                return Done(self._result).get_future()
+            try:
+                inner = self._work.get_future()
+            except RuntimeError:  # gloo's point-to-point works have none
+                self.wait()
+                return Done(self._result).get_future()
+            self._future = torch.futures.Future(devices=_devices(self._result))
+            self._world.flights.take_off(self)
+            self._world.blocked.future_given(self)
+            self._world.own_time.future_given()
+            inner.add_done_callback(self._inner_done)
+        return self._future
+
+    def leave(self) -> None:
+        """Go on without it. Whatever it may still do, it does to memory that nobody reads any more."""
+        self._settle(CollectiveBroken("left behind"))
+
+    def _inner_done(self, inner: torch.futures.Future[Any]) -> None:
+        try:
+            inner.value()
+        except RuntimeError as error:
+            self._settle(error)
+            return
+        try:
+            self._settle(None)
+        except (
+            RuntimeError
+        ) as misuse:  # tensors that do not fit: nobody hears of it here, and who waits would wait for ever
+            assert self._future is not None, "a callback without a future"
+            self._future.set_exception(misuse)
+            self._world.blocked.future_over(self)
+
+    def _settle(self, error: Exception | None) -> None:
+        with self._settling:
+            if self._over:
+                return
+            if error is None and self._then is not None:
+                self._then()
+            self._over = True
+        world = self._world
+        if error is not None:
+            world.collective_failed(self._generation, error, self._result)
+            if self._on_device and world.script_reads:
+                _zero(self._torn)  # the script may yet look at it, where it cannot be left: inside autograd, say
+            self._loopback()
+        if self._generation == world.generation and not self._on_device:
+            world.progress.completed(self._entered)
+        if self._future is not None:
+            world.flights.land(self)
+            world.own_time.landed()
+            self._future.set_result(self._result)
+            world.blocked.future_over(self)
+
+    def is_completed(self) -> bool:
+        return self._over or (self._entered.is_passed() if self._on_device else self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+
+class AllOf(dist.Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: list[dist.Work], result: Any) -> None:
+        super().__init__()
+        self._works, self._result = works, result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        return Done(self._result).get_future()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def is_misuse(error: RuntimeError) -> bool:
+    """gloo looks at a collective's arguments when it is called; a lost peer shows only later, in the transport. What is no error of the
+    transport at all is said by its type: no memory on the device, a call that the backend does not have."""
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return ("ProcessGroupGloo::" in text or "ProcessGroupGloo.cpp" in text) and "gloo/transport" not in text
+
+
+def _zero(result: Any) -> None:
+    """All tensors of a collective's result."""
+    if isinstance(result, torch.Tensor):
+        with torch.no_grad():
+            result.zero_()
+    elif isinstance(result, (list, tuple)):
+        for one in result:
+            _zero(one)
+
+
+def _devices(result: Any) -> list[int | str | torch.device]:
+    """A future of tensors on a GPU must be told so when it is made."""
+    while isinstance(result, (list, tuple)) and result:
+        result = result[0]
+    return [result.device] if isinstance(result, torch.Tensor) and result.device.type == "cuda" else []

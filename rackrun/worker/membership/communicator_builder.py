@@ -1,0 +1,193 @@
+"""Builds a generation's communicators in helper threads, because building cannot be broken: it can only be left.
+
+A peer that stops in the middle of a handshake holds everyone for as long as the handshake's timeout. So the main thread never waits for a handshake
+itself, it waits for this thread *or* for a newer generation, whichever comes first. Each group is built in a thread of its own: together they take
+as long as the slowest, and no order of the groups has to be the same on all ranks.
+
+A group of more ranks than `rackrun.worker.communicators.on_demand.eager_ranks` is not built here: its communicator builds what is used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rackrun.checkpoint.host_memory.device_threads import use_device
+from rackrun.protocol.commands import Plan
+from rackrun.worker.communicators.communicator import COLLECTIVE_TIMEOUT, Communicator
+from rackrun.worker.communicators.exchange_rooms import Rooms
+from rackrun.worker.communicators.exchange_store import ExchangeStore
+from rackrun.worker.communicators.gate_tree import with_gate_tree
+from rackrun.worker.communicators.gloo import GlooCommunicator
+from rackrun.worker.communicators.handshakes import Handshakes
+from rackrun.worker.communicators.on_demand import OnDemand, eager_ranks
+from rackrun.worker.device.device_queue import DeviceQueue, queue_of
+
+if TYPE_CHECKING:
+    from rackrun.worker.membership.elastic_group import ElasticGroup
+
+__all__ = ["Builder", "build_communicator"]
+
+_HANDSHAKE, _HANDSHAKE_OF_A_RANK = timedelta(seconds=20), timedelta(milliseconds=10)
+"""The second: so much more for each rank of a group that is built on demand. 10,000 take 10 to 30 s (docs/scale.md)."""
+_PATIENCE = timedelta(minutes=30)
+"""At the start workers come as their scripts get here, not all at once."""
+_FREE_BYTES = 3 * 2**30
+"""NCCL's buffers for a group of eight take 0.3 to 1.5 GB. A device with less memory free than this gets the old communicators' back first."""
+
+
+def build_communicator(
+    device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Communicator:
+    """Blocks until all ``size`` ranks have come. ``store`` is this group's alone. Raises RuntimeError after ``timeout``: run it in a thread that may
+    be left."""
+    host = GlooCommunicator(store, rank, size, timeout)
+    if device.type != "cuda":
+        return host
+    from rackrun.worker.communicators.nccl import nccl_communicator  # only where there are GPUs
+
+    return nccl_communicator(device, store, rank, size, timeout, host)
+
+
+class Builder(threading.Thread):
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Sequence[ElasticGroup],
+        device: torch.device,
+        token: str,
+        *,
+        patient: bool = False,
+        done: Callable[[], None] = lambda: None,
+        queue: DeviceQueue | None = None,
+        handshakes: Handshakes | None = None,
+    ) -> None:
+        """``done`` is told when `over` is true, and perhaps again. ``queue``: of ``device``. ``handshakes`` counts those that come later, on demand."""
+        super().__init__(name=f"rackrun-build-{plan.generation}", daemon=True)
+        self.communicators: dict[ElasticGroup, Communicator] = {}
+        self.over = False
+        """All are built, or one cannot be."""
+        self.error: Exception | None = None
+        self._plan, self._device, self._token, self._patient, self._done = plan, device, token, patient, done
+        # a group of one rank needs none: a loopback is exact
+        self._groups = [(group, group.key, group.rank(), group.ranks) for group in groups if group.size() > 1]
+        self._old = [group.communicator for group in groups if group.communicator is not None]
+        self._queue, self._handshakes = queue or queue_of(device), handshakes or Handshakes()
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._rooms = self._new_rooms()
+
+    def abandon(self) -> None:
+        """A newer generation overtakes this one: nobody will use what is being built."""
+        with self._lock:
+            self._abandoned = True
+            communicators = list(self.communicators.values())
+        self._rooms.close()
+        for communicator in communicators:
+            communicator.break_()
+
+    def run(self) -> None:
+        try:
+            use_device(self._device)
+            self._make_room()
+        except RuntimeError as error:
+            self._fail(error)
+            return
+        threads = [
+            threading.Thread(target=self._try, args=group, name=self.name, daemon=True) for group in self._groups[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        if self._groups:
+            self._try(*self._groups[0])
+        for thread in threads:
+            thread.join()
+        self.over = True
+        self._done()
+
+    def _make_room(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < _FREE_BYTES:
+            for communicator in self._old:
+                communicator.drop()
+        self._old.clear()
+
+    def _try(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
+        try:
+            use_device(self._device)
+            self._build(group, key, rank, ranks)
+        except Exception as error:  # noqa: BLE001 - kept: the main thread waits for the next generation with it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.over = True
+        self._done()
+
+    def _build(self, group: ElasticGroup, key: str, rank: int, ranks: tuple[int, ...]) -> None:
+        rooms: list[ExchangeStore] = []
+
+        def room(name: str) -> ExchangeStore:
+            rooms.append(self._rooms.enter(name))
+            return rooms[-1]
+
+        name, size = f"{key}/{ranks[0]}", len(ranks)
+        on_demand = size > eager_ranks()
+        try:
+            store = room(name) if self._patient or not on_demand else None
+            if self._patient and store is not None:
+                _meet(store, rank, size, _PATIENCE)
+            communicator: Communicator
+            if on_demand or store is None:
+                communicator = self._on_demand(name, rank, size)
+            else:
+                communicator = build_communicator(self._device, store, rank, size, _HANDSHAKE)
+            self._keep(group, communicator)
+            if key == "world":
+                self._keep(
+                    group, with_gate_tree(communicator, lambda block: room(f"gate/{block}"), rank, size, _HANDSHAKE)
+                )
+        finally:
+            for each in rooms:
+                self._rooms.leave(each)
+
+    def _on_demand(self, name: str, rank: int, size: int) -> OnDemand:
+        rooms = self._new_rooms()
+        build = partial(_build_when_all_have_come, self._device, rooms, self._handshakes, name)
+        return OnDemand(build, rooms.close, rank, size, self._queue)
+
+    def _new_rooms(self) -> Rooms:
+        address, token, generation = self._plan.store, self._token, self._plan.generation
+        return Rooms(lambda name: ExchangeStore(address, token, f"{generation}/{name}"))
+
+    def _keep(self, group: ElasticGroup, communicator: Communicator) -> Communicator:
+        with self._lock:
+            self.communicators[group] = communicator
+            abandoned = self._abandoned
+        if abandoned:
+            communicator.break_()
+        return communicator
+
+
+def _meet(store: ExchangeStore, rank: int, size: int, timeout: timedelta) -> None:
+    """Until all ``size`` ranks have come. RuntimeError after ``timeout``."""
+    store.set(f"here/{rank}", b"")
+    store.wait([f"here/{peer}" for peer in range(size)], timeout)
+
+
+def _build_when_all_have_come(
+    device: torch.device, rooms: Rooms, handshakes: Handshakes, group: str, part: str, rank: int, size: int
+) -> Communicator:
+    """Whoever comes to a collective waits for the others as in the collective itself: the agents judge about that. The handshake is quick."""
+    store = rooms.enter(f"{group}/{part}")
+    try:
+        _meet(store, rank, size, COLLECTIVE_TIMEOUT)
+        with handshakes.one():
+            return build_communicator(device, store, rank, size, _HANDSHAKE + size * _HANDSHAKE_OF_A_RANK)
+    finally:
+        rooms.leave(store)

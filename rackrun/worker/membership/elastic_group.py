@@ -1,0 +1,491 @@
+"""The elastic process group: one object for the whole run, whose communicator is replaced per generation.
+
+It is registered with torch as the backend ``rackrun``, and the *default* group is elastic, so whatever a script does with
+``torch.distributed``, DeviceMesh, DTensor, DDP or FSDP2 goes through here.
+
+While a group is not joined, and from the moment it is broken, every collective is a **loopback**: every peer equals me.
+It completes at once with values of a sane size and range, so that no error travels through autograd and no kernel reads
+uninitialised memory. What a broken collective returns never counts: the step that used it is discarded at the gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.tensor import DTensor
+
+from rackrun.errors import StepError
+from rackrun.worker.communicators.deferred_collective import DeferredWork
+from rackrun.worker.communicators.gate_tree import WithGateTree, on_hosts
+from rackrun.worker.membership.collective_work import AllOf, Done, Guarded, is_misuse
+
+if TYPE_CHECKING:
+    from rackrun.worker.communicators.communicator import Communicator, PointToPoint
+    from rackrun.worker.membership.worker_membership import World
+
+__all__ = ["BACKEND", "ElasticGroup"]
+
+BACKEND = "rackrun"
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
+
+Tensors = Sequence[torch.Tensor]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_not_compiled = cast("Callable[[_F], _F]", torch._dynamo.disable)
+
+
+class ElasticGroup(dist.ProcessGroup):
+    """``ranks`` are the global ranks of its members, in group order; ``group_rank`` is this process's place among them."""
+
+    def __init__(self, world: World, ranks: Sequence[int], group_rank: int, name: str, desc: str, key: str) -> None:
+        super().__init__(group_rank, len(ranks))  # type: ignore[call-arg]
+        self.world = world
+        self.ranks = tuple(ranks)
+        self.key = key
+        """The same on every member, unlike torch's group name: what the generation's store keys are made of."""
+        self.communicator: Communicator | None = None
+        self._group_rank = group_rank
+        self._asks_nobody = False
+        self._name = name
+        self._desc = desc
+        self._coalesced: list[dist.Work] | None = None
+        """What has been called inside of torch's coalescing manager so far."""
+
+    # -- identity: torch asks under several names
+    def rank(self) -> int:
+        return self._group_rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
+
+    def name(self) -> str:
+        return BACKEND
+
+    getBackendName = name  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Of whose tensors its collectives are: torch asks before it chooses where objects travel, and before an asynchronous checkpoint."""
+        host = torch.device("cpu")
+        return [host] if self.world.device.type == "cpu" else [torch.device(self.world.device.type), host]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+        return self
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name  # noqa: N815
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None, **names: Any
+    ) -> Any:
+        """c10d delegates ``torch.distributed.new_group`` to this. None for a rank that is not a member."""
+        del timeout, pg_options
+        return self.world.new_group(ranks, names.get("group_name") or "", names.get("group_desc") or "undefined")
+
+    def become(self, ranks: Sequence[int], group_rank: int) -> None:
+        """A promoted spare takes another place."""
+        self.ranks = tuple(ranks)
+        self._group_rank = group_rank
+
+    @contextlib.contextmanager
+    def asking_nobody(self) -> Iterator[None]:
+        """What members would tell each other inside is the same on all of them: every collective is a loopback."""
+        self._asks_nobody = True
+        try:
+            yield
+        finally:
+            self._asks_nobody = False
+
+    def abort(self) -> None:
+        """torch's own clean-up has no business here: the world breaks and drops communicators."""
+
+    def shutdown(self) -> None:
+        """See `abort`."""
+
+    # -- what torch.distributed._coalescing_manager(device=...) calls around collectives
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        """All of them as one. Each has been called already, in its turn: the backend groups none."""
+        works, self._coalesced = self._coalesced or [], None
+        return AllOf(works, [])
+
+    def leave_coalescing(self) -> None:
+        """The unit in which a coalescing manager was entered is over, and perhaps was left inside of it."""
+        self._coalesced = None
+
+    def _check_not_coalesced(self, tensors: Tensors) -> None:
+        """Called one by one, two ranks that both send first would wait for each other."""
+        if self._coalesced is not None and self.batches(tensors[0].device):
+            raise StepError(
+                "a send or a receive was called inside of torch.distributed._coalescing_manager, which groups collectives only here.",
+                remedy="give them to torch.distributed.batch_isend_irecv.",
+            )
+
+    # -- collectives
+    @_not_compiled
+    def _run(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        *args: Any,
+        then: Callable[[], None] | None = None,
+        on_host: bool = False,
+    ) -> dist.Work:
+        first = _first_tensor(args)
+        if isinstance(first, DTensor):
+            raise StepError(
+                f"a DTensor was given to a collective ({name}), which needs plain tensors (DistributedDataParallel over a tensor-parallel model, perhaps).",
+                remedy="give it tensor.to_local(); for data parallelism beside tensor parallelism use fully_shard (FSDP2).",
+            )
+        return self._start(
+            name,
+            result,
+            loopback,
+            lambda communicator, on_host: communicator.call(name, *args, on_host=on_host),
+            then,
+            on_host=on_host or not self._is_of_device(first),
+            synchronous=not getattr(args[-1], "asyncOp", True),
+            torn=self._torn(name, result, args),
+        )
+
+    def _start(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        call: Callable[[Communicator, bool], dist.Work | None],
+        then: Callable[[], None] | None = None,
+        *,
+        on_host: bool = False,
+        synchronous: bool = False,
+        torn: Any = (),
+    ) -> dist.Work:
+        """``call`` is told whether the hosts' half is to do it. ``torn``: as of `Guarded`."""
+        if self._asks_nobody:
+            loopback()
+            return Done(result)
+        work = self._call(name, result, loopback, call, then, on_host=on_host, synchronous=synchronous, torn=torn)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _call(
+        self,
+        name: str,
+        result: Any,
+        loopback: Callable[[], None],
+        call: Callable[[Communicator, bool], dist.Work | None],
+        then: Callable[[], None] | None,
+        *,
+        on_host: bool,
+        synchronous: bool,
+        torn: Any,
+    ) -> dist.Work:
+        world = self.world
+        generation = world.enter_collective(self, name, result)
+        entered, communicator = world.progress.newest, self.communicator
+        if communicator is None or generation is None:
+            loopback()
+            world.progress.completed(entered)
+            return Done(result)
+        if not (on_host or world.queue.is_host):
+            entered.reached = world.queue.moment()
+        try:
+            work = call(communicator, on_host)
+        except RuntimeError as error:
+            if is_misuse(error):
+                raise
+            world.collective_failed(generation, error, result)
+            loopback()
+            world.progress.completed(entered)
+            return Done(result)
+        entered.call = world.blocked.called(self, name, result)
+        if entered.reached is not None:
+            stands = work is None or (synchronous and not isinstance(work, DeferredWork))
+            world.enqueued(entered, communicator, None if stands else work)
+        if work is None:
+            # NCCL's answer to a synchronous call: it stands on the current stream, in front of what uses its result.
+            work = Done(result)
+        return Guarded(world, generation, work, result, loopback, then, entered=entered, torn=torn)
+
+    def _torn(self, name: str, result: Any, args: Sequence[Any]) -> Any:
+        """Of a broken collective's result, what is garbage and no loopback writes anew: it was given in the same place."""
+        in_place = name in _IN_PLACE or (name == "broadcast" and args[-1].rootRank != self.rank())
+        return result if in_place else ()
+
+    def _is_of_device(self, first: torch.Tensor | None) -> bool:
+        """By the first tensor. A barrier has none, and is the hosts'."""
+        return first is not None and first.device.type == self.world.device.type
+
+    def sum_on_host(self, values: torch.Tensor) -> None:
+        """``values``, on the host, in place; not by the device, and in front of nothing that it does."""
+        opts = dist.AllreduceOptions()
+        self._run(
+            on_hosts(self.communicator),
+            [values],
+            lambda: _sum_of_equals([values], opts, self.size()),
+            [values],
+            opts,
+            on_host=True,
+        ).wait()
+
+    def gather_on_host(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The ``row`` of every rank, in their order: 1-d, on the host, as long everywhere. By the gate's tree where there is one, so it takes
+        nothing that is as large as the group but the answer."""
+        rows = torch.zeros(self.size(), len(row), dtype=row.dtype)
+        if isinstance(self.communicator, WithGateTree):
+            rows[self.rank()] = row  # and zeros, where others have theirs: the sum is what all have
+            everything, opts = rows.view(-1), dist.AllreduceOptions()
+
+            def loopback() -> None:
+                rows.copy_(row.expand_as(rows))
+
+            name = on_hosts(self.communicator)
+            self._run(name, [everything], loopback, [everything], opts, on_host=True).wait()
+        else:
+            self.allgather([list(rows)], [row]).wait()
+        return list(rows)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Of all ranks, one by one; ``values`` are the host's. Over hosts where the gate's tree is there, else by the device."""
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if isinstance(self.communicator, WithGateTree):
+            found = values.clone()
+            name = on_hosts(self.communicator, largest=True)
+            self._run(name, [found], _nothing, [found], opts, on_host=True).wait()
+            return found
+        on_device = values.to(self.world.device)
+        dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self)
+        return on_device.cpu()
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.AllreduceOptions()
+        return self._run("allreduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        plain = dist.AllreduceOptions()
+        plain.reduceOp = opts.reduceOp
+        if len({tensor.dtype for tensor in tensors}) == 1 and len(tensors) > 0 and tensors[0].device.type == "cpu":
+            return self._run(
+                "allreduce_coalesced", tensors, lambda: _sum_of_equals(tensors, plain, self.size()), tensors, opts
+            )
+        for tensor in tensors:
+            self.allreduce([tensor], plain).wait()
+        return Done(tensors)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.BroadcastOptions()
+        loopback = _nothing
+        if self.world.in_setup and self.size() > 1 and not self._asks_nobody:
+            turn = self.world.broadcasts.turn(self.key)
+            if self.world.generation and opts.rootRank == self.rank():
+                self.world.broadcasts.give(turn, tensors)
+            elif not self.world.generation and opts.rootRank != self.rank():
+
+                def loopback() -> None:
+                    self.world.broadcasts.take(turn, tensors)
+
+        return self._run("broadcast", tensors, loopback, tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.ReduceOptions()
+        return self._run("reduce", tensors, lambda: _sum_of_equals(tensors, opts, self.size()), tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        def loopback() -> None:
+            for row, tensor in zip(outputs, inputs, strict=True):
+                for output in row:
+                    output.copy_(tensor)
+
+        return self._run("allgather", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        # outputs[i] is what rank i gave
+        def loopback() -> None:
+            for row in outputs:
+                for output, tensor in zip(row, inputs, strict=True):
+                    output.copy_(tensor)
+
+        return self._run("allgather_coalesced", outputs, loopback, outputs, inputs, opts or AllgatherOptions())
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        def loopback() -> None:
+            output.view(self.size(), -1).copy_(input.clone().reshape(1, -1))  # FSDP gathers in place
+
+        return self._run("_allgather_base", output, loopback, output, input, opts or AllgatherOptions())
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return AllOf([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.ReduceScatterOptions()
+
+        if len(outputs) == 1 and outputs[0].device.type == "cpu" and len({tensor.numel() for tensor in inputs[0]}) == 1:
+            return self.reduce_scatter_single(outputs[0], torch.cat([tensor.reshape(-1) for tensor in inputs[0]]), opts)
+
+        def loopback() -> None:
+            for output, row in zip(outputs, inputs, strict=True):
+                output.copy_(row[self.rank()])
+            _sum_of_equals(outputs, opts, self.size())
+
+        return self._run("reduce_scatter", outputs, loopback, outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        opts = opts or dist.ReduceScatterOptions()
+
+        def loopback() -> None:
+            output.copy_(input.reshape(self.size(), -1)[self.rank()].view_as(output))
+            _sum_of_equals([output], opts, self.size())
+
+        if input.device.type != "cpu":
+            return self._run("_reduce_scatter_base", output, loopback, output, input, opts)
+        # gloo does the same, in a work whose wait knows no time limit: a lost wake-up would hold this rank for ever.
+        whole, sums = input.detach().clone(), dist.AllreduceOptions()
+        sums.reduceOp = opts.reduceOp
+
+        def take_part() -> None:
+            output.copy_(whole.reshape(self.size(), -1)[self.rank()].view_as(output))
+
+        return self._run("allreduce", output, loopback, [whole], sums, then=take_part)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return AllOf([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_splits: Any = (),
+        input_splits: Any = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        opts = opts or dist.AllToAllOptions()
+
+        def loopback() -> None:
+            if output.shape == input.shape:
+                output.copy_(input)
+            else:
+                output.zero_()
+
+        return self._run("alltoall_base", output, loopback, output, input, output_splits, input_splits, opts)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        def loopback() -> None:
+            mine = inputs[self.rank()]
+            for output in outputs:
+                output.copy_(mine) if output.shape == mine.shape else output.zero_()
+
+        return self._run("alltoall", outputs, loopback, outputs, inputs, opts or dist.AllToAllOptions())
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        def loopback() -> None:
+            for row, tensor in zip(outputs, inputs, strict=False):
+                for output in row:
+                    output.copy_(tensor)
+
+        return self._run("gather", outputs, loopback, outputs, inputs, opts or dist.GatherOptions())
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        def loopback() -> None:
+            for index, output in enumerate(outputs):
+                output.copy_(inputs[index][self.rank()]) if len(inputs) > index else output.zero_()
+
+        return self._run("scatter", outputs, loopback, outputs, inputs, opts or dist.ScatterOptions())
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        self._check_not_coalesced(tensors)
+        return self._run("send", tensors, _nothing, tensors, peer, tag)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
+        self._check_not_coalesced(tensors)
+        return self._run("recv", tensors, lambda: _zero(tensors), tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self._run("recv_anysource", tensors, lambda: _zero(tensors), tensors, tag)
+
+    def batches(self, device: torch.device) -> bool:
+        """Whether sends and receives of one batch have to be called as one: a device's stand behind each other in its stream."""
+        return device.type == self.world.device.type and not self.world.queue.is_host
+
+    @_not_compiled
+    def batch(self, operations: Sequence[PointToPoint]) -> dist.Work:
+        """All of them at once, whatever their order."""
+        received = [tensor for name, tensor, _, _ in operations if name == "recv"]
+        return self._start(
+            "batch", received, lambda: _zero(received), lambda communicator, _: communicator.batch(operations)
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._run("barrier", [], _nothing, opts or dist.BarrierOptions())
+
+
+def _first_tensor(args: Sequence[Any]) -> torch.Tensor | None:
+    """Of a collective's arguments."""
+    while args:
+        first = args[0]
+        if isinstance(first, torch.Tensor):
+            return first
+        args = first if isinstance(first, (list, tuple)) and first else args[1:]
+    return None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _zero(tensors: Tensors) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _sum_of_equals(tensors: Tensors, opts: Any, size: int) -> None:
+    if opts.reduceOp == dist.ReduceOp.SUM and size > 1:
+        for tensor in tensors:
+            if tensor.dtype is not torch.bool:
+                tensor.mul_(size)

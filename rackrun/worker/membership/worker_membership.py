@@ -1,0 +1,882 @@
+"""This worker's membership of the world: its groups, its generation, and its part in every verdict.
+
+Two threads meet here. The *main thread* runs the user's script: collectives, gates, recoveries. The *control thread*
+(`rackrun.worker.process.control_thread`) brings the coordinator's words: a generation is broken, a plan has come. What decides whether a
+unit counts - the gate entered, the gate passed, the generation broken - changes under one lock, so the report that the
+control thread sends is final the moment it is sent, even while the main thread still computes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rackrun.checkpoint.host_memory.device_threads import use_device
+from rackrun.errors import CollectiveBroken, StepError
+from rackrun.link.exchange import ExchangeUnreachable
+from rackrun.protocol.commands import BreakGeneration, DealShards, Member, Plan
+from rackrun.protocol.events import WorkerParked, WorkerSevered, WorkerUnbuilt
+from rackrun.protocol.ids import BEGIN, Generation, Incarnation, Position, SlotId, Step
+from rackrun.worker.batch.microbatch_collectives import Meetings
+from rackrun.worker.batch.share_changes import Deals
+from rackrun.worker.communicators.communicator import OWN_FAULTS
+from rackrun.worker.communicators.handshakes import Handshakes
+from rackrun.worker.device.device_queue import Moment, Waits, queue_of, wait_until
+from rackrun.worker.device.device_return import DeviceReturn
+from rackrun.worker.device.own_time import OwnTime
+from rackrun.worker.membership.blocked_collective import Blocked
+from rackrun.worker.membership.collective_progress import Entered, Progress
+from rackrun.worker.membership.communicator_builder import Builder
+from rackrun.worker.membership.elastic_group import ElasticGroup
+from rackrun.worker.membership.gate import CollectiveOrder, GateSums, Offer, agreed, elements
+from rackrun.worker.membership.group_registry import Families
+from rackrun.worker.membership.inflight import Flights
+from rackrun.worker.membership.recovery_stages import RecoveryStages
+from rackrun.worker.membership.setup_broadcasts import Broadcasts
+from rackrun.worker.torch_compat import c10d
+
+if TYPE_CHECKING:
+    from rackrun.link.heartbeat_page import HeartbeatPage
+    from rackrun.worker.communicators.communicator import Communicator
+
+_SEVERED_S = 0.2
+"""A collective fails when a peer is lost, and BreakGeneration follows within milliseconds. If it does not come, nobody knows."""
+
+__all__ = ["Abandoned", "Reenter", "Scope", "Superseded", "World", "lost_after_loop"]
+
+
+T = TypeVar("T")
+
+
+class Abandoned(BaseException):
+    """The unit in hand will not count: leave it, discard what it did, recover. Never raised inside autograd."""
+
+
+class Superseded(Exception):
+    """A newer generation was announced while this one was being joined."""
+
+
+class Reenter(BaseException):
+    """The world is to have other ranks, for which the script has to make everything anew: leave ``main``, and enter it again."""
+
+
+class Scope(Enum):
+    """Where the script is, which decides what a collective may do."""
+
+    SETUP = "before run.steps()"
+    UNIT = "in a step or phase"
+    OUTSIDE = "outside steps and phases"
+    AFTER = "after the loop over run.steps()"
+
+
+class World:
+    def __init__(  # noqa: PLR0915 - what there is at the start, one line each
+        self, page: HeartbeatPage, device: torch.device, slot: SlotId, incarnation: Incarnation, token: str
+    ) -> None:
+        self.page = page
+        self.device, self.queue = device, queue_of(device)
+        self._gate_waits = Waits()
+        self.scope = Scope.SETUP
+        self.groups: list[ElasticGroup] = []
+        self.families = Families()
+        self.generation = 0
+        """The one that this worker's communicators belong to; 0 before the first."""
+        self.began = BEGIN
+        """What was committed when the run began or was resumed, or its ``main`` was entered again."""
+        self.layout = Generation(0)
+        """In which the ranks got the shards that they have: of all snapshots."""
+        self.met = 0
+        """Collectives and groups that the script has called for before run.steps(): others have, as well."""
+        self.replica_class = ""
+        self.unit_passed = False
+        """The gate of the unit in hand has passed: what it does from here on cannot be taken back."""
+        self.updated = False
+        """An optimizer has stepped in the unit in hand."""
+        self.after_update: Callable[[str, Any], None] | None = None
+        """Told of every collective of the script, and its result, from then on."""
+        self.broke_late: Callable[[Any], None] = lambda result: None  # noqa: ARG005
+        self.rejoin: Callable[[], None] = lambda: None
+        """Called in code of the script's own: take part in the newest generation."""
+        """Told of every collective, by its result, that breaks after that."""
+        self.good: Position | None = None
+        """The last unit after which all replicas are known to have been equal; None: nobody looks, or it has just come."""
+        self.drain = False
+        self.traffic = 0
+        """Elements that collectives of the unit in hand have written, on this rank."""
+        self.flights = Flights()
+        self.order = CollectiveOrder()
+        self.own_time = OwnTime(queue=self.queue)
+        self.progress = Progress(page, self.queue)
+        self.blocked = Blocked(page)
+        self.stages = RecoveryStages()
+        self.meetings = Meetings()
+        self.deals = Deals()
+        self.broadcasts = Broadcasts(None)
+        self.handshakes = Handshakes()
+
+        self._slot, self._incarnation, self._token = slot, incarnation, token
+        self._changed = threading.Condition()
+        self._broken = False
+        self._failed: tuple[float, str] | None = None
+        """When a collective of this generation failed by itself, and why; until it is told."""
+        self._announced = 0
+        self._pause_in = 0
+        """The generation that is to pause, and then to end; 0: none was."""
+        self._plan: Plan | None = None
+        self._unbuilt: WorkerUnbuilt | None = None
+        self.joined: Plan | None = None
+        """Of this generation."""
+        self._has_state = True
+        """Not between leaving ``main`` and being filled again."""
+        self.resumed = Generation(0)
+        """As `rackrun.protocol.events.WorkerParked`."""
+        self._seated: tuple[Member, ...] = ()
+        """Who is who, as this worker and its groups count ranks now."""
+        self._builder: Builder | None = None
+        self._passed = BEGIN
+        self._entered = BEGIN
+        self._in_gate = False
+        self._after_in: int | None = None
+        """The generation in which the script has called its first collective after the loop."""
+        self.in_phase = False
+        self.waited_s = 0.0
+        """Of the unit in hand, for a plan: that is recovery, and no time that the unit takes."""
+        self.stands_since_ns = 0
+        """The main thread does nothing but wait for the device, since then; 0: it does not."""
+        self.returns = DeviceReturn(self.queue, lambda: self.rank)
+        self.may_leave_phase: Callable[[], bool] = lambda: True
+        self.may_be_left: Callable[[], None] = lambda: None
+        """Told of every place at which a step that will not count is left."""
+        self._gate: tuple[float, ...] = ()
+        self._released = False
+        self._fixed: Callable[[str, int, int], Communicator] | None = None
+
+    # -- groups
+    def create_default(self, rank: int, size: int) -> ElasticGroup:
+        group = ElasticGroup(self, range(size), rank, "default", "default_pg", "world")
+        self.groups.append(group)
+        return group
+
+    def new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
+        """Called by every rank for every group, in the same order (torch's own rule)."""
+        if self.scope is not Scope.SETUP:
+            raise StepError(
+                "a process group was made after run.steps() began.", remedy="make all groups and meshes before."
+            )
+        entered = self.progress.enter()  # to make one is to wait for its other ranks
+        try:
+            return self._new_group(ranks, name, desc)
+        finally:
+            self.progress.completed(entered)
+
+    def _new_group(self, ranks: Sequence[int], name: str, desc: str) -> ElasticGroup | None:
+        with self._changed:
+            self._check_whole()
+            plan = self._plan
+        self.met += self.size > 1
+        key = self.families.add(ranks, desc)
+        if self.rank not in ranks:
+            return None
+        group = ElasticGroup(self, ranks, list(ranks).index(self.rank), name, desc, key)
+        self.groups.append(group)
+        if self._fixed is not None and len(ranks) > 1:
+            group.communicator = self._fixed(group.key, group.rank(), group.size())
+        elif self.generation and plan is not None:
+            builder = self._new_builder(plan, [group], patient=True)
+            builder.start()
+            try:
+                self._wait_built(plan, builder)
+            except Superseded:
+                builder.abandon()
+                raise
+            group.communicator = builder.communicators.get(group)
+        return group
+
+    @property
+    def in_setup(self) -> bool:
+        """Before ``run.steps()``."""
+        return self.scope is Scope.SETUP
+
+    @property
+    def rank(self) -> int:
+        return self.groups[0].rank()
+
+    @property
+    def size(self) -> int:
+        return self.groups[0].size()
+
+    @property
+    def has_mirrors(self) -> bool:
+        """Other trays get copies of snapshots, or their parity."""
+        return self._plan is not None and bool(self._plan.mirrors or self._plan.sets)
+
+    # -- collectives
+    def enter_collective(self, group: ElasticGroup, name: str, result: Any) -> int | None:
+        """The generation to run in; None for a loopback into ``result``."""
+        if threading.get_ident() != threading.main_thread().ident:
+            self._refuse_thread(name)
+        if self.scope is Scope.OUTSIDE and self.size > 1:
+            raise StepError(
+                "a collective was called outside steps and phases, where a lost peer could not be replaced.",
+                remedy="move it into the @run.step function, or register the function that needs it with run.every or run.at_end. After a "
+                "`break`, let go of what still iterates over run.steps(), such as a progress bar: it may yet go on.",
+            )
+        if self.scope is Scope.AFTER and self.size > 1:
+            self._check_after()
+        self._refuse_capture(group, name)
+        self.progress.enter()
+        self.own_time.goes_on()
+        if group.size() == self.size:
+            self.order.called(name, result)
+        if self.after_update is not None:
+            self.after_update(name, result)
+        if group.size() > 1:
+            self.traffic += elements(result)
+        if self.meetings.looks:
+            self.meetings.called(name, group.ranks, uneven=bool(self.deals.shares))
+        if self.scope is Scope.SETUP:
+            self._check_whole()
+            self.met += group.size() > 1
+        if not self._broken:
+            return self.generation or None
+        if self.unit_passed:
+            self.broke_late(result)
+        self.leave_phase()
+        return None
+
+    def _refuse_thread(self, name: str) -> None:
+        """A thread that the script has started calls a collective in a step, or between two units: on which side of a gate it comes is a matter
+        of time, other on every rank, and who takes a rank over has no such thread. A phase may wait for its threads (an asynchronous
+        checkpoint). Autograd's threads, and those that call back when a collective is over, are no threads of Python's."""
+        if self.size == 1 or self.in_phase or self.scope not in {Scope.UNIT, Scope.OUTSIDE}:
+            return
+        thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread) or thread.name.startswith("rackrun-"):
+            return
+        raise StepError(
+            f"a collective ({name}) was called by a thread of the script's own ({thread.name}), and no phase was waiting for it: when a rank is "
+            "lost, it could not be called again.",
+            remedy="call it in the main thread. A function of run.every or run.at_end may use a thread if it waits for it, as in "
+            "torch.distributed.checkpoint.async_save(...).result(). Checkpoints beside training: rackrun --checkpoint-dir.",
+        )
+
+    def _check_whole(self) -> None:
+        """Before run.steps(): what a loopback gives would be kept."""
+        if self._broken and self.generation:
+            raise CollectiveBroken(
+                "a peer was lost before the first step.", remedy="none needed: the world starts again."
+            )
+
+    def _check_after(self) -> None:
+        """After the loop, whose end is committed. Who has called no collective there yet goes on with who takes over, as the rank that it was. Who
+        has stands at another place than a newcomer: it is replaced by one. Autograd cannot be left; it gets a loopback's values, and this rank
+        counts as one that has."""
+        gone = self._broken or self._after_in not in (None, self.generation)
+        if gone and torch._C._current_graph_task_id() == -1:
+            before = self.size, self.rank
+            self.rejoin()
+            if self.has_met_after or (self.size, self.rank) != before:
+                raise lost_after_loop()
+        self._after_in = self.generation
+
+    @property
+    def has_met_after(self) -> bool:
+        """This rank has called a collective in the code after the loop."""
+        return self.scope is not Scope.SETUP and self._after_in is not None
+
+    def _refuse_capture(self, group: ElasticGroup, name: str) -> None:
+        """A graph would go on using the communicator of this generation, which the next frees; or a loopback, in which nobody else takes part."""
+        if self.queue.is_capturing() and (group.size() > 1 or self._plan is not None):
+            raise StepError(
+                f"a collective ({name}) was called while a CUDA graph is captured: after a failure it would be replayed on a "
+                "communicator that is gone.",
+                remedy="capture compute only: end the capture before the collective, and begin another behind it.",
+            )
+
+    def enqueued(self, entered: Entered, communicator: Communicator, work: dist.Work | None) -> None:
+        """On the device. ``work`` None: on this thread's current stream, which waits for the other ranks in it."""
+        assert entered.reached is not None, "a collective of the device"
+        if work is None:
+            after = self.queue.moment()
+            entered.waited(after)
+            self.own_time.stream_waited(entered.reached, after)
+        else:
+            entered.enqueued(communicator, work)
+
+    def waits_in(self, entered: Entered, generation: int) -> None:
+        """This thread, on the host, for a while now, in a collective of ``generation``."""
+        in_unit = self.scope is Scope.UNIT and generation == self.generation and not self._broken
+        nobody_else = threading.get_ident() == threading.main_thread().ident and not (
+            self.in_phase and _script_threads()
+        )
+        if in_unit and self.queue.is_host and nobody_else:
+            self.blocked.waits(entered.call, generation, self.groups)
+
+    @property
+    def script_reads(self) -> bool:
+        """What a collective gives is the script's to use, for good: no gate of a step comes before that."""
+        return self.in_phase or self.scope is not Scope.UNIT
+
+    def device_comes(self, moment: Moment, generation: int) -> bool:
+        """Whether the device has come past ``moment`` before ``generation`` was broken, here or at a peer. What it has computed by then is good."""
+        came = self._wait_for_device(moment.passed, lambda: self._is_gone(generation))
+        return came and not self._is_gone(generation) and not self.lost_a_peer()
+
+    def lost_a_peer(self) -> bool:
+        """On a device: a rank of this generation is gone, or has left it, though this one may not have been told yet. What this rank has
+        received may be garbage."""
+        if self.queue.is_host:
+            return False
+        # that of all ranks sees all of them; where it is built on demand, the others do
+        return any(group.communicator.lost_a_peer() for group in self.groups if group.communicator is not None)
+
+    def led_astray(self, error: Exception) -> bool:
+        """Whether what the script has raised may come of a break: of loopbacks' values, or of a lost peer's garbage."""
+        if self.lost_a_peer():
+            self.collective_failed(self.generation, error)
+        return self._broken
+
+    def _is_gone(self, generation: int) -> bool:
+        return self._broken or generation != self.generation
+
+    def _wait_for_device(
+        self, passed: Callable[[], bool], gives_up: Callable[[], bool], waits: Waits | None = None
+    ) -> bool:
+        self.stands_since_ns = time.monotonic_ns()
+        try:
+            return wait_until(passed, gives_up, waits)
+        finally:
+            self.stands_since_ns = 0
+
+    def leave_setup(self) -> None:
+        """As `leave_phase`, before run.steps()."""
+        if self.scope is Scope.SETUP:
+            self._check_whole()
+
+    def leave_phase(self) -> None:
+        """What a phase is told is used for good: it is left, rather than given a loopback's values. Not from inside autograd;
+        and not while it has other weights in the model (averaged ones, say), which it is then let put back itself."""
+        if self.scope is Scope.AFTER and self._after_in is not None:
+            self._check_after()
+        if not self.in_phase or not self._broken or self._in_gate or torch._C._current_graph_task_id() != -1:
+            return
+        if self.may_leave_phase():
+            raise Abandoned
+
+    def leave_behind(self, generation: int) -> bool:
+        """Whether to go on without a collective of ``generation`` that has not ended yet."""
+        leave = generation != self.generation or self.flights.overdue()
+        self.flights.some_left_behind |= leave
+        return leave
+
+    def collective_failed(self, generation: int, error: Exception, result: Any = ()) -> None:
+        """A collective of ``generation`` ended with an error: nothing of that generation counts any more."""
+        with self._changed:
+            if generation == self.generation:
+                if not self._broken:
+                    self._failed = time.monotonic(), str(error).partition("\n")[0]
+                self._broken = True
+                self._changed.notify_all()
+            late = self.unit_passed and generation == self.generation
+        if late:
+            self.broke_late(result)
+
+    def severed(self) -> WorkerSevered | WorkerUnbuilt | None:
+        """Asked by the control thread, now and then: what to tell when nobody else knows that this generation is broken, or cannot be built."""
+        with self._changed:
+            unbuilt, self._unbuilt = self._unbuilt, None
+            if unbuilt is not None and unbuilt.generation == self._announced:
+                return unbuilt
+            if self._failed is None or time.monotonic() - self._failed[0] < _SEVERED_S:
+                return None
+            because, self._failed = self._failed[1], None
+            if self._announced > self.generation:
+                return None
+            generation = Generation(self.generation)
+        return WorkerSevered(slot=self._slot, incarnation=self._incarnation, generation=generation, because=because)
+
+    @property
+    def broken(self) -> bool:
+        return self._broken
+
+    @property
+    def pausing(self) -> bool:
+        """This worker was told that its generation is to pause: the next has forgotten it."""
+        return self._pause_in == self.generation != 0
+
+    def wait_broken(self) -> None:
+        """Until the generation is broken: what a pause waits for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken)
+
+    # -- gates
+    @property
+    def passed(self) -> Position:
+        """The last unit that is known here to be committed."""
+        return self._passed
+
+    @property
+    def gate(self) -> GateSums | None:
+        """What the gate of ``passed`` reduced to. None before the first, and after a rollback."""
+        return GateSums(*self._gate) if self._gate else None
+
+    def pass_gate(self, at: Position, mine: Offer, refuses: Callable[[Position, GateSums], bool]) -> None:
+        """Once the device has come (`let_device_come`), enter the gate of ``at`` and see it pass; raises `Abandoned` if the unit will not
+        count, or is to be done again because ``refuses`` says so of its sums, as it does on all ranks.
+
+        The gate is one small all-reduce over the whole world. If anyone saw it pass then everyone had entered it, so
+        all gradients of the unit are complete everywhere: it is committed, also for those whose gate broke. If nobody
+        alive saw it pass, everybody does the unit again.
+        """
+        with self._changed:
+            if self._broken or not self.generation:
+                raise Abandoned
+            self._entered = at
+        values = self._sum(mine)
+        with self._changed:
+            sums = None if self._broken else agreed(values, self.size, at)
+            if sums is not None and refuses(at, sums):
+                self._entered = self._passed
+                raise Abandoned
+            if sums is not None:
+                self._passed, self._gate, self.unit_passed, self.updated = at, sums, True, True
+                self.stages.reached("passed")
+                if sums.dealt == self.size:
+                    self.deals.agree()
+                return
+        self.own_time.disturbed()
+        began = time.monotonic()
+        with self.page.no_deadline():
+            self.wait_plan()  # which carries the verdict
+        self.waited_s = time.monotonic() - began
+        if self._passed < at:
+            raise Abandoned
+        self.unit_passed = self.updated = True
+
+    def sum_before_gate(self, at: Position, mine: Offer) -> GateSums:
+        """What the gate of ``at`` would sum up now that the device has come. Nothing is committed by it. Raises `Abandoned` when the unit will
+        not count."""
+        if self._broken or not self.generation:
+            raise Abandoned
+        values = self._sum(mine)
+        sums = None if self._broken else agreed(values, self.size, at)
+        if sums is None:
+            raise Abandoned
+        return sums
+
+    def _sum(self, mine: Offer) -> list[float]:
+        """Over all ranks; it is in ``mine`` then."""
+        if self.size > 1:
+            self._in_gate = True
+            try:
+                self.groups[0].sum_on_host(torch.from_numpy(mine))
+            finally:
+                self._in_gate = False
+            self.progress.all_completed()
+        values: list[float] = mine.tolist()
+        return values
+
+    def let_device_come(self) -> None:
+        """The gradients of the unit are complete when the device has come past them, and if nothing was broken until then: what a broken
+        collective leaves is garbage that looks complete. Raises `Abandoned`."""
+        if not self._wait_for_device(self.queue.mark(), lambda: self._broken, self._gate_waits):
+            raise Abandoned
+
+    def abandon(self) -> None:
+        """Leave the unit in hand."""
+        raise Abandoned
+
+    def begin_unit(self, *, phase: bool) -> None:
+        self.in_phase, self.waited_s = phase, 0.0
+        self.order.begin_unit()
+        self.own_time.begin()
+        self.meetings.begin_unit()
+        self.deals.take_effect()
+        self.flights.some_left_behind = False
+        self.scope = Scope.UNIT
+        self.unit_passed = self.updated = False
+        self.after_update = None
+        c10d.leave_coalescing()
+        for group in self.groups:
+            group.leave_coalescing()
+
+    def passes_over(self) -> None:
+        """Of the unit in hand: what comes now, all do once."""
+        self.own_time.passes_over()
+        self.meetings.over()
+
+    def stand_at(self, position: Position, gate: tuple[float, ...]) -> None:
+        """A newcomer, and everyone after a rollback: what is committed is what the plan says."""
+        with self._changed:
+            self._passed = self._entered = position
+            self._gate = gate
+
+    def stand_alone(self) -> None:
+        """A world of one rank, without a coordinator: loopbacks are exact."""
+        self.generation = 1
+
+    # -- called by the control thread
+    def unless_broken(self, act: Callable[[], None]) -> bool:
+        """Whether it was done: not once this worker has told, for the next plan, what it has."""
+        with self._changed:
+            if self._broken:
+                return False
+            act()
+            return True
+
+    def unless_overtaken(self, plan: Plan) -> Callable[[Callable[[], None]], bool]:
+        """As `unless_broken`, between two generations: not once ``plan`` is not the newest that was announced."""
+
+        def unless(act: Callable[[], None]) -> bool:
+            with self._changed:
+                if self._announced != plan.generation:
+                    return False
+                act()
+                return True
+
+        return unless
+
+    def on_break(self, command: BreakGeneration, snapshots: Callable[[], tuple[Step, ...]]) -> WorkerParked | None:
+        with self._changed:
+            if command.generation <= self._announced:
+                return None
+            self._announced = command.generation
+            self._broken = True
+            self.returns.breaks()
+            self.stages.begin()
+            self.flights.broke()
+            report = WorkerParked(
+                slot=self._slot,
+                incarnation=self._incarnation,
+                generation=command.generation,
+                passed=self._passed,
+                entered=self._entered,
+                gate=self._gate,
+                snapshots=snapshots(),
+                layout=Generation(self.layout) if self._has_state else None,
+                replica_class=self._class_to_report(),
+                resumed=self.resumed,
+                good=self.good,
+            )
+            communicators = [group.communicator for group in self.groups if group.communicator]
+            builder = self._builder
+            self._changed.notify_all()
+        for communicator in communicators:
+            communicator.break_()
+        self.returns.broke()
+        self.stages.reached("broken")
+        if builder is not None:
+            builder.abandon()
+        return report
+
+    def look_at_device(self) -> None:
+        """Asked by the control thread, now and then: how far it is, and whether it has come back after a break. Ends the process if it has not. What
+        is built while others wait for it is no stall."""
+        self.progress.look()
+        self.returns.look()
+        if self.handshakes.are_under_way:
+            self.page.progress()  # they have a limit of their own
+
+    def let_device_return(self) -> None:
+        """After a break, before anything is done again: what was in flight on the device is over then. The process ends if that takes too long."""
+        if self.queue.is_host or not self._broken or not self.generation:
+            return
+        with self.page.no_deadline():
+            with self._changed:  # a collective that failed by itself is broken on the device only when all are told
+                self._changed.wait_for(lambda: self._announced > self.generation or self._released)
+            self.returns.wait()
+            self.returns.breaks()  # this thread may have been about to enqueue something when the others were asked for
+            self.returns.broke()
+            self.returns.wait()
+
+    def _class_to_report(self) -> str:
+        """What was equal at the start may have parted in the first step; until that is checked, nobody is a replica."""
+        if self.replica_class.startswith("start") and self._entered > self.began:
+            return f"unchecked rank {self.rank}"
+        return self.replica_class
+
+    def on_plan(self, plan: Plan, mine: Member) -> None:
+        """Groups are built at once, unless this worker takes another place first."""
+        with self._changed:
+            if plan.generation < self._announced or (self._plan and plan.generation <= self._plan.generation):
+                return
+            self._announced = plan.generation
+            self._plan = plan
+            if not self.generation:  # a spare hears of no break
+                self.stages.begin()
+            self.stages.reached("planned")
+            if self._entered > self._passed:
+                if plan.committed >= self._entered:
+                    self._passed, self._gate = self._entered, plan.gate
+                else:
+                    self._entered = self._passed
+            if not mine.fresh and plan.reshard is None and self.counts_as(plan, mine):
+                self._start_build(plan)
+            self._changed.notify_all()
+
+    def on_pause(self, generation: Generation) -> None:
+        """Not heard between two generations, nor by a spare."""
+        with self._changed:
+            if generation == self.generation and not self._broken:
+                self._pause_in = generation
+
+    def on_deal(self, command: DealShards) -> None:
+        """As `on_pause`."""
+        with self._changed:
+            if command.generation == self.generation and not self._broken:
+                self.deals.hear(command.number, command.shares)
+
+    def on_release(self) -> None:
+        with self._changed:
+            self._released = True
+            self._changed.notify_all()
+
+    # -- joining a generation
+    def wait_plan(self) -> Plan:
+        """The plan of the newest announced generation, once it has come. Ends the process when the job ends first: a spare
+        that was never needed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._plan_has_come() or self._released)
+            if not self._plan_has_come():
+                raise SystemExit(0)
+            assert self._plan is not None
+            return self._plan
+
+    def wait_released(self) -> bool:
+        """For a finished rank: True when the job is over, False when there is something to recover first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._released or self._plan_has_come())
+            return self._released
+
+    def start_build(self, plan: Plan) -> None:
+        """Raises `Superseded` when a newer generation was announced meanwhile."""
+        with self._changed:
+            if plan.generation != self._announced:
+                raise Superseded
+            self._start_build(plan)
+
+    def join(self, plan: Plan) -> None:
+        """Adopt the communicators of ``plan``; raises `Superseded` when a newer generation was announced meanwhile."""
+        builder = self._builder
+        assert builder is not None, "a plan without a build"
+        self.returns.wait()
+        self._wait_built(plan, builder)
+        with self._changed:
+            if self._announced != plan.generation:
+                raise Superseded
+            dropped: list[Communicator | None] = []
+            for group in self.groups:
+                dropped.append(group.communicator)
+                group.communicator = builder.communicators.get(group)
+                assert group.communicator is not None or group.size() == 1, f"group {group.key} has no communicator"
+            self.generation = plan.generation
+            self.joined = plan
+            self.deals.begin(plan.shares)
+            self._seated = plan.members
+            self._broken = False
+            self._failed = None
+            self.own_time.disturbed()
+            self.flights.new_generation()
+            self.progress.new_generation(plan.generation)
+            self.blocked.new_generation()
+        threading.Thread(
+            target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True
+        ).start()  # 3 to 30 ms each
+        del dropped
+
+    def give_up_state(self) -> None:
+        """Under the lock (`unless_overtaken`), as what follows."""
+        self._has_state = False
+
+    def has_state_again(self) -> None:
+        self._has_state = True
+
+    def let_go(self) -> None:
+        """Of the script that was in ``main``."""
+        self.broke_late = lambda result: None  # noqa: ARG005
+        self.rejoin = lambda: None
+        self.may_leave_phase = lambda: True
+        self.may_be_left = lambda: None
+        self.flights.new_generation()
+
+    def begin_again(self, plan: Plan, rank: int) -> None:
+        """This process is about to enter ``main`` again, as ``rank`` of another world: no group of the former one is left. What is
+        committed stays; where the plan does not cut all shards anew, it is a newcomer, and begins as a spare does. Raises `Superseded`."""
+        with self._changed:
+            if self._announced != plan.generation:
+                raise Superseded
+            dropped = [group.communicator for group in self.groups]
+            if self._builder is not None:
+                self._builder.abandon()
+            self._builder = None
+            for group in self.groups:
+                group.communicator = None
+            self.groups.clear()
+            self.families = Families()
+            if plan.reshard is None:
+                self.good = None
+                self.generation = 0
+                self._passed = self._entered = self.began = BEGIN
+                self._gate = ()
+                self._has_state = True  # as of any spare: the core knows that it has restored nothing yet
+            else:
+                self._passed = self._entered = self.began = plan.committed
+                self._gate = plan.gate
+            self._broken = plan.reshard is not None
+            self._seated = plan.members
+            self.replica_class = f"none yet, as rank {rank} in generation {plan.generation}"
+            self.scope, self.met, self._after_in = Scope.SETUP, 0, None
+            self.unit_passed = self.updated = self.in_phase = False
+            self.order = CollectiveOrder()
+        threading.Thread(target=_drop, args=[dropped, self.device], name="rackrun-drop", daemon=True).start()
+        del dropped
+
+    def join_fixed(self, build: Callable[[str, int, int], Communicator]) -> None:
+        """Under torchrun: one communicator a group, for good. ``build(name, rank, size)``."""
+        self.groups[0].communicator = build(self.groups[0].key, self.rank, self.size)
+        self._fixed = build
+        self.generation = 1
+
+    def close(self) -> None:
+        """Let go of the communicators before the interpreter ends: gloo's threads must not outlive it. NCCL's are aborted, as torch's own destructor
+        would wait for the others; what this rank has enqueued is over by then."""
+        self.queue.synchronise()
+        if self._fixed is not None:
+            self.groups[0].communicator.call("barrier", dist.BarrierOptions(), on_host=True).wait()  # type: ignore[union-attr]
+        for group in self.groups:
+            communicator, group.communicator = group.communicator, None
+            if communicator is not None and not self.queue.is_host:
+                communicator.drop()
+
+    def promote(self, rank: int) -> list[tuple[ElasticGroup, tuple[int, ...]]]:
+        """A spare takes the place of ``rank`` in every group. Returns the groups but the world, with their new ranks."""
+        return self.families.promote(self.groups, rank)
+
+    def fits(self, rank: int) -> bool:
+        """`promote` can give this process the place of ``rank``."""
+        return self.families.fits(self.groups, rank)
+
+    def counts_as(self, plan: Plan, mine: Member) -> bool:
+        """This process has its rank, in a world of the size, that ``plan`` says."""
+        return (self.rank, self.size) == (mine.rank, plan.world_size)
+
+    def resize(self, plan: Plan, rank: int) -> tuple[list[tuple[ElasticGroup, tuple[int, ...]]], list[int | None]]:
+        """The world has another size, or counts its ranks in another way: this process is ``rank`` of it. Returns the groups, with
+        their new ranks, and for each new rank which one it was; None: it joins now. Raises `Superseded`."""
+        with self._changed:  # the control thread builds for a newer plan by what the groups are then
+            if self._announced != plan.generation:
+                raise Superseded
+            before = {(member.slot, member.incarnation): int(member.rank) for member in self._seated}
+            moved = self.families.resize(self.groups, rank, plan.world_size)
+            self._seated = plan.members
+        return moved, [before.get((member.slot, member.incarnation)) for member in plan.members]
+
+    def attempt(self, plan: Plan, transfer: Callable[[], T]) -> T:
+        """Run ``transfer`` in a helper thread, and leave it there if a newer generation is announced: raises `Superseded`."""
+        ended: list[T | BaseException] = []
+
+        def run() -> None:
+            try:
+                use_device(self.device)
+                ended.append(transfer())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                ended.append(error)
+            self._wake()
+
+        threading.Thread(target=run, name=f"rackrun-restore-{plan.generation}", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: ended or self._announced != plan.generation)
+            if self._announced != plan.generation:
+                raise Superseded
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
+
+    def superseded(self, generation: Generation | int) -> bool:
+        return self._announced != generation
+
+    def _plan_has_come(self) -> bool:
+        return (
+            self._plan is not None
+            and self._plan.generation == self._announced
+            and self._plan.generation > self.generation
+        )
+
+    def _start_build(self, plan: Plan) -> None:
+        if self._builder is not None:
+            self._builder.abandon()
+        enters = plan.reshard is not None or plan.layout > 0  # whoever enters main comes as late as at the start
+        patient = plan.generation == 1 or enters or (not plan.restores and plan.committed == BEGIN)
+        self._builder = self._new_builder(plan, list(self.groups), patient=patient)
+        self._builder.start()
+
+    def _new_builder(self, plan: Plan, groups: Sequence[ElasticGroup], *, patient: bool) -> Builder:
+        return Builder(
+            plan,
+            groups,
+            self.device,
+            self._token,
+            patient=patient,
+            done=self._wake,
+            queue=self.queue,
+            handshakes=self.handshakes,
+        )
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait_built(self, plan: Plan, builder: Builder) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: builder.over or self._announced != plan.generation)
+            if self._announced != plan.generation:
+                raise Superseded
+        self.stages.reached("built")
+        if isinstance(builder.error, OWN_FAULTS):
+            raise builder.error
+        if builder.error is not None:
+            print(
+                f"rackrun: rank {self.rank} could not build generation {plan.generation}: {builder.error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            with self._changed:  # a peer did not come, or cannot be reached; the next generation leaves it out
+                self._unbuilt = WorkerUnbuilt(
+                    slot=self._slot,
+                    incarnation=self._incarnation,
+                    generation=plan.generation,
+                    cut_off=isinstance(builder.error, ExchangeUnreachable),
+                    because=str(builder.error)[:300],
+                )
+                self._changed.wait_for(lambda: self._announced != plan.generation)
+            raise Superseded
+
+
+def lost_after_loop(what_keeps: str = "") -> CollectiveBroken:
+    """In code of the script's own, to end this rank with. ``what_keeps`` it from going on with who takes over: a sentence, or ""."""
+    return CollectiveBroken(
+        f"a peer was lost in the code after the loop over run.steps(), which only a new start can run again.{what_keeps}",
+        remedy="give what needs collectives, or changes tracked state, to run.at_end(...), which is done again where it broke; or --checkpoint-dir, "
+        "so that a new start goes on from the last step.",
+    )
+
+
+def _script_threads() -> bool:
+    """There are threads of Python's that are not ours: in a phase they may call collectives."""
+    main = threading.main_thread()
+    return any(one is not main and not one.name.startswith("rackrun-") for one in threading.enumerate())
+
+
+def _drop(communicators: list[Communicator | None], device: torch.device) -> None:
+    use_device(device)
+    for communicator in communicators:
+        if communicator is not None:
+            communicator.drop()
+    communicators.clear()

@@ -1,0 +1,1 @@
+"""The worker's process: how it came to be, its control thread, its reports."""

@@ -1,0 +1,29 @@
+"""What ``run.log`` sends: any object, as a number or as a short text. A line of a log must not end a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rackrun.protocol.encodable import bounded, number_or_text
+
+__all__ = ["log_values"]
+
+_NAME_CHARS_MAX = 200
+_TEXT_CHARS_MAX = 1_000
+_VALUES_MAX = 1_000
+
+
+def log_values(values: Mapping[str, object]) -> dict[str, float | int | str]:
+    """Numbers stay numbers: also of numpy, of torch (tensors with one element) and those above 64 bits, which are rounded. Everything
+    else is text. Of more than a thousand values the first are taken."""
+    first = list(values.items())[:_VALUES_MAX]
+    return {
+        bounded(str(name), _NAME_CHARS_MAX): number_or_text(_without_grad(value), _TEXT_CHARS_MAX)
+        for name, value in first
+    }
+
+
+def _without_grad(value: object) -> object:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,210 @@
+"""What a worker tells upwards: that it is ready, what it has committed and logged, that it goes on, that it has finished.
+
+Without an agent there is nobody to tell, but rank 0 shows its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from rackrun.link.heartbeat_page import HeartbeatPage
+from rackrun.protocol.events import (
+    BatchChanged,
+    LossNotRepeated,
+    ReplicasDiffer,
+    SnapshotDamaged,
+    WorkerFinished,
+    WorkerPaused,
+    WorkerReady,
+    WorkerResumed,
+)
+from rackrun.protocol.ids import Generation, Position, Rank, Step, step_in
+from rackrun.protocol.wire import Logged, StateCopied, UnitCommitted
+from rackrun.worker.batch.mesh_axes import Axes
+from rackrun.worker.data.global_batch import Batches, StepBatch
+from rackrun.worker.device.numerics import numerics_of
+from rackrun.worker.process.runtime import Runtime
+
+__all__ = ["Reports", "say"]
+
+
+class Reports:
+    def __init__(self, runtime: Runtime, mesh: Axes = (), *, exact: bool = False, shards: int = 0) -> None:
+        self._channel, self._boot, self._world = runtime.channel, runtime.boot, runtime.world
+        self._mesh, self._exact, self._shards = mesh, exact, shards
+        self._device = runtime.device
+        self.fixed, self.reenters = "", False
+        """As `WorkerReady.fixed` and `WorkerReady.reenters`."""
+        self.setup_ms = -1
+        """As `WorkerReady.setup_ms`."""
+        self._snapshot = self._not_mirrored = -1
+
+    @property
+    def _axes(self) -> Axes:
+        """Now: one axis over all ranks changes with the world."""
+        return ((self._mesh[0][0], self._world.size),) if len(self._mesh) == 1 else self._mesh
+
+    def ready(self, replica_class: str) -> None:
+        self._world.replica_class = replica_class
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerReady(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    replica_class=replica_class,
+                    mesh=self._axes,
+                    fixed=self.fixed,
+                    reenters=self.reenters,
+                    exact=self._exact,
+                    shards=self._shards,
+                    setup_ms=self.setup_ms,
+                    numerics=tuple(numerics_of(self._device).items()),
+                )
+            )
+
+    def resumed(self, generation: Generation) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerResumed(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
+            )
+
+    def paused(self, generation: Generation) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                WorkerPaused(slot=self._boot.slot, incarnation=self._boot.incarnation, generation=generation)
+            )
+
+    def damaged(self, generation: Generation, named: int, where: str, because: str) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                SnapshotDamaged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=generation,
+                    step=Step(named),
+                    where=where,
+                    because=because,
+                )
+            )
+
+    def differ(self, at: Position, culprits: tuple[Rank, ...], good: Position, differing: tuple[Rank, ...]) -> None:
+        """As `ReplicasDiffer`."""
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                ReplicasDiffer(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    at=at,
+                    culprits=culprits,
+                    good=good,
+                    again=bool(differing),
+                    differing=differing,
+                )
+            )
+
+    def not_repeated(self, at: Position) -> None:
+        """As `LossNotRepeated`."""
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(LossNotRepeated(slot=self._boot.slot, incarnation=self._boot.incarnation, at=at))
+
+    def finished(self, took_ms: int) -> None:
+        """``took_ms``: as `WorkerFinished`."""
+        if self._channel is not None and self._boot is not None:
+            boot = self._boot
+            self._channel.send(WorkerFinished(slot=boot.slot, incarnation=boot.incarnation, took_ms=took_ms))
+
+    def committed(self, at: Position, attempt: int, seconds: float, own: float, ids: np.ndarray[Any, Any]) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                UnitCommitted(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    rank=self._world.rank,  # type: ignore[arg-type]
+                    at=at,
+                    attempt=attempt,
+                    seconds=seconds,
+                    own=own,
+                    passes=self._world.own_time.passes,
+                    in_passes=self._world.own_time.in_passes,
+                    meets=self._world.meetings.seen,
+                    gate=self._world.gate or (),
+                    ids=ids.astype("<i8").tobytes(),
+                    stages=self._world.stages.take(),
+                )
+            )
+
+    def batch_changed(self, step: int, batch: StepBatch, batches: Batches) -> None:
+        """With this step, which is committed."""
+        if self._channel is not None and self._boot is not None:
+            samples, target, rule = batches.told(batch)
+            self._channel.send(
+                BatchChanged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    step=Step(step),
+                    batch=samples,
+                    full_batch=batches.plan.global_batch,
+                    factor=batch.lr_factor,
+                    target=target,
+                    rule=rule,
+                )
+            )
+
+    def copied(self, kind: str, step: int, outcome: str = "done", *, size: int = 0, seconds: float = 0.0) -> None:
+        """As `StateCopied`. Any thread."""
+        if self._channel is not None and self._boot is not None:
+            with contextlib.suppress(OSError):  # without an agent this process ends anyway
+                self._channel.send(
+                    StateCopied(
+                        slot=self._boot.slot,
+                        incarnation=self._boot.incarnation,
+                        generation=Generation(self._world.generation),
+                        rank=self._world.rank,  # type: ignore[arg-type]
+                        at=Position(step),
+                        kind=kind,
+                        outcome=outcome,
+                        bytes=size,
+                        seconds=seconds,
+                    )
+                )
+
+    def snapshots(self, page: HeartbeatPage, *, size: int, seconds: float) -> None:
+        """What is new of them since this was called last. ``size``, ``seconds``: of the newest."""
+        newest, failed = max(page.snapshots(), default=-1), page.mirror_failed
+        if newest != self._snapshot and (step := self._step_of(newest)) is not None:
+            self.copied("snapshot", step, size=size, seconds=seconds)
+        if failed != self._not_mirrored and (step := self._step_of(failed)) is not None:
+            self.copied("copy", step, "failed")
+        self._snapshot, self._not_mirrored = newest, failed
+
+    def _step_of(self, named: int) -> int | None:
+        return None if named < 0 else step_in(self._world.layout, Step(named))
+
+    def logged(self, values: dict[str, float | int | str], at: Position) -> None:
+        if self._channel is not None and self._boot is not None:
+            self._channel.send(
+                Logged(
+                    slot=self._boot.slot,
+                    incarnation=self._boot.incarnation,
+                    generation=Generation(self._world.generation),
+                    rank=self._world.rank,  # type: ignore[arg-type]
+                    at=at,
+                    values=values,
+                )
+            )
+        elif self._world.rank == 0:
+            shown = (
+                f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+            )
+            print(f"step {at.step}  {'  '.join(shown)}", flush=True)
+
+
+def say(what: str) -> None:
+    """To people."""
+    print(f"rackrun: {what}", file=sys.stderr, flush=True)

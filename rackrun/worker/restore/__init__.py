@@ -1,0 +1,1 @@
+"""State for a rank that takes over, from live ranks or from snapshots."""

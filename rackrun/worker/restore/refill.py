@@ -1,0 +1,79 @@
+"""Filling a rank's state from the images of ranks of another world: from disk at the start of a job, or from old ranks' snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rackrun.checkpoint.base.errors import LayoutMismatch
+from rackrun.checkpoint.host_memory.device_threads import use_device
+from rackrun.checkpoint.image.image_layout import ImageLayout, TensorEntry
+from rackrun.checkpoint.image.reshard import Fetch, Read, fill, plan_reshard
+from rackrun.worker.state.state_image import entry_of
+from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.tracked_state import TrackedState
+
+__all__ = ["Refill", "check_alike"]
+
+
+class Refill:
+    """Plans on construction, which changes no value yet: tensors that are not there (an optimizer's) are allocated. ``source`` says of a tensor, by
+    its path and as this rank is to have it, which image gives it; None: any of ``holders``. Raises `LayoutMismatch` when the images do not have all of it."""
+
+    def __init__(
+        self,
+        state: TrackedState,
+        manifest: Manifest,
+        rank: int,
+        layouts: Sequence[ImageLayout],
+        holders: Sequence[int],
+        source: Callable[[str, TensorEntry], int | None],
+    ) -> None:
+        self._state, self._manifest = state, state.fitted(manifest)
+        self._tensors = state.allocate(self._manifest)
+        parts = {info.path: state.as_part(info, self._tensors[info.path]) for info in self._manifest.tensors}
+        parts |= state.parts()
+        wanted: dict[int | None, list[TensorEntry]] = {}
+        self._places: dict[str, torch.Tensor] = {}
+        for path, tensor in self._tensors.items():
+            target = entry_of(path, parts[path], rank)
+            self._places[target.name] = tensor
+            wanted.setdefault(source(path, target), []).append(target)
+        self.fetches: dict[int, list[Fetch]] = {}
+        """By image, in the order of their bytes; ``Fetch.shard`` is not to be looked at."""
+        for one, targets in wanted.items():
+            among = list(holders) if one is None else [one]
+            for fetch in plan_reshard([layouts[image] for image in among], targets, turn=rank):
+                self.fetches.setdefault(among[fetch.shard], []).append(fetch)
+        for fetches in self.fetches.values():
+            fetches.sort(key=lambda fetch: fetch.start)
+
+    def run(self, read: Read, threads: int = 1) -> None:
+        """``read(image, start, stop)``; several threads read of several images. What it raises leaves the state torn."""
+
+        def fill_from(image: int) -> None:
+            fill(self.fetches[image], self._places, lambda _, start, stop: read(image, start, stop))
+
+        if threads <= 1 or len(self.fetches) <= 1:
+            for image in self.fetches:
+                fill_from(image)
+        else:
+            device = self._state.device
+            with ThreadPoolExecutor(threads, "rackrun-refill", initializer=use_device, initargs=(device,)) as pool:
+                for filled in [pool.submit(fill_from, image) for image in self.fetches]:
+                    filled.result()
+        self._state.load_plain(self._manifest, self._tensors)
+
+
+def check_alike(manifests: Iterable[Manifest], whose: str) -> None:
+    """Raises `LayoutMismatch` when ranks had different tensors of one name: whose are the new ranks to have?"""
+    seen: dict[str, int] = {}
+    for manifest in manifests:
+        for path, mine in manifest.whole.items():
+            if seen.setdefault(path, mine) != mine:
+                raise LayoutMismatch(
+                    f"{path} is not the same on all of {whose}.",
+                    remedy="go on with as many ranks, or shard it as a DTensor.",
+                )

@@ -1,0 +1,1 @@
+"""What the user's script does that could not be repeated, and how it is told so."""

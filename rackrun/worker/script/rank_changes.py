@@ -1,0 +1,107 @@
+"""The place that a process has in the world, for what a script keeps beside training: called when it changes, and made for rank 0 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from rackrun.worker.data.rng import undrawn
+from rackrun.worker.process.reports import say
+from rackrun.worker.script.user_line import keeps_something, user_line
+
+__all__ = ["MainOnly", "Places"]
+
+
+class Places:
+    """Of one entry into ``main``. ``place`` is the rank and the number of ranks."""
+
+    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
+        self._place = place
+        self._known: tuple[int, int] | None = None
+        self._callbacks: list[Callable[[], Any]] = []
+        self._for_main: list[MainOnly] = []
+        self._asked = ""
+        """Where the script asked, before it had a place, whether it is main, and was told that it is not."""
+        self._kept = ""
+        """Where it was told that it is, and kept what came of that."""
+
+    def on_join(self, function: Callable[[], Any]) -> None:
+        self._callbacks.append(function)
+        if self._known is not None:
+            function()
+
+    def main_only(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> MainOnly:
+        self._for_main.append(MainOnly(make, is_main))
+        return self._for_main[-1]
+
+    def asked_for_main(self, *, is_main: bool) -> None:
+        """By the script. Only what it is told before it has a place can become wrong."""
+        if self._known is not None:
+            return
+        if not is_main:
+            self._asked = self._asked or user_line()
+        elif not self._kept and keeps_something(line := user_line()):
+            self._kept = line
+
+    def look(self) -> None:
+        """Asked whenever the script is about to go on: call back if the place is another one. What is random stays as it was."""
+        now = self._place()
+        if now == self._known:
+            return
+        self._known = now
+        if now[0] == 0 and self._asked and not self._callbacks and not self._for_main:
+            say(
+                f"{self._asked}: this process has taken rank 0, and run.is_main was False when it was asked there, before run.steps(): what was "
+                "made for rank 0 only is not here. Remedy: make it with run.main_only(...), or in a function given to run.on_join."
+            )
+        if self._kept and not self._callbacks and not self._for_main:
+            say(
+                f"{self._kept}: made where run.is_main was asked before run.steps(): if rank 0 is replaced, its successor does not have it. "
+                "Remedy: none if it is of no use later; else make it with run.main_only(...), or in a function given to run.on_join."
+            )
+            self._kept = ""
+        with undrawn():
+            for one in self._for_main:
+                one.look()
+            for function in self._callbacks:
+                function()
+
+
+class MainOnly:
+    """Stands for what ``make`` gives, on rank 0, which makes it when it is first used. Elsewhere each of its methods does nothing and
+    returns None. A rank that was 0 and is no more closes it."""
+
+    def __init__(self, make: Callable[[], Any], is_main: Callable[[], bool]) -> None:
+        self._make, self._is_main = make, is_main
+        self._made: Any = None
+
+    def look(self) -> None:
+        """Close it where it does not belong any more."""
+        if self._made is not None and not self._is_main():
+            made, self._made = self._made, None
+            if callable(close := getattr(made, "close", None)):
+                close()
+
+    def __getattr__(self, name: str) -> Any:
+        self.look()
+        if not self._is_main():
+            return _nothing
+        if self._made is None:
+            self._made = self._make()
+        return getattr(self._made, name)
+
+    def __bool__(self) -> bool:
+        return self._is_main()
+
+    def __enter__(self) -> MainOnly:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        made, self._made = self._made, None
+        if callable(close := getattr(made, "close", None)):
+            close()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs

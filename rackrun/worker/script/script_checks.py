@@ -1,0 +1,396 @@
+"""Does a script that was converted still train what it trained? Looked at in every run, from its first step, on each rank.
+
+A gradient that nobody has weighted, micro-batches that were not used, data from elsewhere, gradients that nobody reduces, state that is
+changed and not tracked: each ends in other weights, with exit code 0. What is certain is refused with the line of the script
+that it comes from; what may be meant is said once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rackrun.errors import StepError
+from rackrun.worker.membership.worker_membership import Scope, World
+from rackrun.worker.process.reports import say
+from rackrun.worker.script.loop_only_names import unbound_without_a_turn
+from rackrun.worker.script.untracked_changes import Untracked, is_kept
+from rackrun.worker.script.user_line import line_of_name, user_frame, user_line
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.steps.step import Step
+from rackrun.worker.torch_compat import unhooked_calls, zero_grad
+from rackrun.worker.torch_compat.data_parallel import ddp
+
+__all__ = ["Reading", "ScriptChecks"]
+
+_LITTLE = 64
+"""Fewer than one in so many elements of the gradients went through collectives: they were not reduced there, compressed or not."""
+_LOOKED_AT_STEPS = 16
+_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+
+
+@dataclass
+class Reading:
+    """One iteration over a loader."""
+
+    micro_batches: int
+    line: str
+    taken: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class _Stray:
+    """A gradient with a part that was not weighted."""
+
+    line: str
+    gradient: weakref.ref[torch.Tensor] | None
+    """None: it is where it cannot be looked at (FSDP)."""
+    cleared: int
+    cleared_in_place: int
+
+    def is_in(self, gradient: torch.Tensor | None) -> bool:
+        if self.gradient is None:
+            return self.cleared == zero_grad.cleared()
+        return (
+            gradient is not None
+            and gradient is self.gradient()
+            and self.cleared_in_place == zero_grad.cleared_in_place()
+        )
+
+
+class ScriptChecks:
+    """Of one entry into ``main``. ``data_ranks`` tells how many ranks share the global batch; ``reduced``: gradients are to be."""
+
+    def __init__(self, world: World, state: TrackedState, data_ranks: Callable[[], int], *, reduced: bool) -> None:
+        self._world, self._state, self._data_ranks = world, state, data_ranks
+        self._are_to_be_reduced = reduced
+        self._untracked = Untracked(state)
+        self._step: Step | None = None
+        self._function: Callable[..., Any] = lambda: None
+        self._steps = 0
+        self.loop_over = False
+        self._readings: list[Reading] = []
+        self._weight_reads = 0
+        """Of the step in hand, when its last micro-batch was given or the loader was exhausted."""
+        self._strays: dict[int, tuple[weakref.ref[torch.Tensor], _Stray]] = {}
+        self._stray_of_shards: _Stray | None = None
+        self._read_in_step = self._read_between = ""
+        self._given_tensors = False
+        self._reduced: set[int] = set()
+        self._said: set[str] = set()
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        )
+        unhooked_calls.listen(self)
+
+    def let_go(self) -> None:
+        """``main`` was left."""
+        for hook in self._hooks:
+            hook.remove()
+        unhooked_calls.listen(None)
+
+    def begins_loop(self) -> None:
+        """Called from the head of the loop over ``run.steps``."""
+        frame = user_frame()
+        found = unbound_without_a_turn(frame) if frame is not None else None
+        if frame is not None and found is not None:
+            name, line = found
+            self._say(
+                "names",
+                f"{user_line(frame).rpartition(':')[0]}:{line}: reads `{name}`, which only the loop over run.steps() binds. A process that takes a rank "
+                f"over when all steps are done comes there without it, and that would end the job. Remedy: read it from a tracked object; or bind it "
+                "before the loop, where another value does no harm.",
+            )
+
+    # -- around one attempt, and after the step
+    def run(self, step: Step, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls it."""
+        self._step, self._function = step, function
+        self._readings.clear()
+        self._strays.clear()
+        self._stray_of_shards, self._read_in_step, self._weight_reads = None, "", 0
+        self._given_tensors = any(isinstance(one, torch.Tensor) for one in _spread((*args, *kwargs.values())))
+        self._reduced.clear()
+        self._world.traffic = 0
+        try:
+            return function(step, *args, **kwargs)
+        finally:
+            self._step = None
+
+    def committed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises `StepError` for what was meant to be kept, changes, and is not tracked."""
+        self._steps += 1
+        self._read_between = ""
+        changed = self._untracked.after_step(function, tuple(args), kwargs)
+        for change in changed:
+            if change.meant_to_be_kept:
+                raise StepError(
+                    f"{change.line}: {change.name}, a {change.kind}, changes in the step function and is not tracked: a process that takes "
+                    "a rank over would begin with what it was before run.steps().",
+                    remedy=f"run.track({change.name.rpartition('.')[2].partition('[')[0]}=...) before run.steps().",
+                )
+        if changed:
+            names = ", ".join(change.name for change in changed[:5])
+            self._say(
+                f"untracked {names}",
+                f"{changed[0].line}: the step function changes {names}{' and more' if len(changed) > 5 else ''}, which run.track was not given. "
+                "A process that takes a rank over has it as it was before run.steps(). Remedy: none if it is only shown; else keep it "
+                "in a buffer of a tracked module, or in a tracked object with state_dict and load_state_dict.",
+            )
+
+    # -- told by the loader
+    def reads(self, begun_in: Any) -> None:
+        """As `calls.Listener.reads`: a batch of a DataLoader of the script's own."""
+        if self._step is not None:
+            line = user_line()
+            if begun_in is not self._step:
+                raise StepError(
+                    f"{line}: a step reads on in a DataLoader of the script's own. A step that is done again would get other samples, "
+                    "nobody counts them, and every rank reads all of them.",
+                    remedy="use `for batch in run.loader(dataset)` in the step function.",
+                )
+            self._read_in_step = self._read_in_step or line
+        elif self._world.scope is Scope.OUTSIDE and not self._read_between:
+            self._read_between = user_line()
+
+    def begins_reading(self, micro_batches: int) -> Reading:
+        reading = Reading(micro_batches, user_line())
+        if self._step is not None:
+            self._readings.append(reading)
+        return reading
+
+    def gives(self, reading: Reading) -> None:
+        """A micro-batch of it, now."""
+        reading.taken += 1
+        if self._step is not None:
+            self._weight_reads = self._step.weight_reads
+
+    def draws(self, reading: Reading, name: str, generator: Any) -> None:
+        """The data set has drawn from its ``generator``; None: in a process of the loader's."""
+        if name and (generator is None or not is_kept(getattr(generator, "bit_generator", generator), self._state)):
+            where = "" if generator is not None else " in the loader's processes"
+            self._say(
+                "generator of the data",
+                f"{reading.line}: the data set draws from {name}, a Generator of its own{where}. Unless it is seeded anew for each sample, what a "
+                "sample becomes depends on which samples this process has had before, and is another after a failure. "
+                "Remedy: draw from torch's, numpy's or Python's own random numbers, which are seeded for each sample"
+                + ("; or give the generator to run.track." if generator is not None else "."),
+            )
+
+    def read_through(self, reading: Reading) -> None:
+        reading.over = True
+        if self._step is not None:
+            self._weight_reads = self._step.weight_reads
+
+    # -- told by torch
+    @property
+    def attempt(self) -> Step | None:
+        return self._step
+
+    def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """As `calls.Listener.backward`."""
+        step = self._step
+        if step is None or not self._readings or step.weight_reads > self._weight_reads:
+            return None  # weighted by hand, as far as anybody can tell
+        if self._steps >= _LOOKED_AT_STEPS and self._steps & (self._steps - 1):
+            return None
+        found = unhooked_calls.leaves(roots)
+        if not found:
+            return None
+        line = user_line()
+
+        def over() -> None:
+            mine = {id(parameter) for parameter in self._state.parameters()}
+            for leaf in found:
+                count = zero_grad.cleared(), zero_grad.cleared_in_place()
+                if id(leaf) in mine and leaf.grad is not None:
+                    self._strays[id(leaf)] = weakref.ref(leaf), _Stray(line, weakref.ref(leaf.grad), *count)
+                elif id(leaf) not in mine and isinstance(leaf, nn.Parameter) and self._state.sharded():
+                    self._stray_of_shards = _Stray(line, None, *count)
+
+        return over
+
+    def changes(self, thing: Any, call: str) -> None:
+        """As `calls.Listener.changes`."""
+        if self._world.scope is Scope.SETUP or self.loop_over:
+            return
+        if isinstance(thing, LRScheduler) and not is_kept(thing.optimizer, self._state):
+            return
+        if isinstance(thing, torch.amp.GradScaler) and not thing.is_enabled():
+            return
+        if not is_kept(thing, self._state):
+            raise StepError(
+                f"{user_line()}: {type(thing).__name__}.{call}() changes something that is not tracked: a process that takes a rank over "
+                "would begin with what it was before run.steps(), and go on otherwise than the others.",
+                remedy="pass it to run.track(...) before run.steps().",
+            )
+
+    # -- before each optimizer.step(), ahead of the gate; after it where a closure computes the gradients
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not _has_closure(args, kwargs):
+            self._check(optimizer)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            self._check(optimizer)
+
+    def _check(self, optimizer: Any) -> None:
+        step = self._step
+        if step is None:
+            return
+        if not self._readings:
+            self._check_data_of_its_own()
+        elif any(gradient is not None for gradient in map(_GRAD, _trained_by(optimizer))):  # the first, as a rule
+            self._check_read_through()
+            self._check_weighted(step, optimizer)
+        self._check_reduced(optimizer)
+
+    def _check_data_of_its_own(self) -> None:
+        line = self._read_in_step or (self._read_between if self._given_tensors else "")
+        if line:
+            raise StepError(
+                f"{line}: the step trains on a DataLoader of the script's own, and on no micro-batch of run.loader: every rank reads all "
+                "samples, nobody counts them, and after a failure others are read.",
+                remedy="use `for batch in run.loader(dataset)` in the step function.",
+            )
+        self._say(
+            "no loader",
+            f"{line_of_name(self._function, '')}: the step uses no micro-batch of run.loader. Which samples it trains on, whether ranks have "
+            "different ones, and whether a step that is done again has the same, is not known; the ledger stays empty. "
+            "Remedy: `for batch in run.loader(dataset)` in the step function.",
+        )
+
+    def _check_read_through(self) -> None:
+        for reading in self._readings:
+            if reading.taken < reading.micro_batches:
+                raise StepError(
+                    f"{reading.line}: optimizer.step() came after {reading.taken} of the {reading.micro_batches} micro-batches that this rank "
+                    "has in the step. The others would be trained on by nobody, and gradients are reduced over the ranks with the last.",
+                    remedy="iterate over run.loader to its end, then call optimizer.step(); for fewer samples a step use a smaller global_batch_size.",
+                )
+
+    def _check_weighted(self, step: Step, optimizer: Any) -> None:
+        if any(reading.over for reading in self._readings) and step.weight_reads > self._weight_reads:
+            return  # the gradients themselves were weighted
+        line = ""
+        if step.local_loss is None and not step.weight_reads:
+            line = user_line()
+        of_shards = self._stray_of_shards
+        parameters = _with_gradients(optimizer) if self._strays or of_shards is not None else []
+        for parameter in parameters:
+            ref, stray = self._strays.get(id(parameter), (None, None))
+            if stray is not None and ref is not None and ref() is parameter and stray.is_in(parameter.grad):
+                line = stray.line
+                break
+        if of_shards is not None and any(isinstance(p, DTensor) for p in parameters):
+            line = of_shards.line if of_shards.is_in(None) else line
+        if line:
+            raise StepError(
+                f"{line}: a gradient comes from a loss that was not weighted by this micro-batch's part of the global batch, so the sum is not "
+                "the gradient of the mean over it.",
+                remedy="call step.backward(loss) in place of loss.backward(), for every loss; or step.scale(loss).backward().",
+            )
+
+    def _check_reduced(self, optimizer: Any) -> None:
+        if (
+            not self._are_to_be_reduced
+            or id(optimizer) in self._reduced
+            or self._data_ranks() < 2
+            or self._world.broken
+            or not self._world.generation
+        ):
+            return
+        self._reduced.add(id(optimizer))
+        parameters = _with_gradients(optimizer)
+        self._check_none_outside(optimizer, parameters)
+        elements = _elements([parameter for parameter in parameters if not isinstance(parameter, DTensor)])
+        if self._world.traffic * _LITTLE < elements:
+            frozen = [p for wrapper in self._state.wrappers() for p in ddp.reduced_by(wrapper) if not p.requires_grad]
+            if frozen and self._held_by_ddp().issuperset(map(id, parameters)):
+                raise StepError(
+                    f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel waits for "
+                    f"that of {self._state.name_of(frozen[0])}, which was frozen after it was made.",
+                    remedy="freeze parameters before DistributedDataParallel is made, or pass it find_unused_parameters=True.",
+                )
+            if self._held_by_ddp().issuperset(map(id, parameters)):
+                raise StepError(
+                    f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks: DistributedDataParallel "
+                    "reduces them in the backward pass of the last micro-batch, and this rank made none.",
+                    remedy="call step.backward in every micro-batch, also in one that is to be skipped: with a loss of 0 that is computed from "
+                    "other inputs; and leave no_sync() alone.",
+                )
+            raise StepError(
+                f"{user_line()}: the gradients of {type(optimizer).__name__} were not reduced over the ranks before its step(), so each would train a model of its own.",
+                remedy="wrap the model in DistributedDataParallel or fully_shard, or all_reduce its gradients before optimizer.step(). An optimizer that "
+                "reduces them itself, and keeps a part of its state on each rank (ZeRO-1), cannot be restored: fully_shard shards that state too. "
+                'Where ranks are to train apart: @rackrun.elastic(reduction="none").',
+            )
+
+    def _check_none_outside(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP has reduced what it holds, and nothing else was: some parameters of this optimizer are trained outside of it."""
+        known = self._held_by_ddp()
+        outside = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in known]
+        if not outside:
+            return
+        used = [one for one in self._state.wrappers() if any(p.grad is not None for p in one.module.parameters())]
+        reduced = sum(p.numel() for wrapper in used for p in ddp.reduced_by(wrapper))
+        ignored = {id(p) for wrapper in used for p in ddp.ignored_by(wrapper)}
+        outside = [p for p in outside if id(p) not in ignored]
+        if outside and 0 < reduced <= self._world.traffic < reduced + _elements(outside) / 2:
+            raise StepError(
+                f"{user_line()}: the gradients of {len(outside)} parameter{'s' if len(outside) > 1 else ''} of {type(optimizer).__name__} were "
+                f"not reduced over the ranks, so each would train its own (the first: {self._state.name_of(outside[0])}).",
+                remedy="make DistributedDataParallel of a module that has them, and before a part of it is frozen: it leaves out what has "
+                "requires_grad=False by then. Or all_reduce their gradients before optimizer.step().",
+            )
+
+    def _held_by_ddp(self) -> set[int]:
+        return {id(p) for wrapper in self._state.wrappers() for p in ddp.reduced_by(wrapper)}
+
+    def _say(self, what: str, text: str) -> None:
+        if self._world.rank == 0 and self._world.generation and what not in self._said:
+            self._said.add(what)
+            say(text)
+
+
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(callable(one) for one in (*args, *kwargs.values()))
+
+
+def _trained_by(optimizer: Any) -> Iterator[torch.Tensor]:
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+
+
+def _with_gradients(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in _trained_by(optimizer) if parameter.grad is not None]
+
+
+def _elements(parameters: Sequence[torch.Tensor]) -> int:
+    """Of their gradients: of sparse ones, those that are there."""
+    gradients = list(map(_GRAD, parameters))
+    if any(map(_IS_SPARSE, gradients)):
+        return sum(
+            [g._values().numel() if g.is_sparse else p.numel() for p, g in zip(parameters, gradients, strict=True)]
+        )
+    return sum(map(torch.Tensor.numel, parameters))
+
+
+def _spread(values: Sequence[Any]) -> list[Any]:
+    """They, and what is in lists, tuples and dictionaries among them."""
+    found: list[Any] = []
+    for value in values:
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        found += [value, *inner]
+    return found

@@ -1,0 +1,83 @@
+"""Where in the user's script something was called: what an error or a notice points to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import torch
+
+__all__ = ["keeps_something", "line_of_name", "user_frame", "user_line"]
+
+_OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_line(frame: types.FrameType | None = None) -> str:
+    """``train.py:31``: the innermost line of the calls under way that belongs to no library; else to neither rackrun nor torch.
+    Empty: there is none."""
+    at = user_frame(frame or sys._getframe(1))
+    return _told(at.f_code.co_filename, at.f_lineno) if at is not None else ""
+
+
+def user_frame(frame: types.FrameType | None = None) -> types.FrameType | None:
+    """The frame of `user_line`."""
+    at = frame or sys._getframe(1)
+    of_library = None
+    while at is not None:
+        name = at.f_code.co_filename
+        if not name.startswith(_OURS):
+            if not name.startswith(_LIBRARIES):
+                return at
+            of_library = of_library or at
+        at = at.f_back  # type: ignore[assignment]
+    return of_library
+
+
+def keeps_something(line: str) -> bool:
+    """Whether what stands in ``line`` (of `user_line`), or in the ``if`` that it begins, is given a name. False where there is no source."""
+    import ast
+    import linecache
+
+    name, _, number = line.rpartition(":")
+    source = "".join(linecache.getlines(name))
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    at = int(number)
+    names = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.withitem)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno <= at <= (node.end_lineno or at):
+            return True
+        if isinstance(node, ast.If) and node.test.lineno <= at <= (node.test.end_lineno or at):
+            return any(isinstance(inner, names) for one in node.body for inner in ast.walk(one))
+    return False
+
+
+def line_of_name(function: object, name: str) -> str:
+    """Where ``function`` first uses ``name``, a variable of its own, of its closure or of its module; else where it begins."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return _told(code.co_filename, _line_of_name(code, name) or code.co_firstlineno)
+
+
+def _line_of_name(code: types.CodeType, name: str) -> int | None:
+    import dis
+
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == name and instruction.positions is not None and "COPY_FREE" not in instruction.opname:
+            return instruction.positions.lineno
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType) and (found := _line_of_name(constant, name)):
+            return found
+    return None
+
+
+def _told(name: str, line: int) -> str:
+    here = os.getcwd() + os.sep
+    return f"{name.removeprefix(here)}:{line}"

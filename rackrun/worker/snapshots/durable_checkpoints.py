@@ -1,0 +1,362 @@
+"""Checkpoints on disk: what a whole job that is lost begins again from, with any number of ranks.
+
+All ranks write after the same steps, each its own part: replicas share what they have in common. The copy overlaps with the
+next step, as a snapshot's does; the writing goes on for as long as it takes, and a step that is due meanwhile is passed over.
+Nothing that storage does can stop training. `rackrun.worker.snapshots.resumption` is the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rackrun.checkpoint.base.digest import CHUNK_BYTES, chunk_crcs, content_digest
+from rackrun.checkpoint.base.errors import CheckpointError, MemoryPlanError
+from rackrun.checkpoint.base.location import parse_location
+from rackrun.checkpoint.durable.durable_manifest import MANIFEST
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.lease import InUse, Lease
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.durable.retention import Retention, collect, sweep
+from rackrun.checkpoint.image.image_layout import ImageLayout
+from rackrun.checkpoint.image.safetensors_image import write_head
+from rackrun.protocol.ids import Position
+from rackrun.worker.membership.gate import GateSums
+from rackrun.worker.process.reports import Reports, say
+from rackrun.worker.process.runtime import Runtime
+from rackrun.worker.snapshots.checkpoint_buffer import Room
+from rackrun.worker.snapshots.host_copies import copies_from
+from rackrun.worker.snapshots.resumption import Resumption
+from rackrun.worker.state.state_image import StateImages
+from rackrun.worker.state.state_manifest import Lineage
+from rackrun.worker.state.tracked_state import TrackedState
+
+__all__ = ["DurableCheckpoints", "DurableOptions"]
+
+JOB = "run"
+_ORPHANS_S = 24 * 3600.0
+_EVERY_S = 300.0
+_SLICE_S = 0.05
+_DISTRUST_S = 2.0
+_PROBATION_STEPS = 10
+"""After so many steps, with a finite loss, what the run was resumed from is good."""
+
+
+@dataclass(frozen=True)
+class DurableOptions:
+    """``every``: steps; None for about as many as take `_EVERY_S`. ``facts``: what must be the same to go on."""
+
+    directory: Path
+    every: int | None = None
+    keep: int = 3
+    facts: str = ""
+
+    @classmethod
+    def from_environment(cls, facts: str) -> DurableOptions | None:
+        """As the launcher's options say; None without --checkpoint-dir."""
+        directory = os.environ.get("RACKRUN_CHECKPOINT_DIR")
+        if not directory:
+            return None
+        every = os.environ.get("RACKRUN_CHECKPOINT_EVERY")
+        keep = int(os.environ.get("RACKRUN_CHECKPOINT_KEEP", "3"))
+        return cls(parse_location(directory), int(every) if every else None, keep, facts)
+
+
+@dataclass
+class _Flush:
+    copied: threading.Event
+    thread: threading.Thread
+
+
+class DurableCheckpoints:
+    def __init__(self, runtime: Runtime, state: TrackedState, options: DurableOptions) -> None:
+        self._world, self._state, self._options = runtime.world, state, options
+        self._reports = Reports(runtime)
+        self._device = copies_from(runtime.device)
+        self._images = StateImages(state)
+        self._store = DurableStore(options.directory, JOB)
+        self._probation = Probation(self._store.directory, self._store.files)
+        self._flushes: list[_Flush] = []
+        self._saved = self._given_up = -1
+        self._doubtful = False
+        """Whoever was lost may not have written its part of the last one."""
+        self._whole: dict[int, bool] = {}
+        """Step -> whether its checkpoint is, as far as somebody has looked."""
+        ranks = 1 if runtime.spare else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._room = Room(ranks, self._device.pin, self._device.unpin)
+        self._complained: set[str] = set()
+        token = runtime.boot.token if runtime.boot else ""
+        self._owner = content_digest(token.encode())[:16] if token else ""
+        """Of the job; of none there is no lease."""
+        self._lease: Lease | None = None
+
+    # -- at the start
+    def resume(self) -> Position | None:
+        """As `rackrun.worker.snapshots.resumption.Resumption.run`."""
+        began = time.monotonic()
+        resumption = Resumption(self._world, self._state, self._store, self._options.facts)
+        position, life = resumption.run(self._take() if self._world.rank == 0 else None)
+        if self._lease is not None:
+            self._lease.epoch = life
+            sweep(self._store, epoch=life)
+            self._lease.keep(self._complain)
+        if position is not None:
+            self._reports.copied("resume", position.step, seconds=time.monotonic() - began)
+        for generation in resumption.not_used if self._world.rank == 0 else ():
+            self._reports.copied("checkpoint", generation, "not_used")
+        self._saved = position.step if position else -1
+        self._state.lineage = Lineage(began=self._saved, life=life, facts=self._options.facts)
+        return position
+
+    def _take(self) -> tuple[str, str] | None:
+        """Own the directory, for the job. Why not, and what to do; None when it does."""
+        if not self._owner:
+            return None
+        lease = Lease(self._store, self._owner)
+        try:
+            self._store.files.make_root(self._store.root)
+            lease.take()
+        except InUse as error:
+            lease.leave(ended=False)
+            return error.what, error.remedy
+        except (OSError, CheckpointError) as error:
+            lease.leave(ended=False)
+            why = error.what if isinstance(error, CheckpointError) else f"{error}."
+            return (
+                f"the checkpoint directory {self._store.root} cannot be used: {why}",
+                "see that it has room and that its disk answers, or give a --checkpoint-dir that can be read and written.",
+            )
+        self._lease = lease
+        return None
+
+    def _own(self) -> None:
+        """Rank 0 renews the lease; whoever has become rank 0 goes on with it."""
+        if self._world.rank != 0:
+            if self._lease is not None:
+                self._lease.leave(ended=False)
+                self._lease = None
+        elif self._lease is None and self._owner:
+            lease = self._lease = Lease(self._store, self._owner, self._state.lineage.life)
+            lease.keep(self._complain)
+
+    def become(self, state: TrackedState) -> None:
+        """``main`` is entered again: of another state from here on. What is being written goes on."""
+        self._state, self._images = state, StateImages(state)
+
+    # -- while training
+    def save_if_due(self, at: Position, gate: GateSums, *, last: bool) -> bool:
+        """After a step was committed, on all ranks alike. Whether one was begun."""
+        began = self._state.lineage.began
+        if at.step == began + _PROBATION_STEPS and math.isfinite(gate.loss) and self._world.rank == 0:
+            threading.Thread(target=self._probation.confirm, args=[began], daemon=True).start()
+        if not self._state.lineage.kin and not last:
+            return False  # replicas have not been compared yet
+        self._own()
+        every = self._options.every or self._every(gate)
+        if last or gate.draining:
+            self.save(at.step, last=True)  # whether or not an older one is still being written
+            return True
+        if self._doubtful and not gate.writing and began < self._saved < at.step:
+            self._doubtful = False
+            threading.Thread(target=self._look_at, args=[self._saved], daemon=True).start()  # storage may stand still
+        if (at.step + 1) % every and (not gate.cut_short or gate.writing):
+            return False
+        if gate.writing:
+            self._complain(f"the checkpoint of step {at.step} is passed over: an older one is still being written")
+            if self._world.rank == 0:
+                self._reports.copied("checkpoint", at.step, "passed_over")
+            return False
+        self.save(at.step)
+        return True
+
+    def somebody_was_lost(self) -> None:
+        self._doubtful = True
+
+    def distrust(self, step: int) -> None:
+        """Checkpoints of later steps are not what they should be: no start takes them. Any rank may tell, before the coordinator hears
+        of it: the next start may be near. Storage may stand still; then it is not waited for."""
+        newest = self._saved
+
+        def bar() -> None:
+            with contextlib.suppress(OSError, CheckpointError):
+                there = {one.generation for one in self._store.generations()} | {newest}
+                for generation in sorted(one for one in there if one > step):
+                    if generation not in self._probation.quarantined():
+                        self._probation.quarantine(generation, "replicas differed then, or soon after")
+
+        thread = threading.Thread(target=bar, name="rackrun-distrust", daemon=True)
+        thread.start()
+        thread.join(_DISTRUST_S)
+
+    def cut_short(self, step: int) -> bool:
+        """Whether the last checkpoint is known not to be whole, nor to become so: ``step``, beyond it, is to be one, rather than
+        the next that is due. One that is done again is made whole by whoever has taken a place."""
+        return self._saved < step and self._whole.get(self._saved) is False
+
+    def _look_at(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is whole. Of what storage does not tell, nothing is said."""
+        whole = True
+        with contextlib.suppress(OSError):
+            whole = self._is_there(step)
+        self._whole = {step: whole}
+        return whole
+
+    def _is_there(self, step: int) -> bool:
+        path = self._store.path(step)
+        try:
+            self._store.files.stat(path / MANIFEST if self._store.files.objects else path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _every(self, gate: GateSums) -> int:
+        step_s = gate.step_s / self._world.size
+        return 2 ** max(round(math.log2(_EVERY_S / step_s)), 0) if step_s > 0 else 2**20
+
+    def save(self, step: int, *, last: bool = False) -> None:
+        """Begin the checkpoint of ``step``. The state must not be changed before `settle`, but by a forward and backward."""
+        if step <= self._saved:
+            return  # done again after a rollback: it is there
+        former, self._saved = self._saved, step
+        ended = not last and former > self._state.lineage.began and former != self._given_up and not self.writing
+        kin = self._state.lineage.kin or (self._world.rank,)
+        shard = self._images.describe(
+            self._world.replica_class,
+            rank=self._world.rank,
+            turn=kin.index(self._world.rank),
+            turns=len(kin),
+            digests=len(kin) < self._world.size,
+        )
+        began = time.monotonic()
+        try:
+            memory = self._room.take(shard.layout.total_bytes)
+        except MemoryPlanError as error:
+            remedy = "put fewer ranks on this host or shard the state over more; a larger --checkpoint-every asks less often."
+            why = f"is given up, there is no memory for it: {error.what} Remedy: {remedy}"
+            self._failed(step, why, reason="memory")
+            return
+        payload = memoryview(memory)[: shard.layout.total_bytes]
+        rank, ranks = self._world.rank, self._world.size
+        later = self._state.standing_until_gate(shard.tensors)
+        write_head(shard.layout, shard.plain, payload)
+        self._device.copy_now(shard, payload, shard.tensors.keys() - later)
+        versions = [(shard.tensors[path], shard.tensors[path]._version) for path in later]
+        ready, copied = self._device.ready(), threading.Event()
+
+        def flush() -> None:
+            try:
+                try:
+                    self._device.copy(shard, payload, later, ready)
+                    torn = any(tensor._version != version for tensor, version in versions)
+                finally:
+                    shard.tensors.clear()
+                    copied.set()
+                if ended and not self._look_at(former):
+                    self._complain(
+                        f"the checkpoint of step {former} is not whole: a rank was lost or has given it up, or {self._store.root} is not shared by all hosts"
+                    )
+                if torn:
+                    self._failed(step, "is given up: parameters were changed between two steps")
+                else:
+                    self._write(step, (rank, ranks), shard.layout, payload, began, last=last)
+            except Exception as error:  # noqa: BLE001 - nothing that storage does may stop training
+                self._failed(step, f"failed: {type(error).__name__}: {error}")
+            finally:
+                self._room.give_back(memory)
+
+        thread = threading.Thread(target=flush, name=f"rackrun-checkpoint-{step}", daemon=True)
+        self._flushes = [flush for flush in self._flushes if flush.thread.is_alive()] + [_Flush(copied, thread)]
+        thread.start()
+
+    @property
+    def writing(self) -> bool:
+        return any(flush.thread.is_alive() for flush in self._flushes)
+
+    @property
+    def copying(self) -> bool:
+        """The state must not be changed yet."""
+        return any(not flush.copied.is_set() for flush in self._flushes)
+
+    def settle(self, waiting: Callable[[], None]) -> None:
+        """Wait until the state has been copied. ``waiting`` is called now and then."""
+        for flush in self._flushes:
+            while not flush.copied.wait(_SLICE_S):
+                waiting()
+
+    def make_whole(self, step: int) -> None:
+        """Of a rank that takes a place after the last step, with the state of that step: who had the place may not have written its part. As `save`."""
+        self._own()
+        if not self._look_at(step):
+            self._saved = min(self._saved, step - 1)
+            self.save(step, last=True)
+
+    def is_over(self) -> None:
+        """All ranks have written what they had to."""
+        step = self._saved
+        if self._world.rank == 0 and step > max(self._state.lineage.began, self._given_up) and not self._look_at(step):
+            self._complain(
+                f"the last checkpoint, of step {step}, is not whole: a rank was lost while it wrote its part"
+            )
+
+    def finish(self, enough: Callable[[], bool]) -> None:
+        """As `wait_written`; the run has come to its end."""
+        self.wait_written(enough)
+        if self._world.rank == 0 and not enough():
+            self._probation.confirm(self._state.lineage.began)
+            if self._lease is not None:
+                self._lease.leave(ended=True)
+
+    def wait_written(self, enough: Callable[[], bool]) -> None:
+        """Wait until what was begun is on disk or has failed, or until there is something better to do."""
+        for flush in self._flushes:
+            while flush.thread.is_alive() and not enough():
+                flush.thread.join(_SLICE_S)
+
+    def _write(
+        self, step: int, part: tuple[int, int], layout: ImageLayout, payload: memoryview, began: float, *, last: bool
+    ) -> None:
+        """``part``: this rank, of so many, when the checkpoint was begun."""
+        life, (rank, ranks) = self._state.lineage.life, part
+        if self._lease is not None and self._lease.lost:
+            raise CheckpointError(self._lease.lost + ".", remedy="give each job a --checkpoint-dir of its own.")
+        if step in self._probation.quarantined():
+            return  # what is published stays, and nobody takes it
+        writer = self._store.writer(step, step, life, ranks)
+        written = writer.write_shard(rank, payload, layout.layout_hash, chunk_crcs(payload, CHUNK_BYTES))
+        whole = written and writer.finish()
+        if whole:
+            self._probation.confirm(self._state.lineage.began)
+            self._reports.copied("checkpoint", step, size=layout.total_bytes, seconds=time.monotonic() - began)
+        elif writer.failure is not None:
+            failure = writer.failure
+            self._failed(step, f"could not be written: {failure}", reason=f"{failure.kind} {failure.errno}")
+        if whole or rank == 0:
+            # This one was begun when all ranks had done with the one before: what is unfinished of that, nobody will finish.
+            collect(
+                self._store,
+                Retention(self._options.keep),
+                epoch=life,
+                now=time.time,
+                orphan_ttl_s=_ORPHANS_S,
+                finished=step if not last else -1,
+                began=self._state.lineage.began,
+                over=lambda epoch: self._lease is not None and not self._lease.lost and epoch < life,
+            )
+
+    def _failed(self, step: int, why: str, reason: str = "") -> None:
+        self._given_up = step
+        self._reports.copied("checkpoint", step, "failed")
+        self._complain(f"the checkpoint of step {step} {why}", reason)
+
+    def _complain(self, what: str, reason: str = "") -> None:
+        """Once for each reason: a full disk stays full."""
+        reason = reason or what.partition(":")[2] or what
+        if reason not in self._complained:
+            self._complained.add(reason)
+            say(f"rank {self._world.rank}: {what}; training goes on")

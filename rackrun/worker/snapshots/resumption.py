@@ -1,0 +1,210 @@
+"""How a job begins from a checkpoint on disk: all ranks agree on the newest that every one of them can read, and each fills its
+tensors from whichever shards hold them.
+
+A checkpoint that was resumed from again and again, without a newer one having been finished since, may be what ends the job:
+it is passed over, as one is that was quarantined (`rackrun.checkpoint.durable.probation`). Rank 0 says which.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from rackrun.checkpoint.base.errors import CheckpointError, IntegrityError, NoUsableGeneration, is_damage
+from rackrun.checkpoint.durable.durable_reader import GenerationReader
+from rackrun.checkpoint.durable.durable_store import DurableStore
+from rackrun.checkpoint.durable.probation import Probation
+from rackrun.checkpoint.image.image_layout import PLAIN, ImageLayout, TensorEntry
+from rackrun.checkpoint.image.safetensors_image import header_bytes, parse_image
+from rackrun.errors import StateLost, UsageError
+from rackrun.protocol.ids import Position
+from rackrun.worker.device.numerics import unlike
+from rackrun.worker.membership.worker_membership import World
+from rackrun.worker.process.reports import say
+from rackrun.worker.restore.refill import Refill, check_alike
+from rackrun.worker.state.state_image import manifest_in
+from rackrun.worker.state.tracked_state import TrackedState
+
+__all__ = ["Resumption", "say"]
+
+
+class Resumption:
+    """``facts``: what must be the same to go on."""
+
+    def __init__(self, world: World, state: TrackedState, store: DurableStore, facts: str) -> None:
+        self._world, self._state, self._store, self._facts = world, state, store, facts
+        self._probation = Probation(store.directory, store.files)
+        self.not_used: list[int] = []
+        """Generations that are newer than the one that was taken."""
+        self._unusable: dict[int, tuple[str, bool]] = {}
+        """Generations that are listed, and of which some rank could not read as much as what they are: why, and whether they are damaged."""
+
+    def run(self, refused: tuple[str, str] | None = None) -> tuple[Position | None, int]:
+        """Collective, before the first step: fill the state from the newest generation that all ranks can read, and that has not
+        been resumed from again and again in vain. None: there is none yet. And a number that is larger at every
+        start. ``refused``: why this rank may not use the directory, and what to do; it counts for all. Raises `StateLost` when there are some and none can be used, `UsageError` when the directory is not one for all."""
+        if refusal := next((why for why in self._gather(refused) if why), None):
+            raise UsageError(refusal[0], remedy=refusal[1])
+        mine, unusable = self._look()  # not before the directory is this job's: another may have been writing
+        listed = self._gather([found[0] for found in mine])
+        self._look_for({generation for theirs in listed for generation in theirs}, mine, unusable)
+        barred = self._probation.barred() if self._world.rank == 0 else {}
+        everyone = self._gather((time.time_ns() // 1_000_000, mine, barred, unusable))
+        life, barred = max(at for at, *_ in everyone), everyone[0][2]
+        seen = [theirs for _, theirs, *_ in everyone]
+        common: list[int] = [found[0] for found in mine if all(found in theirs for theirs in seen)]
+        for generation in {found[0] for theirs in seen for found in theirs} - {*common}:
+            self._unusable[generation] = ("the ranks do not see it alike: some see none, or another.", False)
+        for *_, theirs in everyone:
+            self._unusable = {generation: tuple(why) for generation, why in theirs.items()} | self._unusable
+        if not common and any(seen) and not any(theirs for *_, theirs in everyone):
+            raise UsageError(
+                f"the ranks see different checkpoints in {self._store.directory}: {sum(not theirs for theirs in seen)} of {len(seen)} see none.",
+                remedy="give a directory that all hosts share, and see that it is mounted on all of them.",
+            )
+        there = sorted({*common, *self._unusable}, reverse=True)
+        position = self._first_usable(there, barred)
+        if there and position is None:
+            raise StateLost(
+                f"none of {len(there)} checkpoints in {self._store.directory} can be {_story(barred, there)}.",
+                remedy="see what is said above, and why the job ended after them; let one be taken again with "
+                "`rackctl ckpt quarantine DIR GENERATION --lift`, or give another --checkpoint-dir to begin anew.",
+            )
+        return position, life
+
+    def _look(self) -> tuple[list[list[Any]], dict[int, list[Any]]]:
+        """What this rank sees: number and digest of each generation; and why others cannot be used, and whether they are damaged."""
+        try:
+            self._store.files.make_root(self._store.root)
+            self._store.complete()
+            whole, left_out = self._store.look()
+        except (OSError, CheckpointError) as error:
+            raise UsageError(
+                f"the checkpoint directory {self._store.root} cannot be used: {error}.",
+                remedy="give one that all ranks can read and write.",
+            ) from error
+        mine = [[info.generation, info.digest] for info in whole]
+        return mine, {generation: [str(why), is_damage(why)] for generation, why in left_out.items()}
+
+    def _look_for(self, listed: set[int], mine: list[list[Any]], unusable: dict[int, list[Any]]) -> None:
+        """Generations that another rank has listed and this one has not, looked for by name: a host's list of a shared directory may be
+        seconds old."""
+        for generation in sorted(listed - {found[0] for found in mine} - set(unusable), reverse=True):
+            try:
+                mine.append([generation, self._store.whole(generation)[1]])
+            except NoUsableGeneration:
+                continue
+            except CheckpointError as error:
+                unusable[generation] = [str(error), is_damage(error)]
+
+    def _first_usable(self, there: list[int], barred: dict[int, str]) -> Position | None:
+        """The same on all ranks. A resumption is remembered before anything is trained on it."""
+        for generation in there:
+            if generation in barred:
+                if self._world.rank == 0:
+                    say(f"the checkpoint of step {generation} is {barred[generation]}")
+                self.not_used.append(generation)
+                continue
+            if generation in self._unusable:
+                self._pass_over(generation, *self._unusable[generation])
+                continue
+            if (position := self._try(generation)) is not None:
+                if self._world.rank == 0:
+                    self._probation.restored(generation)
+                return position
+        return None
+
+    def _try(self, generation: int) -> Position | None:
+        """Whether every rank could read it."""
+        problem, damaged, step, world_size, different = "", False, -1, 0, ""
+        try:
+            with self._store.open(generation) as reader:
+                step, world_size = reader.step, reader.world_size
+                different = self._fill_from(reader)
+        except CheckpointError as error:
+            problem, damaged = str(error), is_damage(error)
+        told = self._gather((problem, damaged, different))
+        said = [one for one in told if one[0]]
+        if said:
+            self._pass_over(generation, said[0][0], any(one[1] for one in said))
+            return None
+        if self._world.rank == 0:
+            ranks = "" if world_size == self._world.size else f", which {world_size} ranks have written"
+            say(f"resumed after step {step}, from {self._store.path(generation)}{ranks}")
+            self._say_unlike([one[2] for one in told])
+        return Position(step)
+
+    def _say_unlike(self, told: list[str]) -> None:
+        """``told``: of each rank, as of `rackrun.worker.device.numerics.unlike`."""
+        for different in dict.fromkeys(filter(None, told)):
+            say(
+                f"rank {told.index(different)} goes on from a state that was computed with {different}: the same bits as without a stop are not promised"
+            )
+
+    def _pass_over(self, generation: int, why: str, damaged: bool) -> None:
+        """What is damaged stays so, and is remembered: it must not outlive a good one as one of the newest. What storage did not give
+        may be whole."""
+        self.not_used.append(generation)
+        if self._world.rank == 0:
+            say(f"the checkpoint of step {generation} is not used: {why}")
+            if damaged:
+                self._probation.quarantine(generation, f"damaged: {why}")
+
+    def _fill_from(self, reader: GenerationReader) -> str:
+        """Returns what was computed otherwise there than here (`rackrun.worker.device.numerics.unlike`)."""
+        layouts = [_layout_in(reader, rank) for rank in range(reader.world_size)]
+        rank, same = self._world.rank, reader.world_size == self._world.size
+        own = rank if same else 0
+        manifest = manifest_in(_plain_in(reader, own, layouts[own]))
+        if manifest.lineage.facts != self._facts:
+            raise UsageError(
+                f"{reader.directory} is of a run with {manifest.lineage.facts}; this one has {self._facts}.",
+                remedy="resume with the same, or give another --checkpoint-dir.",
+            )
+        holders = manifest.lineage.kin or (own,)  # what is not its own is its replicas'
+        if not same:
+            holders = tuple(range(reader.world_size))
+            manifests = (manifest_in(_plain_in(reader, rank, layout)) for rank, layout in enumerate(layouts))
+            check_alike(manifests, f"the {reader.world_size} ranks that wrote {reader.directory}")
+
+        def source(path: str, target: TensorEntry) -> int | None:
+            first = same or self._state.is_buffer(path)  # its own; in a world of another size, rank 0's count for all
+            return own if first and layouts[own].by_name.get(target.name) == target else None
+
+        Refill(self._state, manifest, rank, layouts, holders, source).run(reader.read)
+        return unlike(manifest.numerics, self._world.device)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """From every rank: plain data."""
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+        sizes = [int(row.item()) for row in self._gather_rows(torch.tensor([encoded.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: encoded.numel()] = encoded
+        rows = self._gather_rows(padded)
+        return [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        return self._world.groups[0].gather_on_host(mine)
+
+
+def _layout_in(reader: GenerationReader, rank: int) -> ImageLayout:
+    shard = reader.reader(rank)
+    length = header_bytes(shard.read(0, min(8, shard.size)), limit=shard.size)
+    return parse_image(shard.read(0, length), limit=shard.size)
+
+
+def _plain_in(reader: GenerationReader, rank: int, layout: ImageLayout) -> bytes:
+    if PLAIN not in layout.extents:
+        raise IntegrityError(
+            f"the shard of rank {rank} in {reader.directory} has no state that is not tensors.",
+            remedy="it was not written by an elastic job: give another --checkpoint-dir.",
+        )
+    return bytes(reader.read(rank, *layout.extents[PLAIN]))
+
+
+def _story(barred: dict[int, str], common: list[int]) -> str:
+    told = "; ".join(f"step {generation} is {barred[generation]}" for generation in common if generation in barred)
+    return f"used: {told}" if told else "read"

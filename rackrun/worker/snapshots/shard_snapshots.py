@@ -1,0 +1,379 @@
+"""Snapshots of shards that have no live copy, in memory that the agent owns and that outlives this process.
+
+Two arenas of one slot are written in turn; the heartbeat page says which hold what, whole, and which of them the agent is to
+copy to other trays (`rackrun.agent.snapshots.mirror`): a new one only when all ranks have done with the last. All ranks take them after the
+same steps (the interval is drawn from figures that every gate sums up), because all of them go back together.
+
+The copy overlaps with the next step: forward and backward change no parameter and no optimizer state. What they may change
+(buffers, other tracked objects) is copied at once. Every rank has sealed its snapshot before it enters the next gate, so a
+rank that writes over an older one knows that all others have a newer one.
+
+A snapshot is called by its id everywhere: its step, and the layout that the world's shards had. Of another layout than the
+present one are those that the ranks have filled their state from when ``main`` was entered again (`rackrun.worker.restore.reshard_from_snapshots`): they are
+kept until a gate has passed in the new one, and are never loaded as if they were of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.arena_slot import SlotReader, SlotWriter
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.commit.snapshot_interval import IntervalPolicy, Observed, choose_interval
+from rackrun.checkpoint.image.safetensors_image import write_head
+from rackrun.protocol.boot import SNAPSHOT_JOB
+from rackrun.protocol.commands import Restore
+from rackrun.protocol.ids import Position, Step, snapshot_id, step_in
+from rackrun.worker.membership.gate import GateSums
+from rackrun.worker.process.reports import say
+from rackrun.worker.process.runtime import Runtime
+from rackrun.worker.restore.snapshot_fetch import Damaged, fetch_snapshot
+from rackrun.worker.snapshots.host_copies import copies_from
+from rackrun.worker.snapshots.snapshot_memory import SnapshotMemory
+from rackrun.worker.state.state_image import Shard, StateImages, load_image
+from rackrun.worker.state.state_manifest import Manifest
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.tensors.optimizer_sizes import bytes_to_come
+
+__all__ = ["Snapshots"]
+
+_CORES_A_THREAD = 8
+_THREADS_MAX = 4
+_DIGESTING_MAX = 8
+"""Beside a device that copies: the bus brings about 50 GB/s, and a thread digests about 10."""
+_SLICE_S = 0.05
+_PINNED_STEPS = 1000
+"""For so long what other trays have is worth keeping here, when nothing newer comes through."""
+
+
+@dataclass
+class _Copying:
+    """A snapshot in the making."""
+
+    named: int
+    slot: int
+    mirror: bool
+    generation: int
+    thread: threading.Thread | None = None
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Of what is copied while the next step runs."""
+    cpu_s: float = 0.0
+    torn: bool = False
+    error: BaseException | None = None
+
+
+class Snapshots:
+    def __init__(self, runtime: Runtime, state: TrackedState, every: int | None) -> None:
+        self._runtime, self._state, self._every = runtime, state, every
+        self._fds = runtime.boot.snapshot_fds if runtime.boot else (-1, -1)
+        self._images = StateImages(state)
+        self._held: dict[int, int] = {}  # id -> slot
+        self._copying: _Copying | None = None
+        self._device = copies_from(runtime.device)
+        beside = _threads() if runtime.device.type == "cpu" else _threads_of_all()  # a device leaves the cores idle
+        self._arenas = SnapshotMemory(self._fds, self._device, (beside, _threads_of_all()))
+        self._mirrored = -1
+        """The newest of which every rank's snapshot can be had without its tray. It stays in its slot: what is on other
+        trays may be parity, which is of use only beside it."""
+        self.cost_s = 0.0
+        """What the last one took from training on this rank: the wait, on CPUs the work, and on GPUs what the device copies in front of the next
+        step."""
+        self.bytes = 0
+        """Of the last one, on this rank."""
+
+    def oldest_kept(self) -> Position | None:
+        """What the world may go back to, at the most."""
+        named = [*self._held, *([self._mirrored] if self._mirrored >= 0 else [])]
+        steps = [step for one in named if (step := step_in(self._runtime.world.layout, Step(one))) is not None]
+        return Position(min(steps)) if steps else None
+
+    def named(self, step: int) -> int:
+        """The id of this world's snapshot of ``step``."""
+        return snapshot_id(self._runtime.world.layout, Step(step))
+
+    def take_if_due(self, at: Position, gate: GateSums, *, now: bool) -> bool:
+        """Whether one was begun. ``gate`` holds the sums of all ranks' snapshot costs and step times, so all ranks come to the same answer. ``now``:
+        after a recovery, because a newcomer cannot go back to what is older than itself."""
+        if gate.mirrored == self._runtime.world.size:
+            everywhere = self._runtime.page.mirrored
+            self._mirrored = -1 if step_in(self._runtime.world.layout, Step(everywhere)) is None else everywhere
+        elif 0 <= self._mirrored < self.named(at.step) - _PINNED_STEPS:
+            self._mirrored = -1
+            say(
+                f"rank {self._runtime.world.rank}: for {_PINNED_STEPS} steps no snapshot has come through to other trays"
+            )
+        mirrored = self._runtime.world.has_mirrors
+        if self._fds[0] < 0 or (mirrored and gate.mirroring and not now):
+            return False  # what is on its way must not be written over, nor what all have elsewhere
+        due = now or at.step % (self._every or self._interval(at, gate)) == 0
+        if due:
+            self.take(at.step, mirror=mirrored and not gate.mirroring)
+        return due
+
+    def take_to_compare(self, step: int, *, keep: int) -> bool:
+        """Begin the snapshot of ``step``, whose state is about to be compared with that of replicas; the one of ``keep``, which was
+        found good, stays. Whether it was begun."""
+        if self._fds[0] < 0:
+            return False
+        self._mirrored = -1  # replicas need no copies elsewhere
+        self.take(step, besides=self.named(keep))
+        return True
+
+    def _interval(self, at: Position, gate: GateSums) -> int:
+        """A power of two: estimates that differ by noise seldom move it, and what it was before need not be known."""
+        size = self._runtime.world.size
+        observed = Observed(
+            steps=1,
+            step_ns=round(gate.step_s / size * 1e9),
+            snapshots=1,
+            snapshot_ns=round(gate.snapshot_cost_s / size * 1e9),
+            run_ns=round(gate.step_s / size * at.step * 1e9),
+            failures=self._runtime.world.generation - 1,
+        )
+        steps: int = 2 ** round(math.log2(choose_interval(observed, IntervalPolicy()).steps))
+        return steps
+
+    # -- take
+    def take(
+        self,
+        step: int,
+        *,
+        mirror: bool = False,
+        besides: int = -1,
+        unless: Callable[[Callable[[], None]], bool] | None = None,
+    ) -> None:
+        """Begin the snapshot of ``step``; ``mirror``: other trays shall have a copy of it, or its parity. The state must not be changed before `settle`, but by a forward and backward.
+        It is not begun once this rank has told what it has, of which the next plan is made (`World.unless_broken`, or ``unless``).
+        ``besides``: the id of one that stays, whatever goes."""
+        self.settle()
+        began = time.monotonic()
+        named = self.named(step)
+        free = [slot for slot in (0, 1) if slot not in self._held.values()]
+        stays = self._mirrored if besides not in self._held else besides
+        older = [held for held in self._held if held != stays]
+        slot = free[0] if free else self._held[min(older)]
+        if not (unless or self._runtime.world.unless_broken)(lambda: self._runtime.page.seal_snapshot(slot, -1)):
+            return
+        self._held = {s: i for s, i in self._held.items() if i != slot}
+        shard = self._images.describe(self._runtime.world.replica_class, digests=self._state.sharded())
+        described, self.bytes = time.monotonic() - began, shard.layout.total_bytes
+        writer = self._begin(slot, named, shard.layout.total_bytes)
+        self.warm(shard.layout.total_bytes)  # the next one goes to the other arena
+        began = time.monotonic()  # an arena is made once: that is no part of what the next one costs
+        later = self._state.standing_until_gate(shard.tensors)
+        write_head(shard.layout, shard.plain, writer.payload)
+        self._device.copy_now(shard, writer.payload, shard.tensors.keys() - later)
+        copying = _Copying(
+            named,
+            slot,
+            mirror,
+            self._runtime.world.generation,
+            versions=[(shard.tensors[path], shard.tensors[path]._version) for path in later],
+        )
+        ready = self._device.ready()
+        copying.thread = threading.Thread(
+            target=self._copy, args=[copying, shard, writer, later, ready], name=f"rackrun-snapshot-{step}", daemon=True
+        )
+        self._copying = copying
+        copying.thread.start()
+        self.cost_s = described + time.monotonic() - began
+
+    def hold(self, step: int) -> None:
+        """Begin the snapshot of ``step``, after which the state stands, if there is none."""
+        if self.named(step) not in self._held:
+            self.take(step)
+
+    @property
+    def copying(self) -> bool:
+        return self._copying is not None
+
+    def settle(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until the snapshot in the making, if any, is sealed. ``waiting`` is called now and then."""
+        copying, self._copying = self._copying, None
+        if copying is None or copying.thread is None:
+            return
+        began = time.monotonic()
+        while copying.thread.is_alive():
+            copying.thread.join(_SLICE_S)
+            waiting()
+        if copying.error is not None:
+            raise copying.error
+        if not copying.torn:
+            self._held[copying.named] = copying.slot
+        waited = time.monotonic() - began
+        self.cost_s += max(waited, copying.cpu_s) if self._runtime.device.type == "cpu" else waited
+        self.cost_s += self._device.held_up_s()
+
+    def warm(self, size: int | None = None) -> None:
+        """Begin to make the memory that snapshots will need, two of them, of ``size`` bytes: by default, as large as one would be now.
+        Returns at once; where it cannot be had, that is said when one is taken."""
+        if self._fds[0] < 0 or self._arenas.complete:
+            return
+        size = self._images.describe("").layout.total_bytes if size is None else size
+        self._arenas.ahead(size, rank=self._runtime.world.rank, epoch=self._runtime.world.generation)
+
+    def expect(self) -> None:
+        """As `warm`, perhaps before the first step: with what optimizers will hold. Nothing is begun where that is not known, nor where it
+        will be the host's memory: they come first, and snapshots are planned with what they leave."""
+        if self._fds[0] < 0 or self._arenas.complete:
+            return
+        to_come = bytes_to_come(self._state.optimizers.values())
+        on_host = any(parameter.device.type == "cpu" for parameter in self._state.parameters())
+        if to_come is not None and not (to_come and on_host):
+            self.warm(self._images.describe("").layout.total_bytes + to_come)
+
+    def finish(self) -> None:
+        """No more are taken."""
+        self._arenas.stop()
+
+    def _begin(self, slot: int, named: int, size: int) -> SlotWriter:
+        """Raises `MemoryPlanError` when there is no memory for it."""
+        world = self._runtime.world
+        arena = self._arenas.arena(
+            slot, size, rank=world.rank, epoch=world.generation, waiting=self._runtime.page.progress
+        )
+        for info in arena.slots():
+            if info.generation == named and info.manifest_digest:  # a step that is done again
+                arena.release(named)
+        return arena.begin(named, named)
+
+    def _copy(
+        self, copying: _Copying, shard: Shard, writer: SlotWriter, later: set[str], ready: torch.cuda.Event | None
+    ) -> None:
+        began = time.thread_time()
+        try:
+            threads = _digesting_threads() if self._runtime.device.type != "cpu" else 0
+            self._device.copy(shard, writer.payload, later, ready, lambda upto: writer.filled(upto, threads))
+            copying.torn = any(tensor._version != version for tensor, version in copying.versions)
+            if copying.torn:  # the script has changed parameters where it may not
+                writer.abandon()
+                return
+            writer.seal(shard.layout.total_bytes, shard.layout.layout_hash, threads=_threads())
+            self._runtime.page.seal_snapshot(copying.slot, copying.named)
+            if copying.mirror:
+                self._runtime.page.want_mirror(copying.named, self._mirrored, copying.generation)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            copying.error = error
+            with contextlib.suppress(CheckpointError):
+                writer.abandon()
+        finally:
+            copying.cpu_s = time.thread_time() - began
+
+    # -- go back
+    def fetch(self, step: int, restore: Restore, overtaken: Callable[[], bool]) -> int:
+        """The lost rank's snapshot, from the agents that keep it or its parity. Returns the descriptor of its arena. RuntimeError and `Damaged` as
+        of `fetch_snapshot`."""
+        token = self._runtime.boot.token if self._runtime.boot else ""
+        return fetch_snapshot(restore, self.named(step), token, overtaken)
+
+    def load(self, step: int, fetched: int | None, *, all_go_back: bool = True) -> Manifest:
+        """Put the state of ``step`` in place, from this rank's own snapshot or from what `fetch` gave.
+
+        Raises `Damaged` when a chunk of it is not what was sealed: the state is untouched then, and an older snapshot of
+        this rank is still there.
+        """
+        self.settle()
+        named = self.named(step)
+        arena: Arena | None = None
+        try:
+            arena = self._own(named) if fetched is None else Arena.attach(fetched, job=SNAPSHOT_JOB)
+            reader = arena.reader(named, owner=arena.rank)
+            threads = _threads_of_all()
+            reader.verify(threads)
+            manifest = load_image(self._state, reader.payload, threads, cuts=self._device.cuts)
+        except CheckpointError as error:
+            if fetched is None:
+                self._forget(named)
+            raise Damaged(error.what) from error
+        finally:
+            if fetched is not None:
+                if arena is not None:
+                    arena.close()
+                os.close(fetched)
+        for later in [other for other in self._held if other > named]:
+            self._forget(later)
+        if self._runtime.world.has_mirrors and all_go_back:
+            self._mirrored = named  # all go back to it, and keep it until something newer is elsewhere
+        return manifest
+
+    # -- main is entered again
+    def hand_over(self, at: Position, unless: Callable[[Callable[[], None]], bool]) -> None:
+        """Seal the state as it stands, which is that of ``at``, for the ranks of another world to read. One that there is already will
+        do, but that a phase may have changed the state since. Raises `MemoryPlanError`."""
+        named = self.named(at.step)
+        former = self._held.get(named)
+        if former is not None and not at.phase:
+            return
+        self.take(at.step, unless=unless)
+        self.settle()
+        if former is not None and self._held.get(named) != former:
+            self._runtime.page.seal_snapshot(former, -1)
+
+    def become(self, state: TrackedState) -> None:
+        """Of another state from here on: what there is of the former one stays until `drop_former`."""
+        self._state, self._images = state, StateImages(state)
+        self._mirrored = -1
+        self.cost_s = 0.0
+
+    def keep(self, step: int, unless: Callable[[Callable[[], None]], bool], besides: int) -> None:
+        """Seal the new state, beside the old one, whose id is ``besides``; other trays are to have it soon: what they have of the old one
+        is of no use without what goes here. Raises `MemoryPlanError`."""
+        self.take(step, mirror=self._runtime.world.has_mirrors, unless=unless, besides=besides)
+        self.settle()
+
+    def drop_former(self) -> None:
+        """A gate has passed in this layout: nobody will ask for what is of another."""
+        layout = self._runtime.world.layout
+        for named in [one for one in self._held if step_in(layout, Step(one)) is None]:
+            self._forget(named)
+
+    def drop_all(self) -> None:
+        """This rank's state is another's from here on."""
+        for named in list(self._held):
+            self._forget(named)
+
+    def drop_upto(self, step: int) -> None:
+        """All ranks have live copies of their state: nobody goes back so far."""
+        for named in [one for one in self._held if one <= self.named(step)]:
+            self._forget(named)
+
+    def own_image(self, named: int) -> SlotReader | None:
+        """The snapshot with this id, if this process holds it."""
+        arena = self._arenas[self._held[named]] if named in self._held else None
+        return None if arena is None else arena.reader(named, owner=arena.rank)
+
+    def _own(self, named: int) -> Arena:
+        arena = self._arenas[self._held[named]] if named in self._held else None
+        if arena is None:
+            raise Damaged("it is not there")
+        return arena
+
+    def _forget(self, named: int) -> None:
+        if (slot := self._held.pop(named, None)) is not None:
+            self._runtime.page.seal_snapshot(slot, -1)
+
+
+def _threads() -> int:
+    """Beside training."""
+    return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // _CORES_A_THREAD))
+
+
+def _digesting_threads() -> int:
+    """While a device computes and copies: half of what is this rank's of the host's cores, which it leaves idle."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_DIGESTING_MAX, len(os.sched_getaffinity(0)) // ranks // 2))
+
+
+def _threads_of_all() -> int:
+    """While nobody trains: the host's ranks share its cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // ranks))

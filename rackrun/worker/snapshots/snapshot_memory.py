@@ -1,0 +1,141 @@
+"""The memory that snapshots are written to: two arenas, made beside training as soon as their size is known.
+
+Tens of gigabytes take the kernel seconds. Nobody waits for what is made ahead, and what it fails of is said by whoever needs it:
+`arena` waits for what is being made, and else makes it. So which steps have a snapshot does not depend on when memory is there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rackrun.checkpoint.arena.arena import Arena
+from rackrun.checkpoint.arena.memory_plan import MemoryPlan, ceilings
+from rackrun.checkpoint.base.errors import CheckpointError
+from rackrun.checkpoint.host_memory.populate import Populating
+from rackrun.checkpoint.redundancy.shard_placement import Redundancy
+from rackrun.protocol.boot import SNAPSHOT_JOB
+from rackrun.worker.snapshots.host_copies import HostCopies
+
+__all__ = ["SnapshotMemory"]
+
+_SLICE_S = 0.05
+_SPARE_ROOM = 64
+"""An arena has room for an image larger by one part in so many: plain state grows a little."""
+
+
+@dataclass
+class _Making:
+    """An arena, in a thread of its own."""
+
+    size: int
+    threads: int
+    thread: threading.Thread | None = None
+    wanted: bool = True
+    error: BaseException | None = None
+
+
+class SnapshotMemory:
+    """``fds``: of the agent's empty memfds. ``device`` is told what to pin. ``threads``: so many have the pages beside training, and so many
+    while it waits."""
+
+    def __init__(self, fds: Sequence[int], device: HostCopies, threads: tuple[int, int]) -> None:
+        self._fds, self._device = fds, device
+        self._threads_beside, self._threads_alone = threads
+        self._arenas: list[Arena | None] = [None] * len(fds)
+        self._making: list[_Making | None] = [None] * len(fds)
+        self._one_by_one = threading.Lock()
+        """The first one is planned with the second, which finds the first one's memory taken; and the kernel takes two no faster."""
+
+    def __getitem__(self, slot: int) -> Arena | None:
+        """None: it was not needed yet."""
+        return self._arenas[slot]
+
+    @property
+    def complete(self) -> bool:
+        """All arenas are there, or being made, or could not be."""
+        return not self._lacking()
+
+    def ahead(self, size: int, *, rank: int, epoch: int) -> None:
+        """Begin to make those that are not there, for images of ``size`` bytes; returns at once. What there is stays, whatever its size: a
+        snapshot may be in it."""
+        for slot in self._lacking():
+            self._make(slot, size, self._threads_beside, rank=rank, epoch=epoch)
+
+    def stop(self) -> None:
+        """Nobody will need what is not there yet. Its thread ends soon."""
+        for making in self._making:
+            if making is not None:
+                making.wanted = False
+
+    def arena(
+        self, slot: int, size: int, *, rank: int, epoch: int, waiting: Callable[[], None] = lambda: None
+    ) -> Arena:
+        """With room for an image of ``size`` bytes; what a smaller one held is lost. ``waiting`` is called now and then. Raises
+        `MemoryPlanError` when there is no memory for it."""
+        for making in self._making:
+            if making is not None and making.size < size:
+                making.wanted = False
+        making = self._making[slot]
+        if making is not None:
+            self._wait(making, waiting)
+        arena = self._arenas[slot]
+        if arena is None or arena.payload_bytes < size:
+            if arena is not None:
+                self._device.unpin(arena.memory()[0])
+                arena.close()
+                self._arenas[slot] = None
+            making = self._make(slot, size, self._threads_alone, rank=rank, epoch=epoch)
+            self._wait(making, waiting)
+            if making.error is not None:
+                self._making[slot] = None
+                raise making.error
+            arena = self._arenas[slot]
+            assert arena is not None, "it was made without an error"
+        self._making[slot] = None
+        return arena
+
+    def _lacking(self) -> list[int]:
+        makings = enumerate(zip(self._arenas, self._making, strict=True))
+        return [slot for slot, (arena, making) in makings if arena is None and (making is None or not making.wanted)]
+
+    def _wait(self, making: _Making, waiting: Callable[[], None]) -> None:
+        assert making.thread is not None
+        while making.thread.is_alive():
+            making.thread.join(_SLICE_S)
+            waiting()
+
+    def _make(self, slot: int, size: int, threads: int, *, rank: int, epoch: int) -> _Making:
+        making = self._making[slot] = _Making(size + size // _SPARE_ROOM, threads)
+
+        def make() -> None:
+            try:
+                with self._one_by_one:
+                    if self._arenas[slot] is not None:
+                        return  # by one before this that was not wanted, a moment too late
+                    self._arenas[slot] = arena = self._made(slot, size, making, rank, epoch)
+                self._device.pin(*arena.memory())
+            except BaseException as error:  # noqa: BLE001 - raised by who needs it
+                making.error = error
+
+        making.thread = threading.Thread(target=make, name=f"rackrun-snapshot-memory-{slot}", daemon=True)
+        making.thread.start()
+        return making
+
+    def _made(self, slot: int, size: int, making: _Making, rank: int, epoch: int) -> Arena:
+        if not making.wanted:
+            raise CheckpointError("an arena is not wanted any more.", remedy="none needed.")
+        if not any(self._arenas):  # what does not fit is said now; later the kernel would end somebody
+            MemoryPlan(1, size, Redundancy.local(), ceilings(None)).check()
+        os.ftruncate(self._fds[slot], 0)
+        return Arena.create(
+            self._fds[slot],
+            job=SNAPSHOT_JOB,
+            rank=rank,
+            epoch=epoch,
+            slots=1,
+            payload_bytes=making.size,
+            populating=Populating(making.threads, lambda: making.wanted),
+        )

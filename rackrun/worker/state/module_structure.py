@@ -1,0 +1,146 @@
+"""What the tracked modules are made of: modules, parameters, buffers, and their names.
+
+To walk through a large model takes as long as some kernels do, and a step needs these lists several times. So they are made once, and then
+held beside what the modules have: every module's own dictionaries, name by name and object by object. Whatever a script
+adds, drops, replaces or renames, by whichever way, is in these dictionaries, and the lists are made anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
+
+from rackrun.worker.tensors import module_walk
+from rackrun.worker.tensors.tensor_lists import same_objects
+
+__all__ = ["Structure"]
+
+_DICTIONARIES = attrgetter("_modules", "_parameters", "_buffers")
+_NAMES, _THINGS = methodcaller("keys"), methodcaller("values")
+
+
+class Structure:
+    """Of ``roots`` as they are now: tracked name -> module. None of its lists is to be changed. What two roots share is there twice."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = dict(roots)
+        walked = {name: module_walk.modules(root) for name, root in roots.items()}
+        self.modules: list[nn.Module] = []
+        self.module_paths: list[str] = []
+        """As ``modules()`` of each."""
+        self.parameters: list[nn.Parameter] = []
+        """As ``parameters()`` of each."""
+        self.parameter_paths: list[str] = []
+        self.buffers: list[torch.Tensor] = []
+        """As ``buffers()`` of each."""
+        self.buffer_paths: list[str] = []
+        """Without the kind: ``name/path``."""
+        self._kept_buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.norm_buffers: set[str] = set()
+        """Paths, with the kind, of those that batch norm and its kin write, as a rule without counting up their version."""
+        self.with_extra_state: list[tuple[str, str, nn.Module]] = []
+        """Tracked name, path and module, of those that have some."""
+        self.fsdp: list[FSDPModule] = []
+        for name, found in walked.items():
+            seen: set[int] = set()
+            for path, module in found:
+                prefix = f"{path}." if path else ""
+                self.modules.append(module)
+                self.module_paths.append(f"{name}.{path}" if path else name)
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        self.parameters.append(parameter)
+                        self.parameter_paths.append(f"{name}/param/{prefix}{key}")
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        self.buffers.append(buffer)
+                        self.buffer_paths.append(f"{name}/{prefix}{key}")
+                        if key not in module._non_persistent_buffers_set:
+                            self._kept_buffers[f"{name}.{prefix}{key}"] = tuple(buffer.shape), buffer.dtype
+                        if isinstance(module, _NormBase):
+                            self.norm_buffers.add(f"{name}/buffer/{prefix}{key}")
+                if isinstance(module, FSDPModule):
+                    self.fsdp.append(module)
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    self.with_extra_state.append((name, path, module))
+        self._kinds = list(map(type, self.modules))
+        self._dictionaries = self._held()
+        self._full = list(filter(None, self._dictionaries))
+        self._plain = set(map(type, self._full)) <= {dict}
+        """Those of a scripted module are not."""
+        self._names = self._names_now()
+        self._counts, self._things = self._in_them()
+
+    def stands(self, roots: Mapping[str, nn.Module]) -> bool:
+        """It is what a structure of ``roots`` that is made now would be: with the same children the known modules are all that there are."""
+        return (
+            list(roots) == list(self._roots)
+            and same_objects(list(roots.values()), list(self._roots.values()))
+            and same_objects(self._held(), self._dictionaries)
+            and list(map(type, self.modules)) == self._kinds
+            and self._names_now() == self._names
+            and self.seems_to_stand()
+        )
+
+    def seems_to_stand(self) -> bool:
+        """The known dictionaries hold what they held: a third of the work of `stands`, which sees besides that one was replaced, or a name."""
+        counts, things = self._in_them()
+        return counts == self._counts and same_objects(things, self._things)
+
+    def differs(self, before: Structure) -> str:
+        """The first thing in which a copy of this one's tensors would not fit into ``before``: "" where tensors and modules were, at most, exchanged
+        for others of the same kind."""
+        was, now = (dict(zip(one.module_paths, one._kinds, strict=True)) for one in (before, self))
+        for path, kind in now.items():
+            old = was.get(path)
+            if old is None:
+                return f"{path} ({kind.__name__}) is new"
+            if kind is not old:
+                return f"{path} was a {old.__name__}, and is a {kind.__name__}"
+        if gone := [path for path in was if path not in now]:
+            return f"{gone[0]} is gone"
+        of: dict[int, list[str]] = {}
+        for path, parameter in zip(before.parameter_paths, before.parameters, strict=True):
+            of.setdefault(id(parameter), []).append(path)  # there may be several: it is in two roots
+        for path, parameter in zip(self.parameter_paths, self.parameters, strict=True):
+            if path not in of.get(id(parameter), [path]):
+                return f"{_shown(path)} is what {_shown(of[id(parameter)][0])} was"
+        if moved := set(before.parameter_paths) ^ set(self.parameter_paths):
+            return f"{_shown(min(moved))} is new, or gone"
+        for path in before._kept_buffers.keys() | self._kept_buffers.keys():
+            if before._kept_buffers.get(path) != self._kept_buffers.get(path):
+                return f"the buffer {path} is new, or gone, or has another shape or type"
+        return ""
+
+    def name_of(self, module: nn.Module, key: str) -> str:
+        """Of what ``module`` holds as ``key``, for people."""
+        paths = (path for path, one in zip(self.module_paths, self.modules, strict=True) if one is module)
+        return f"{next(paths, type(module).__name__)}.{key}"
+
+    def _held(self) -> list[Any]:
+        """Every known module's dictionaries, empty ones too."""
+        return list(chain.from_iterable(map(_DICTIONARIES, self.modules)))
+
+    def _names_now(self) -> list[str]:
+        return list(chain.from_iterable(self._full if self._plain else map(_NAMES, self._full)))
+
+    def _in_them(self) -> tuple[list[int], list[Any]]:
+        """How much is in each dictionary, and the objects in all. What was empty, and is so by its count, has none."""
+        counts = list(map(len, self._dictionaries))
+        if self._plain:
+            return counts, gc.get_referents(*self._full)  # a dictionary's values, in their order, at once
+        return counts, list(chain.from_iterable(map(_THINGS, self._full)))
+
+
+def _shown(path: str) -> str:
+    return path.replace("/param/", ".")

@@ -1,0 +1,146 @@
+"""A rank's tracked state as one image: a safetensors file in memory, in which the manifest travels as the plain part."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from rackrun.checkpoint.base.errors import IntegrityError, LayoutMismatch
+from rackrun.checkpoint.image.boxes import Box
+from rackrun.checkpoint.image.safetensors_image import (
+    Cuts,
+    ImageLayout,
+    TensorEntry,
+    header_bytes,
+    no_cuts,
+    parse_image,
+    plan_image,
+    read_plain,
+    read_tensors,
+)
+from rackrun.checkpoint.image.tensor_entries import entries_of
+from rackrun.worker.state.state_manifest import Manifest, TensorInfo
+from rackrun.worker.state.tracked_state import TrackedState
+from rackrun.worker.tensors.freed_tensors import refuse_freed
+from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
+from rackrun.worker.tensors.tensor_lists import local_parts
+
+__all__ = ["Shard", "StateImages", "entry_of", "load_image", "manifest_in"]
+
+_LENGTH = struct.Struct("<Q")
+_PLAIN_ROOM = 1024
+"""The plain part is padded to a multiple of this, so that a counter that grows by a digit does not change the layout."""
+
+
+class Shard(NamedTuple):
+    """What is to be written: ``plain`` is a copy, the tensors are the state itself."""
+
+    layout: ImageLayout
+    tensors: dict[str, torch.Tensor]
+    plain: bytes
+
+
+class StateImages:
+    """Describes a state, again and again. Its layout is rebuilt when a tensor has another place, shape or kind."""
+
+    def __init__(self, state: TrackedState) -> None:
+        self._state = state
+        self._described_for: tuple[list[TensorInfo], int | None] | None = None
+        self._entries: list[TensorEntry] = []
+        """Of all tensors, in the order of `TrackedState.parts`."""
+        self._shared: dict[str, int] = {}
+        """Path -> bytes, of those that replicas have as well."""
+        self._planned: tuple[list[TensorEntry], int] | None = None
+        self._layout: ImageLayout | None = None
+
+    def describe(
+        self, replica_class: str, *, rank: int | None = None, turn: int = 0, turns: int = 1, digests: bool = False
+    ) -> Shard:
+        """``turns`` replicas may share the work: this one, the ``turn``-th, then describes its part of the tensors only, and
+        all buffers, in which replicas may differ. With ``rank``, a tensor that is no box of a whole one carries its rank in
+        its name, and every rank describes its own. ``digests``: of what this rank has as a whole, in the manifest.
+
+        Raises `LayoutMismatch` for a dtype that no image holds, `StepError` for a tensor whose memory was freed.
+        """
+        parts = self._state.parts()
+        infos = self._state.infos(parts)
+        local = local_parts(parts.values())
+        if self._described_for is None or self._described_for[0] is not infos or self._described_for[1] != rank:
+            self._plan_entries(parts, local, rank)
+            self._described_for = infos, rank
+        manifest = self._state.manifest(replica_class, infos)
+        tensors = {entry.name: tensor for entry, tensor in zip(self._entries, local, strict=True)}
+        if digests:
+            boxes = {entry.name: entry for entry in self._entries}
+            whole = {p: tensors[p] for p in self._shared if boxes[p].box.sizes == boxes[p].global_shape}
+            manifest = msgspec.structs.replace(manifest, whole=digests_by_path(whole))
+        plain = msgspec.msgpack.encode(manifest)
+        padded = -(-(_LENGTH.size + len(plain)) // _PLAIN_ROOM) * _PLAIN_ROOM
+        entries = self._entries
+        if turns > 1:
+            for path in _others_share(self._shared, turn, turns):
+                del tensors[path]
+            entries = [entry for entry in entries if entry.name in tensors]
+        planned = entries, padded
+        if self._layout is None or planned != self._planned:
+            self._planned, self._layout = planned, plan_image(*planned)
+        return Shard(self._layout, tensors, (_LENGTH.pack(len(plain)) + plain).ljust(padded, b"\0"))
+
+    def _plan_entries(self, parts: Mapping[str, torch.Tensor], local: Sequence[torch.Tensor], rank: int | None) -> None:
+        self._described_for = None
+        refuse_freed(dict(zip(parts, local, strict=True)))
+        self._entries = [entry_of(path, tensor, rank) for path, tensor in parts.items()]
+        self._shared = {
+            path: tensor.nbytes
+            for (path, tensor), entry in zip(zip(parts, local, strict=True), self._entries, strict=True)
+            if entry.name == path and not self._state.is_buffer(path)
+        }
+
+
+def _others_share(sizes: dict[str, int], turn: int, turns: int) -> list[str]:
+    """About as many bytes for each, and the same for all: the largest first, to whoever has the least."""
+    loads = [0] * turns
+    others = []
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[path]
+        if least != turn:
+            others.append(path)
+    return others
+
+
+def entry_of(path: str, tensor: torch.Tensor, rank: int | None) -> TensorEntry:
+    """Its box; or, where it has none for sure, this rank's part as a tensor of its own, named by ``rank`` if given."""
+    try:
+        (entry,) = entries_of({path: tensor})
+    except (LayoutMismatch, ValueError):
+        local = local_part(tensor)
+        name = path if rank is None else f"{path}@{rank}"
+        return TensorEntry(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), Box.whole(local.shape))
+    return entry
+
+
+def load_image(state: TrackedState, payload: memoryview, threads: int = 1, *, cuts: Cuts = no_cuts) -> Manifest:
+    """Put a verified image of this rank's own shard in place. ``cuts``: as of `read_tensors`."""
+    layout = parse_image(payload[: header_bytes(payload[:8], limit=len(payload))], limit=len(payload))
+    manifest = manifest_in(read_plain(layout, payload))
+    tensors = state.allocate(manifest)
+    local = {info.path: local_part(tensors[info.path]) for info in manifest.tensors}
+    read_tensors(layout, local, payload, threads, cuts=cuts)
+    state.load_plain(manifest, tensors)
+    return manifest
+
+
+def manifest_in(plain: bytes) -> Manifest:
+    """The plain part of an image. Raises `IntegrityError` for what is none."""
+    try:
+        (length,) = _LENGTH.unpack_from(plain)
+        return msgspec.msgpack.decode(plain[_LENGTH.size : _LENGTH.size + length], type=Manifest)
+    except (msgspec.MsgspecError, ValueError, struct.error, RecursionError) as error:
+        raise IntegrityError(
+            f"the plain part of the image cannot be read: {error!s:.300}.", remedy="use another copy."
+        ) from error

@@ -1,0 +1,659 @@
+"""What a worker trains: the tracked objects, seen as named tensors and plain values.
+
+Three things are done with it. An abandoned unit is *discarded*: what forward and backward may have changed is put back to
+where the unit began. A newcomer is *filled*: tensors are copied straight into its own, which the source's manifest
+allocates where they do not exist yet (an optimizer that has made no step has no state). And a shard that exists only here
+is *written out* (`rackrun.worker.snapshots.shard_snapshots`). No tensor is ever pickled; what is not a tensor travels as msgpack.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rackrun.errors import StepError
+from rackrun.worker.state.module_structure import Structure
+from rackrun.worker.state.optimizer_groups import OptimizerGroups
+from rackrun.worker.state.plain_values import SCALARS, flatten, leaves, like, with_tensors, without_tensors
+from rackrun.worker.state.scaler_state import ScalerState, scaler_as_tracked
+from rackrun.worker.state.shardings import part_like, take_part
+from rackrun.worker.state.state_manifest import Lineage, Manifest, Modes, TensorInfo
+from rackrun.worker.state.tensor_infos import TensorInfos
+from rackrun.worker.state.tracked_generators import as_tracked
+from rackrun.worker.tensors import module_walk
+from rackrun.worker.tensors.tensor_bytes import digests_by_path, local_part
+from rackrun.worker.tensors.tensor_lists import local_parts
+from rackrun.worker.torch_compat import require
+from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
+
+__all__ = ["TrackedState"]
+
+_NEEDS = (DistributedDataParallel, "ddp"), (FSDPModule, "fsdp", "fsdp place")
+
+
+class TrackedState:
+    """The objects given to ``run.track``, in the order given."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        self._groups: dict[str, OptimizerGroups] = {}
+        self._structure = Structure({})
+        self.lineage = Lineage()
+        self.numerics: Callable[[], Mapping[str, str]] = dict
+        """What this process computes with, now (`rackrun.worker.device.numerics`)."""
+        self.filled = 0
+        """How often it was filled from outside: what was written then has counted no tensor's version up."""
+        self._infos = TensorInfos()
+        self._modes_of_main, self._modes_filled = Modes(), Modes()
+        """At ``run.steps``, and as they were switched there where this state was filled from last."""
+
+    def track(self, name: str, thing: Any) -> None:
+        if name in self.modules or name in self.optimizers or name in self.others:
+            raise StepError(f"run.track was given {name!r} twice.", remedy="use another name for the second.")
+        _refuse(name, thing)
+        thing = scaler_as_tracked(as_tracked(thing))
+        if isinstance(thing, nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers[name] = thing
+            self._groups[name] = OptimizerGroups(thing)
+        elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            self.others[name] = thing
+        else:
+            raise StepError(
+                f"run.track was given {name!r}, a {type(thing).__name__} without state_dict and load_state_dict.",
+                remedy="give it both, or keep what it holds in a tracked object.",
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.optimizers or any(not name.startswith("rackrun.") for name in self.others))
+
+    def check_complete(self) -> None:
+        """At ``run.steps``. Raises `StepError` when a tracked optimizer trains a parameter of a module that is not tracked."""
+        self._modes_of_main = self._modes_now()
+        known = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        for name, optimizer in self.optimizers.items():
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if strangers:
+                raise StepError(
+                    f"{name!r} trains {len(strangers)} parameter(s) of no tracked module (first: shape {tuple(strangers[0].shape)}).",
+                    remedy="pass the module that owns them to run.track as well.",
+                )
+
+    def sharded(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters())
+
+    # -- gradients
+    def divide_alike(self) -> None:
+        """The mean over the ranks is rounded in the same way by who has gone on and by who took over."""
+        for wrapper in self.wrappers():
+            ddp.divide_alike(wrapper)
+
+    def synchronise_gradients(self, last: bool) -> None:
+        """Gradient accumulation: communicate in the backward of the last micro-batch of a step only."""
+        for wrapper in self.wrappers():
+            ddp.synchronise_gradients(wrapper, last)
+        fsdp.synchronise_gradients(self._structure.fsdp, last)
+
+    # -- tensors
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Path -> this rank's part, as a tensor that may be written into."""
+        parts = self.parts()
+        return dict(zip(parts, local_parts(parts.values()), strict=True))
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The same, as tensors that know which part they are (DTensors)."""
+        fsdp.reshard(self.structure().fsdp)
+        structure = self.structure()  # of shards now
+        found: dict[str, torch.Tensor] = dict(zip(structure.parameter_paths, structure.parameters, strict=True))
+        for path, buffer in zip(structure.buffer_paths, structure.buffers, strict=True):
+            name, _, rest = path.partition("/")
+            found[f"{name}/buffer/{rest}"] = buffer
+        for name, optimizer in self.optimizers.items():
+            found |= _held(name, optimizer)
+            for index, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{name}/group/{index}/{key}"] = value
+        for name, other in self.others.items():
+            found.update(leaves(f"{name}/state", other.state_dict()))
+        return found
+
+    def is_settled(self, path: str) -> bool:
+        """Neither forward nor backward changes it: a parameter, or what an optimizer holds for one."""
+        name, kind, _ = path.split("/", 2)
+        return (name in self.modules and kind == "param") or (name in self.optimizers and kind == "state")
+
+    def standing_until_gate(self, paths: Iterable[str]) -> set[str]:
+        """Those that are settled (`is_settled`), and were not seen to change before a gate, nor to change at all when no optimizer trains them."""
+        changes = self.lineage.changes
+        changing = {*changes.early, *changes.moving}
+        found = {path for path in paths if self.is_settled(path)}
+        return {p for p in found if p not in changing and p.rpartition("@")[0] not in changing} if changing else found
+
+    def is_listed(self, path: str) -> bool:
+        """In a list, or a dictionary, that an optimizer holds for a parameter: `put_plain` puts it into a new one."""
+        name, kind, rest = path.split("/", 2)
+        return name in self.optimizers and kind == "state" and rest.count("/") > 2
+
+    def is_buffer(self, path: str) -> bool:
+        """Of a tracked module: what replicas may differ in."""
+        name, kind, _ = path.split("/", 2)
+        return name in self.modules and kind == "buffer"
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Path -> every buffer of the tracked modules, this rank's part."""
+        structure = self.structure()
+        return dict(zip(structure.buffer_paths, local_parts(structure.buffers), strict=True))
+
+    def infos(self, parts: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
+        """How ``parts`` lie, which are those of `parts`, now. The same object as long as nothing of it has changed."""
+        return self._infos.of(parts, self._parameters_by_path(), self._like_parameters)
+
+    def _like_parameters(self) -> set[str]:
+        return {
+            f"{name}/{path}/{key}"
+            for name, optimizer in self.optimizers.items()
+            for path, parameter, key, value in _optimizer_state(optimizer)
+            if "/" not in key  # what is in a list is made anew with the list
+            and isinstance(value, DTensor)
+            and isinstance(parameter, DTensor)
+            and _lie_alike(value, parameter)
+        }
+
+    def manifest(self, replica_class: str, infos: list[TensorInfo] | None = None) -> Manifest:
+        """``infos``: where they are known."""
+        return Manifest(
+            self.infos(self.parts()) if infos is None else infos,
+            self.encode_plain(),
+            replica_class,
+            self.lineage,
+            modes=self._modes(),
+            numerics=dict(self.numerics()),
+            key_orders={name: _key_order(optimizer) for name, optimizer in self.optimizers.items()},
+        )
+
+    def allocate(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Make this worker's tensors fit ``manifest`` (a source's), and return them by path, to be written into.
+
+        Existing tensors are kept, so references to them stay good. Raises `StepError` when the script has built another
+        model here than there.
+        """
+        self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
+        parts = self.parts()
+        present = {path: local_part(part) for path, part in parts.items()}
+        wanted: dict[str, torch.Tensor] = {}
+        owned = {f"{name}/group/" for name in self.optimizers} | {f"{name}/" for name in self.modules}
+        for info in manifest.tensors:
+            tensor = present.get(info.path)
+            if tensor is not None and tuple(tensor.shape) == info.shape and str(tensor.dtype) == f"torch.{info.dtype}":
+                wanted[info.path] = tensor
+            elif (part := self._other_part(info, parts.get(info.path))) is not None:
+                wanted[info.path] = part
+            elif any(info.path.startswith(prefix) for prefix in owned):
+                here = f"{tuple(tensor.shape)} {tensor.dtype}" if tensor is not None else "nothing"
+                raise StepError(
+                    f"{info.path} is {info.shape} {info.dtype} on the rank that has the state, and {here} on the one that takes over.",
+                    remedy="build the same model on every rank and spare; nothing may depend on the rank before run.steps().",
+                )
+            else:
+                wanted[info.path] = self._allocate_one(info)
+        self._forget_others(wanted)
+        return wanted
+
+    def _other_part(self, info: TensorInfo, held: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory for this rank's part of a DTensor that a spare has made as another rank; None where it is none."""
+        if not isinstance(held, DTensor) or str(held.dtype) != f"torch.{info.dtype}":
+            return None
+        local = info.empty(held.device)
+        return local if take_part(held, local) else None
+
+    def fitted(self, manifest: Manifest) -> Manifest:
+        """``manifest`` of a rank with other shards, as this rank has to allocate it."""
+        self._put_groups(msgspec.msgpack.decode(manifest.plain, strict=False))
+        shapes = {path: tuple(tensor.shape) for path, tensor in self.tensors().items()}
+        for name, optimizer in self.optimizers.items():
+            for group, of in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(of["params"]):
+                    shapes[f"{name}/state/{group}/{index}/"] = tuple(local_part(parameter).shape)
+        infos = []
+        for info in manifest.tensors:
+            shape = shapes.get(info.path)
+            near = self._near(info)
+            if shape is None and info.sharding is not None and near is not None:
+                shape = info.sharding.local_shape(near)
+            if shape is None and info.like_param:
+                shape = shapes.get(info.path.rpartition("/")[0] + "/")
+            infos.append(info if shape is None else msgspec.structs.replace(info, shape=shape, strides=()))
+        return msgspec.structs.replace(manifest, tensors=infos)
+
+    def load_plain(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The last act of filling: everything that is not a tensor, and the objects that are loaded as a whole."""
+        self.put_plain(manifest.plain, {**tensors, **self._whole_of_others(manifest, tensors)})
+        self._put_modes(manifest.modes)
+        self._put_gradients({info.path for info in manifest.tensors if info.has_gradient})
+        for name, optimizer in self.optimizers.items():
+            _put_in_order(optimizer, manifest.key_orders.get(name, ()))
+        self.filled += 1
+
+    def as_part(self, info: TensorInfo, local: torch.Tensor) -> torch.Tensor:
+        """``local`` as the DTensor of which it is this rank's part, where the manifest says that it is one."""
+        near = self._near(info)
+        return local if near is None or info.sharding is None else info.sharding.whole(local, near)
+
+    def _near(self, info: TensorInfo) -> DTensor | None:
+        if info.sharding is None:
+            return None
+        parameter = self._parameters_by_path().get(info.sharding.near)
+        return parameter if isinstance(parameter, DTensor) else None
+
+    def _parameters_by_path(self) -> dict[str, torch.Tensor]:
+        structure = self.structure()
+        return dict(zip(structure.parameter_paths, structure.parameters, strict=True))
+
+    def _whole_of_others(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What load_state_dict and lists of optimizers are given in place of local parts."""
+        return {
+            info.path: self.as_part(info, tensors[info.path]) for info in manifest.tensors if info.sharding is not None
+        }
+
+    def layout(self) -> str:
+        """A hash that is equal on ranks whose parameters are the same shards of the same model."""
+        digestible = hashlib.blake2b(digest_size=12)
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                digestible.update(
+                    f"{name}/{path} {tuple(parameter.shape)} {parameter.dtype} {_shard_of(parameter)}\n".encode()
+                )
+        return digestible.hexdigest()
+
+    @property
+    def gathered(self) -> bool:
+        """FSDP holds whole parameters just now."""
+        return fsdp.is_gathered(self._structure.fsdp)  # in a unit, whose beginning has looked
+
+    def content(self, *, buffers: bool = False) -> int:
+        """A digest of all state, ``buffers`` only if asked for: equal, bit for bit, on true replicas. 63 bits."""
+        mixed = hashlib.blake2b(self.encode_plain(), digest_size=8)
+        tensors = {path: one for path, one in sorted(self.tensors().items()) if buffers or "/buffer/" not in path}
+        for path, one in digests_by_path(tensors).items():
+            mixed.update(f"{path}:{one}\n".encode())
+        return int.from_bytes(mixed.digest(), "little") >> 1
+
+    def content_by_name(self) -> dict[str, int]:
+        """Of each tracked thing, as `content` has it: without buffers."""
+        plain = msgspec.msgpack.decode(self.encode_plain(), type=dict[str, msgspec.Raw])
+        mixed = {name: hashlib.blake2b(plain.get(name, b""), digest_size=8) for name in self._names()}
+        tensors = {path: one for path, one in sorted(self.tensors().items()) if "/buffer/" not in path}
+        for path, one in digests_by_path(tensors).items():
+            mixed[path.partition("/")[0]].update(f"{path}:{one}\n".encode())
+        return {name: int.from_bytes(one.digest(), "little") >> 1 for name, one in mixed.items()}
+
+    def settled(self) -> int:
+        """A digest of what nothing but an optimizer changes, this rank's part: equal, bit for bit, on true replicas. 63 bits."""
+        settled = {path: tensor for path, tensor in sorted(self.tensors().items()) if self.is_settled(path)}
+        mixed = hashlib.blake2b(digest_size=8)
+        for path, one in digests_by_path(settled).items():
+            mixed.update(f"{path}:{one}\n".encode())
+        return int.from_bytes(mixed.digest(), "little") >> 1
+
+    # -- helpers
+    def _modes_now(self) -> Modes:
+        return Modes(
+            {path: parameter.requires_grad for path, parameter in self._parameters_by_path().items()},
+            {path: module.training for path, module in self._modules_by_path()},
+        )
+
+    def _modes(self) -> Modes:
+        """As switched since ``run.steps``, here or where this state comes from."""
+        now, main, filled = self._modes_now(), self._modes_of_main, self._modes_filled
+        return Modes(
+            _switched(now.requires_grad, main.requires_grad, filled.requires_grad),
+            _switched(now.training, main.training, filled.training),
+        )
+
+    def _put_modes(self, modes: Modes) -> None:
+        self._modes_filled = modes
+        trains = {**self._modes_of_main.requires_grad, **modes.requires_grad}
+        for path, parameter in self._parameters_by_path().items():
+            wanted = trains.get(path, parameter.requires_grad)
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+        training = {**self._modes_of_main.training, **modes.training}
+        for path, module in self._modules_by_path():
+            module.training = training.get(path, module.training)
+
+    def _put_gradients(self, paths: Collection[str]) -> None:
+        """Zero for the parameters at ``paths``, None for all others. Ranks that differ in this call other collectives than each other, where
+        a script asks for the norm of gradients, say: one for each that there is."""
+        for path, parameter in self._parameters_by_path().items():
+            if path not in paths:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                parameter.grad.zero_()
+
+    def _modules_by_path(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, root in self.modules.items():
+            for path, module in module_walk.modules(root):
+                yield f"{name}/{path}", module
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """For people."""
+        paths = (path for path, one in self._parameters_by_path().items() if one is parameter)
+        return next(paths, "of no tracked module").replace("/param/", ".")
+
+    def _put_groups(self, plain: Mapping[str, Any]) -> None:
+        for name, groups in self._groups.items():
+            if name in plain:
+                of = plain[name]
+                groups.put(len(of["groups"]), of.get("params", {}), self._parameters_by_path())
+
+    def _names(self) -> list[str]:
+        return [*self.modules, *self.optimizers, *self.others]
+
+    def structure(self, *, glance: bool = False) -> Structure:
+        """Of the tracked modules as they are now: the same object as long as it is the same. ``glance``: as far as `Structure.seems_to_stand` tells."""
+        if not (self._structure.seems_to_stand() if glance else self._structure.stands(self.modules)):
+            self._structure = Structure(self.modules)
+        return self._structure
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self.structure().parameters
+
+    def trained(self) -> list[torch.Tensor]:
+        """All that tracked optimizers train, in their order."""
+        groups = [group["params"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return list(chain.from_iterable(groups))
+
+    def trained_and_free(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Path -> parameter: those that tracked optimizers train, and all others."""
+        ids = set(map(id, self.trained()))
+        structure = self.structure()
+        found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = {}, {}
+        for path, parameter in zip(structure.parameter_paths, structure.parameters, strict=True):
+            found[id(parameter) not in ids][path] = parameter
+        return found
+
+    def held_by_optimizers(self) -> dict[str, torch.Tensor]:
+        """For what they train: this rank's part."""
+        found: dict[str, torch.Tensor] = {}
+        for name, optimizer in self.optimizers.items():
+            found |= _held(name, optimizer)
+        return dict(zip(found, local_parts(found.values()), strict=True))
+
+    def put_owned(self, path: str, value: torch.Tensor) -> None:
+        """What an optimizer has held for a parameter, where it has dropped or replaced it."""
+        name, kind, rest = path.split("/", 2)
+        if kind != "state":
+            raise StepError(
+                f"{path} has another shape than when the step began.", remedy="keep the shapes of parameters."
+            )
+        group_index, index, key = rest.split("/", 2)
+        optimizer = self.optimizers[name]
+        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        held = optimizer.state[parameter].get(key)
+        if value.dim():
+            value = part_like(value, parameter if held is None else held)
+        optimizer.state[parameter][key] = value
+
+    def optimizer_keys(self) -> dict[str, dict[int, set[str]]]:
+        """For each optimizer and parameter, what it holds."""
+        return {
+            name: {id(parameter): set(held) for parameter, held in optimizer.state.items()}
+            for name, optimizer in self.optimizers.items()
+        }
+
+    def keep_optimizer_keys(self, keys: Mapping[str, Mapping[int, set[str]]]) -> None:
+        """Have optimizers hold nothing but what `optimizer_keys` said."""
+        for name, optimizer in self.optimizers.items():
+            for parameter in list(optimizer.state):
+                had = keys[name].get(id(parameter), set())
+                for key in [key for key in optimizer.state[parameter] if key not in had]:
+                    del optimizer.state[parameter][key]
+                if id(parameter) not in keys[name]:
+                    del optimizer.state[parameter]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+
+    def wrappers(self) -> Iterator[DistributedDataParallel]:
+        """DDP, also inside what torch.compile returns."""
+        for module in self.modules.values():
+            inner = getattr(module, "_orig_mod", module)
+            if isinstance(inner, DistributedDataParallel):
+                yield inner
+
+    def _allocate_one(self, info: TensorInfo) -> torch.Tensor:
+        name, _, rest = info.path.partition("/")
+        optimizer = self.optimizers.get(name)
+        if optimizer is None:
+            return info.empty()  # handed to load_state_dict
+        _, group_index, index, key = rest.split("/", 3)
+        parameter = optimizer.param_groups[int(group_index)]["params"][int(index)]
+        device = torch.device("cpu") if info.on_host else parameter.device
+        local = info.empty(device)
+        if "/" in key:
+            return local  # of a list: put_plain makes it
+        value = self.as_part(info, local)
+        if info.like_param:
+            value = DTensor.from_local(
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        optimizer.state[parameter][key] = value
+        return local_part(value)
+
+    def _forget_others(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        for name, optimizer in self.optimizers.items():
+            for path, parameter, key, value in list(_optimizer_state(optimizer)):
+                if isinstance(value, torch.Tensor) and "/" not in key and f"{name}/{path}/{key}" not in wanted:
+                    del optimizer.state[parameter][key]
+
+    def state_dicts(self, *, own: bool = False) -> dict[str, Any]:
+        """Of the tracked objects that are neither modules nor optimizers; ``own``: those of rackrun's own instead."""
+        return {name: other.state_dict() for name, other in self.others.items() if name.startswith("rackrun.") is own}
+
+    def scaler_marks(self) -> list[Any]:
+        """As `ScalerState.marks`, of all."""
+        return [other.marks() for other in self.others.values() if isinstance(other, ScalerState)]
+
+    def encode_plain(self, given: Mapping[str, Any] | None = None, structure: Structure | None = None) -> bytes:
+        """What is no tensor. ``given`` and ``structure``: `state_dicts` and `structure`, of whoever has asked for them just now: they may take a
+        while, or wait for a device."""
+        plain: dict[str, Any] = {}
+        structure = structure or self.structure()
+        for name, optimizer in self.optimizers.items():
+            plain[name] = {"groups": _plain_groups(optimizer), "state": _plain_state(name, optimizer)}
+            if self._groups[name].has_changed():
+                paths = dict(zip(map(id, structure.parameters), structure.parameter_paths, strict=True))
+                plain[name]["params"] = self._groups[name].changed(paths, sharded=bool(structure.fsdp))
+        dicts = {**(self.state_dicts() if given is None else given), **self.state_dicts(own=True)}
+        for name in self.others:
+            plain[name] = without_tensors(f"{name}/state", dicts[name])
+        for name, path, module in structure.with_extra_state:
+            plain.setdefault(name, {})[path] = module.get_extra_state()
+        try:
+            return msgspec.msgpack.encode(plain)
+        except (TypeError, OverflowError) as error:
+            raise StepError(
+                f"tracked state holds something that is neither a tensor nor plain data: {error}.",
+                remedy="return only tensors, numbers, strings, lists, tuples and dicts from state_dict.",
+            ) from error
+
+    def put_plain(self, encoded: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        plain = msgspec.msgpack.decode(encoded, strict=False)
+        self._put_groups(plain)
+        for name, optimizer in self.optimizers.items():
+            for group, values in zip(optimizer.param_groups, plain[name]["groups"], strict=True):
+                for key, value in values.items():
+                    group[key] = like(group.get(key), value)
+            for path, parameter, key, old in list(_optimizer_state(optimizer)):
+                if not isinstance(old, torch.Tensor) and f"{path}/{key}" not in plain[name]["state"]:
+                    del optimizer.state[parameter][key]
+            for parameter in [parameter for parameter, held in optimizer.state.items() if not held]:
+                del optimizer.state[parameter]
+            for path, value in plain[name]["state"].items():
+                _, group_index, index, key = path.split("/", 3)
+                held = optimizer.state[optimizer.param_groups[int(group_index)]["params"][int(index)]]
+                inside = flatten(f"{name}/{path}", held.get(key))
+                held[key] = like(held.get(key), with_tensors(value, _over(inside, tensors)))
+        for name, other in self.others.items():
+            current = other.state_dict()
+            filled = with_tensors(plain[name], _over(flatten(f"{name}/state", current), tensors))
+            other.load_state_dict(like(current, filled))
+        for name, module in self.modules.items():
+            for path, value in plain.get(name, {}).items():
+                module.get_submodule(path).set_extra_state(value)
+
+
+def _refuse(name: str, thing: Any) -> None:
+    """What cannot be given another rank, and so could not be swapped in, is said now; and what this torch would not do."""
+    if isinstance(thing, nn.Module):
+        needed = {
+            need for module in thing.modules() for kind, *needs in _NEEDS if isinstance(module, kind) for need in needs
+        }
+        require(*sorted(needed))
+    if any(
+        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(thing).__mro__
+    ):  # importing it warns, and is slow
+        raise StepError(
+            f"run.track was given {name!r}, a ZeroRedundancyOptimizer: which parameters it holds state for is fixed when it is made.",
+            remedy="use fully_shard (FSDP2), which shards optimizer state too, or a plain optimizer.",
+        )
+    if isinstance(thing, nn.Module) and ddp.exchanges_parameters(thing):
+        raise StepError(
+            f"run.track was given {name!r}, tensor parallelism in a DistributedDataParallel that was given device_mesh: torch exchanges its parameters in "
+            "each forward, so a step could not be done again, nor its state be given to another rank.",
+            remedy='use fully_shard(model, mesh=run.mesh["dp"]) (FSDP2), which knows tensor-parallel parameters, in place of DistributedDataParallel.',
+        )
+    if isinstance(thing, nn.Module) and any(isinstance(module, FullyShardedDataParallel) for module in thing.modules()):
+        raise StepError(
+            f"run.track was given {name!r}, which uses FullyShardedDataParallel (FSDP1): its flat shards cannot be given another rank.",
+            remedy="use fully_shard (FSDP2).",
+        )
+
+
+def _switched(now: Mapping[str, bool], main: Mapping[str, bool], filled: Mapping[str, bool]) -> dict[str, bool]:
+    """What differs from ``main``, and what was switched already where this state was filled from, and still is."""
+    return {path: value for path, value in now.items() if value != main.get(path) or filled.get(path) == value}
+
+
+def _over(present: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` in place of those that are there, as DTensors where these are."""
+    return {**present, **{path: part_like(tensor, present.get(path)) for path, tensor in tensors.items()}}
+
+
+def _lie_alike(one: DTensor, other: DTensor) -> bool:
+    return (one.device_mesh, one.placements, one.shape) == (other.device_mesh, other.placements, other.shape)
+
+
+def _shard_of(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return ""
+    coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
+    return " ".join(f"{p}@{coordinate[axis]}" for axis, p in enumerate(parameter.placements) if not p.is_replicate())
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
+    """Path of the parameter, parameter, key, value. The tensors of a list (of LBFGS, say) come by themselves, as ``key/0`` and so on,
+    and then the list."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            held = optimizer.state.get(parameter)
+            if not held:
+                continue
+            path = f"state/{group_index}/{index}"
+            for key in sorted(held):
+                value = held[key]
+                if not isinstance(value, torch.Tensor):
+                    for inner, tensor in flatten(key, value).items():
+                        yield path, parameter, inner, tensor
+                yield path, parameter, key, value
+
+
+def _held(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Path -> tensor, of all that it holds for parameters; in lists, too."""
+    found: dict[str, torch.Tensor] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                path = f"{name}/state/{group_index}/{index}/{key}"
+                if isinstance(of[key], torch.Tensor):
+                    found[path] = of[key]
+                elif type(of[key]) not in SCALARS:
+                    found.update(leaves(path, of[key]))
+    return found
+
+
+def _key_order(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Of the parameter for which it holds most."""
+    orders = {tuple(held) for held in optimizer.state.values() if isinstance(held, dict)}
+    told = [order for order in orders if all(isinstance(key, str) for key in order)]
+    return max(sorted(told), key=len, default=())
+
+
+def _put_in_order(optimizer: torch.optim.Optimizer, order: tuple[str, ...]) -> None:
+    place = {key: number for number, key in enumerate(order)}
+    for held in optimizer.state.values() if order else ():
+        if not isinstance(held, dict):
+            continue
+        keys = sorted(held, key=lambda key: place.get(key, len(place)))
+        if keys != list(held):
+            values = {key: held[key] for key in keys}
+            held.clear()
+            held.update(values)
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Their options, but for tensors."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {}
+        for key, value in group.items():
+            if key != "params" and not isinstance(value, torch.Tensor):
+                options[key] = value  # noqa: PERF403 - a comprehension is a call of its own, and there may be a group for each parameter
+        found.append(options)
+    return found
+
+
+def _plain_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds for its parameters, but for tensors: nothing, as a rule, and so all of it is looked at first."""
+    held = list(optimizer.state.values())
+    if set(map(type, held)) <= {dict}:
+        kinds = set(
+            map(type, gc.get_referents(*held))
+        )  # a dictionary's values, at once; keys too, where they are no names
+        if all(issubclass(kind, torch.Tensor) for kind in kinds):
+            return {}
+    found: dict[str, Any] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of: dict[str, Any] = optimizer.state.get(parameter) or {}
+            for key in sorted(of):
+                value, path = of[key], f"state/{group_index}/{index}/{key}"
+                if type(value) in SCALARS:
+                    found[path] = value
+                elif not isinstance(value, torch.Tensor):
+                    found[path] = without_tensors(f"{name}/{path}", value)
+    return found

@@ -1,0 +1,1 @@
+"""One step: how long it may take, what it changes, and how that is undone."""

@@ -1,0 +1,101 @@
+"""How long one kind of unit has taken, and how long it may take: a phase, the code between two steps, a way through ``main``.
+
+Steps are alike, and have a deadline of their own (`rackrun.worker.steps.hang_deadlines`). Everything else varies: an evaluation may take a tenth of
+a step or a hundred steps, on one rank or on all. So two limits are drawn from what was observed. The *idle* one holds for a rank
+that shows no sign of life: it computes nothing, reads and writes nothing. The *busy* one holds while it does. Where too little was observed
+the idle limit is long, and a third number says from when on an idle rank is compared with the other ranks (`rackrun.core.faults.peer_times`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+__all__ = ["ENTERS_AGAIN", "EXITS", "PEERS_LEAST_MS", "UNKNOWN", "Allowance", "UnitTimes", "compared_after_ms"]
+
+_FACTOR, _BUSY_FACTOR = 3.0, 9.0
+_IDLE_FLOOR_S, _BUSY_FLOOR_S, _VARIED_BUSY_FLOOR_S = 2.0, 30.0, 60.0
+_ALIKE, _ALIKE_MIN, _RESOLUTION_S = 3.0, 5, 0.1
+"""Times are regular if there are five, and none is above three times their median; what is shorter than 0.1 s is alike."""
+PEERS_LEAST_MS = 30_000
+"""An idle rank without a history is compared with others after this: one rank alone may wait for something that the others need not, such as a
+server's answer."""
+_STEPS_IDLE, _STEPS_BUSY = 150.0, 300.0
+"""Of what is not regular: in steps."""
+
+
+class Allowance(NamedTuple):
+    """Milliseconds without progress."""
+
+    idle_ms: int
+    busy_ms: int
+    """While the process is seen to work; 0: that is no excuse."""
+
+    least_ms: int = 0
+    """Idle for longer than this it is compared with the other ranks; 0: never, its own history is enough."""
+
+    def at_least(self, milliseconds: int) -> Allowance:
+        return Allowance(*(max(limit, milliseconds) if limit else 0 for limit in self))
+
+    def plus(self, milliseconds: int) -> Allowance:
+        return Allowance(*(limit + milliseconds if limit else 0 for limit in self))
+
+
+UNKNOWN = Allowance(600_000, 1_800_000, PEERS_LEAST_MS)
+"""Of what was never observed: it may compile, download, or save for the first time."""
+EXITS = Allowance(300_000, 1_800_000, 12_000)
+"""Of a process that was released: all training is done, and the script may have something to do after it."""
+ENTERS_AGAIN = Allowance(10_000, 60_000)
+"""The least for another way through ``main``: all ranks are at it at once."""
+
+
+class UnitTimes:
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=64)
+
+    def took(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def resized(self, times: float) -> None:
+        """The same work takes so many times as long from now on."""
+        self._seconds = deque((seconds * times for seconds in self._seconds), maxlen=self._seconds.maxlen)
+
+    @property
+    def longest_s(self) -> float:
+        return max(self._seconds, default=0.0)
+
+    @property
+    def regular(self) -> bool:
+        if len(self._seconds) < _ALIKE_MIN:
+            return False
+        return self.longest_s <= _ALIKE * max(statistics.median(self._seconds), _RESOLUTION_S)
+
+    def entry(self) -> Allowance:
+        """Of a way through ``main``, when the first one is known."""
+        longest_ms = 1e3 * self.longest_s
+        idle, busy = (math.ceil(factor * longest_ms) for factor in (_FACTOR, _BUSY_FACTOR))
+        return Allowance(max(idle, ENTERS_AGAIN.idle_ms), max(busy, ENTERS_AGAIN.busy_ms))
+
+    def allowance(self, step_s: float, patience: float = 1.0, *, mixed: bool = False) -> Allowance:
+        """``step_s``: of a usual step. ``patience``: so many times as much, after what looked like a hang was none. ``mixed``: it is not
+        always the same code, so what was regular may be something else the next time."""
+        if not self._seconds:
+            return UNKNOWN
+        longest_s, regular = self.longest_s, self.regular
+        if regular:
+            idle, busy = _IDLE_FLOOR_S, _BUSY_FLOOR_S
+        else:
+            idle, busy = max(_IDLE_FLOOR_S, _STEPS_IDLE * step_s), max(_VARIED_BUSY_FLOOR_S, _STEPS_BUSY * step_s)
+        if mixed:
+            busy = max(busy, _VARIED_BUSY_FLOOR_S)
+        idle = patience * max(idle, _FACTOR * longest_s)
+        busy = max(patience * max(busy, _BUSY_FACTOR * longest_s), idle)
+        least_ms = 0 if regular else compared_after_ms(longest_s, patience)
+        return Allowance(math.ceil(1e3 * idle), math.ceil(1e3 * busy), least_ms if least_ms < 1e3 * idle else 0)
+
+
+def compared_after_ms(longest_s: float, patience: float) -> int:
+    """`Allowance.least_ms` where too little was observed: ``longest_s`` at most."""
+    return math.ceil(patience * max(PEERS_LEAST_MS, 1e3 * _FACTOR * longest_s))

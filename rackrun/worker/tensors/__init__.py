@@ -1,0 +1,1 @@
+"""Many tensors at once: versions, bytes, digests, copies."""

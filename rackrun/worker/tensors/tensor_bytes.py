@@ -1,0 +1,143 @@
+"""A tensor as the bytes that it lies in: to copy, to pack with others, and to tell whether two are equal bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import crc32c
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from rackrun.worker.tensors.device_digest import device_digests
+from rackrun.worker.tensors.freed_tensors import refuse_freed
+
+__all__ = ["copy_bytes", "dense_bytes", "digest", "digests", "digests_by_path", "host_memory", "local_part", "pack"]
+
+
+_SHARED_BYTES = 32 * 2**20
+"""Some milliseconds of one processor: less is not worth the threads."""
+_COPIED_BYTES = 256 * 2**20
+"""Of tensors that lie in no dense block, or where no word begins."""
+_THREADS = 8
+"""More would wait for memory."""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's memory as a flat uint8 tensor, in storage order; None when it is not one dense block."""
+    if tensor.is_contiguous():
+        return tensor.detach().reshape(-1).view(torch.uint8)
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return None
+        expected *= size
+    return torch.as_strided(tensor.detach(), (expected,), (1,)).view(torch.uint8)  # a permutation (channels_last)
+
+
+def host_memory(flat: torch.Tensor) -> memoryview:
+    """The bytes of a dense uint8 tensor on the host. `torch.Tensor.numpy` gives them too, and forbids the storage to be resized from then on, which
+    FSDP2 does with what it gathers, and a script may do."""
+    return np.asarray(_Memory(flat)).data if flat.numel() else memoryview(b"")
+
+
+class _Memory:
+    """As numpy asks for it. What numpy makes of it holds on to this, and this to the tensor."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._kept = flat
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (flat.numel(),),
+            "data": (flat.data_ptr(), False),
+        }
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A fast fingerprint of the bits, as a signed 64-bit word: CRC32C and the length on the host, `device_digests` elsewhere. Replicas are on
+    devices of one kind."""
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The same of each. A device is waited for once; much on the host is shared by the processors that this process may use."""
+    found = [0] * len(tensors)
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    for device, here in places.items():
+        on_device = [tensors[place] for place in here]
+        each = _of_host(on_device) if device.type == "cpu" else _of_device(on_device)
+        for place, one in zip(here, each, strict=True):
+            found[place] = one
+    return found
+
+
+def _of_host(tensors: Sequence[torch.Tensor]) -> list[int]:
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), len(tensors))
+    if threads > 1 and sum([one.nbytes for one in tensors]) >= _SHARED_BYTES:
+        with ThreadPoolExecutor(threads, "rackrun-digest") as pool:
+            return list(pool.map(_checksum, tensors))
+    return [_checksum(tensor) for tensor in tensors]
+
+
+def _of_device(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """At most about `_COPIED_BYTES` of copies are in memory at a time."""
+    found: list[torch.Tensor] = []
+    flats: list[torch.Tensor] = []
+    copied = 0
+    for part in map(local_part, tensors):
+        flat = _flat(part)
+        flats.append(flat)
+        is_read_in_place = flat.data_ptr() == part.data_ptr() and not flat.data_ptr() % 4
+        copied += 0 if is_read_in_place else flat.numel()
+        if copied >= _COPIED_BYTES:
+            found.append(device_digests(flats))
+            flats, copied = [], 0
+    if flats:
+        found.append(device_digests(flats))
+    digested: list[int] = torch.cat(found).tolist()
+    return digested
+
+
+def digests_by_path(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The same, of tracked tensors. Raises `StepError` for one whose memory was freed."""
+    refuse_freed(tensors)
+    return dict(zip(tensors, digests(list(tensors.values())), strict=True))
+
+
+def _flat(part: torch.Tensor) -> torch.Tensor:
+    flat = dense_bytes(part)
+    return part.contiguous().reshape(-1).view(torch.uint8) if flat is None else flat
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = _flat(local_part(tensor))
+    return crc32c.crc32c(host_memory(flat)) | (flat.numel() % 2**31) << 32
+
+
+def pack(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The bytes of all, one after another, as a new uint8 tensor."""
+    parts = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def copy_bytes(packed: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """What `pack` has packed, into ``tensors``."""
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            part = packed[at : at + tensor.nbytes].clone()  # its own storage: views need alignment
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            at += tensor.nbytes

@@ -1,0 +1,1 @@
+"""DistributedDataParallel and FSDP2 from the inside: buckets, shards, norms."""

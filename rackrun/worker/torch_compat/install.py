@@ -1,0 +1,46 @@
+"""Checks the installed torch, and patches what a script calls before and while it builds its model."""
+
+from __future__ import annotations
+
+import torch
+
+from rackrun.errors import UsageError
+from rackrun.worker.torch_compat import c10d, feature_probe, symmetric_memory, unhooked_calls, zero_grad
+from rackrun.worker.torch_compat.data_parallel import ddp, fsdp
+
+__all__ = ["REMEDY", "check", "install", "require"]
+
+_TORCH_MIN = (2, 10)
+REMEDY = "install torch 2.10 to 2.15."
+"""Where `docs/torch_versions.md` ends."""
+
+_problems: dict[str, str] = {}
+
+
+def check() -> None:
+    """Tries this torch (`rackrun.worker.torch_compat.feature_probe`). Raises `UsageError` when it lacks what every script needs. Before there is a
+    default group."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    missing = [] if version >= _TORCH_MIN else [f"torch {torch.__version__} is older than 2.10"]
+    missing += c10d.missing()
+    if missing:
+        raise UsageError(f"this torch cannot run elastic groups: {'; '.join(missing)}.", remedy=REMEDY)
+    _problems.clear()
+    _problems.update(feature_probe.known_problems())
+
+
+def require(*needs: str) -> None:
+    """Raises `UsageError` when this torch failed a trial of ``needs``, keys of `TRIALS`; `check` has tried them."""
+    failed = [f"{feature_probe.TRIALS[need][0]}: {_problems[need]}" for need in needs if need in _problems]
+    if failed:
+        raise UsageError(f"rackrun does not know torch {torch.__version__} ({'; '.join(failed)}).", remedy=REMEDY)
+
+
+def install() -> None:
+    """Once per process, before the default group is made."""
+    c10d.install()
+    ddp.install()
+    fsdp.install()
+    zero_grad.install()
+    symmetric_memory.install()
+    unhooked_calls.install()

@@ -1,0 +1,143 @@
+"""Calls of torch's that a script makes and torch has no hook for, torch 2.10 to 2.13: `backward`, reading a `DataLoader`, and what
+changes a scheduler, a scaler or an average.
+
+Each is told to one listener, which belongs to the run that is under way; without one they are torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rackrun.worker.torch_compat import zero_grad
+
+__all__ = ["Listener", "install", "leaves", "listen", "mark_weighted"]
+
+_MARK = "rackrun.weighted"
+
+
+class Listener(Protocol):
+    def backward(self, roots: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """`backward` begins, on losses, into all leaves. What is returned is called when it is over."""
+        ...
+
+    def reads(self, begun_in: Any) -> None:
+        """A batch of a DataLoader's is read. ``begun_in``: what `attempt` was when its iteration began."""
+        ...
+
+    def changes(self, thing: Any, call: str) -> None:
+        """``thing`` is about to be changed by ``call``: a scheduler, a scaler or an average."""
+        ...
+
+    @property
+    def attempt(self) -> Any: ...
+
+
+_listener: Listener | None = None
+_inside = False
+"""A scheduler steps others, which are parts of it."""
+
+
+def listen(listener: Listener | None) -> None:
+    """None: nobody."""
+    global _listener  # noqa: PLW0603 - of the process, as torch's functions are
+    _listener = listener
+
+
+def install() -> None:
+    """Once per process."""
+    if getattr(torch.autograd.backward, "_rackrun_tells", False):
+        return
+    _tell_of_backward()
+    _tell_of_batches()
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "step" in vars(kind):
+            _tell_of_changes(kind, "step")
+    _tell_of_changes(torch.amp.GradScaler, "update")
+    _tell_of_changes(AveragedModel, "update_parameters")
+
+
+def mark_weighted(loss: torch.Tensor) -> None:
+    """`leaves` does not look behind it."""
+    if loss.grad_fn is not None:
+        loss.grad_fn.metadata[_MARK] = True  # type: ignore[index]
+
+
+def leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward from ``roots`` reaches, not through what is marked."""
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    found = [root for root in roots if root.grad_fn is None and root.requires_grad]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or _MARK in node.metadata:
+            continue
+        seen.add(node)  # held: a node's number is not used twice
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def _tell_of_backward() -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors or ())
+        whole = kwargs.get("inputs") is None and all(one is None for one in given)
+        zero_grad.backward_begins()
+        after = _listener.backward(roots) if _listener is not None and whole else None
+        original(tensors, grad_tensors, *args, **kwargs)
+        if after is not None:
+            after()
+
+    backward._rackrun_tells = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward
+
+
+def _tell_of_batches() -> None:
+    begin, read = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+    def began(self: Any) -> Iterator[Any]:
+        iteration = begin(self)
+        iteration._rackrun_begun_in = _listener.attempt if _listener is not None else None  # type: ignore[attr-defined]
+        return iteration
+
+    def given(self: Any) -> Any:
+        if _listener is not None and not hasattr(self._dataset, "rackrun_delivers"):
+            _listener.reads(getattr(self, "_rackrun_begun_in", None))
+        return read(self)
+
+    DataLoader.__iter__ = began  # type: ignore[method-assign, assignment]
+    _BaseDataLoaderIter.__next__ = given  # type: ignore[method-assign]
+
+
+def _tell_of_changes(kind: Any, call: str) -> None:
+    original = getattr(kind, call)
+
+    @functools.wraps(original)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _inside  # noqa: PLW0603 - of the main thread
+        outermost, _inside = not _inside, True
+        try:
+            # a schedule that is given the number of the step depends on nothing else
+            of_step = isinstance(self, lr_scheduler.LRScheduler) and not isinstance(
+                self, lr_scheduler.ReduceLROnPlateau
+            )
+            if outermost and _listener is not None and not (of_step and (args or kwargs)):
+                _listener.changes(self, call)
+            return original(self, *args, **kwargs)
+        finally:
+            if outermost:
+                _inside = False
+
+    setattr(kind, call, told)

@@ -1,0 +1,1 @@
+"""Pictures of racks and placements, for terminals and pages."""

@@ -1,0 +1,225 @@
+"""Racks drawn for a terminal and as SVG: trays are rows, GPUs are cells. What a cell says is its caller's matter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rackrun.protocol.ids import SlotId
+from rackrun.topology.model.racks import CliqueId, Rack, Topology, Tray
+
+__all__ = ["Cell", "Look", "Meaning", "letters_of", "svg", "terminal"]
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+_SVG_COLOURS = ("#0e7490", "#15803d", "#a21caf", "#b45309", "#1d4ed8", "#be123c")
+_WIDE, _HIGH, _LEFT, _TOP, _GAP = 46, 18, 96, 40, 24
+_TRAYS = 18
+"""Hosts that take the room of a rack."""
+
+
+class Look(NamedTuple):
+    """Of one kind of cell."""
+
+    style: str
+    """For a terminal; ``{clique}`` stands for the colour of the cell's clique."""
+    fill: str
+    ink: str = "#111827"
+    dashed: bool = True
+
+
+class Meaning(NamedTuple):
+    """A line of the legend."""
+
+    text: str
+    meaning: str
+    style: str = "bold"
+
+
+class Cell(NamedTuple):
+    kind: str
+    """A key of the looks."""
+    text: str
+    clique: str
+    """A letter of the legend."""
+    said: str = ""
+    """For who points at it in the SVG; empty: the text."""
+
+
+def terminal(
+    topology: Topology,
+    cells: Mapping[SlotId, Cell],
+    looks: Mapping[str, Look],
+    meanings: Sequence[Meaning],
+    *,
+    racks_max: int,
+    brief: bool = False,
+) -> RenderableType:
+    """Racks side by side as far as the terminal is wide. ``brief``: nothing that goes without saying: a tray's index where it ends
+    the tray's name, a clique that is a whole rack or a single tray. Hosts in racks of their own are one table then."""
+    hosts = brief and len(topology.racks) > 1 and all(len(rack.trays) == 1 for rack in topology.racks)
+    shown = topology.racks[: racks_max * (_TRAYS if hosts else 1)]
+    cliques = _shown_letters(topology, shown)
+    rows = _rows(shown, cells)
+    single = brief and (len(cliques) == 1 or (_whole(rows) and len(cliques) == len(rows)))
+    drawn = [Rack(serial="", trays=_by_name(shown))] if hosts else shown
+    parts: list[RenderableType] = [
+        Columns([_table(rack, cells, looks, brief, single) for rack in drawn], padding=(1, 3))
+    ]
+    if len(topology.racks) > len(shown):
+        parts.append(Text(f"... and {len(topology.racks) - len(shown)} racks more", style="dim"))
+    legend = Text()
+    if brief and len(cliques) == 1 and topology.cliques:
+        legend.append(f"all in clique {cliques[0][0]}\n")
+    elif single and topology.cliques:
+        legend.append("each tray is a clique\n")
+    elif not single:
+        for clique, letter in cliques:
+            legend.append(f"{letter} ", style=f"bold {_colour(letter, _COLOURS)}").append(f"clique {clique}\n")
+    said = [
+        Text(text, style=style).append(f" {meaning}", style="not bold not reverse") for text, meaning, style in meanings
+    ]
+    legend.rstrip()
+    return Group(*parts, *([legend] if legend else []), Columns(said, padding=(0, 3)))
+
+
+def svg(
+    topology: Topology,
+    cells: Mapping[SlotId, Cell],
+    looks: Mapping[str, Look],
+    meanings: Sequence[Meaning],
+    *,
+    racks_max: int,
+    lines: Sequence[str] = (),
+) -> str:
+    """The same as one SVG document that needs nothing from elsewhere. Each cell says more when pointed at. ``lines`` stand below."""
+    shown = topology.racks[:racks_max]
+    parts: list[str] = []
+    x = _GAP
+    high = 0
+    for rack in shown:
+        parts.append(_line(x, _TOP - 22, f"rack {rack.serial}" if rack.serial else "trays", "bold"))
+        for row, tray in enumerate(rack.trays):
+            y = _TOP + row * (_HIGH + 4)
+            parts.append(_line(x, y + 13, f"{tray.index:>2} {_short(tray.name)}", "normal"))
+            for column, gpu in enumerate(tray.gpus):
+                slot = SlotId(f"{tray.name}/{gpu.index}")
+                cell = cells[slot]
+                parts.append(_box(x + _LEFT + column * (_WIDE + 4), y, slot, cell, looks[cell.kind]))
+        x += _LEFT + max(len(tray.gpus) for tray in rack.trays) * (_WIDE + 4) + _GAP
+        high = max(high, len(rack.trays))
+    y = _TOP + high * (_HIGH + 4) + 16
+    legend = [f"{letter}: clique {clique}" for clique, letter in _shown_letters(topology, shown)]
+    legend.append("   ".join(f"{text}: {meaning}" for text, meaning, _ in meanings))
+    if len(topology.racks) > racks_max:
+        legend.append(f"and {len(topology.racks) - racks_max} racks more")
+    legend += lines
+    parts += [_line(_GAP, y + 16 * at, text, "normal") for at, text in enumerate(legend)]
+    x, y = max(x, 2 * _GAP + 7 * max(len(text) for text in legend)), y + 16 * len(legend)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{x}" height="{y}" viewBox="0 0 {x} {y}" '
+        'font-family="ui-monospace, monospace" font-size="11">'
+    )
+    return "\n".join([head, f'<rect width="{x}" height="{y}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+
+
+def letters_of(topology: Topology) -> dict[CliqueId, str]:
+    """A to Z, AA to AZ, ... in the order in which cliques are met."""
+    found: dict[CliqueId, str] = {}
+    for seat in topology.seats:
+        if seat.clique not in found:
+            number, letters = len(found) + 1, ""
+            while number:
+                number, at = divmod(number - 1, 26)
+                letters = chr(ord("A") + at) + letters
+            found[seat.clique] = letters
+    return found
+
+
+# -- terminal
+def _table(rack: Rack, cells: Mapping[SlotId, Cell], looks: Mapping[str, Look], brief: bool, single: bool) -> Table:
+    rows = _rows([rack], cells)
+    letters = {cell.clique for row in rows for cell in row}
+    numbered = not brief or (bool(rack.serial) and not all(tray.name.endswith(f"{tray.index}") for tray in rack.trays))
+    title = f"rack {rack.serial}" if rack.serial else "trays"
+    lettered = not brief or (len(letters) > 1 and not single)
+    if brief and len(letters) == 1 and not single:
+        title = f"{title} · {next(iter(letters))}"
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    if numbered:
+        table.add_column("tray", justify="right")
+    table.add_column("name" if numbered else "tray", overflow="fold")
+    columns = max(len(tray.gpus) for tray in rack.trays)
+    for index in range(columns):
+        table.add_column(f"{index:>{_width(rows)}}" if brief else f"{index}", justify="left" if brief else "right")
+    if lettered:
+        table.add_column("clique")
+    for tray, row in zip(rack.trays, rows, strict=True):
+        first = [f"{tray.index}"] if numbered else []
+        blanks = [Text("")] * (columns - len(row))
+        of_row = [cell.clique for cell in row]
+        joined = of_row[:1] if len({*of_row}) <= 1 else of_row
+        last = [Text(" ".join(joined))] if lettered else []
+        table.add_row(*first, Text(tray.name), *(_text(cell, looks[cell.kind]) for cell in row), *blanks, *last)
+    return table
+
+
+def _width(rows: Sequence[Sequence[Cell]]) -> int:
+    """Of what stands before the last letter of the widest cell."""
+    return max((len(cell.text) for row in rows for cell in row), default=2) - 1
+
+
+def _rows(racks: Collection[Rack], cells: Mapping[SlotId, Cell]) -> list[list[Cell]]:
+    return [[cells[SlotId(f"{tray.name}/{gpu.index}")] for gpu in tray.gpus] for rack in racks for tray in rack.trays]
+
+
+def _whole(rows: Sequence[Sequence[Cell]]) -> bool:
+    """No tray is cut into several cliques."""
+    return all(len({cell.clique for cell in row}) <= 1 for row in rows)
+
+
+def _by_name(racks: Collection[Rack]) -> tuple[Tray, ...]:
+    return tuple(sorted((tray for rack in racks for tray in rack.trays), key=lambda tray: (len(tray.name), tray.name)))
+
+
+def _text(cell: Cell, look: Look) -> Text:
+    return Text(cell.text, style=look.style.format(clique=_colour(cell.clique, _COLOURS)))
+
+
+# -- SVG
+def _box(x: int, y: int, slot: str, cell: Cell, look: Look) -> str:
+    colour = _colour(cell.clique, _SVG_COLOURS)
+    dashed = ' stroke-dasharray="3 2"' if look.dashed else ""
+    return (
+        f"<g><title>{escape(slot)}: {escape(cell.said or cell.text)}, clique {cell.clique}</title>"
+        f'<rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" rx="3" fill="{look.fill}" stroke="{colour}" '
+        f'stroke-width="1.5"{dashed}/>'
+        f'<text x="{x + _WIDE // 2}" y="{y + 13}" text-anchor="middle" fill="{look.ink}">{escape(cell.text.strip())}</text></g>'
+    )
+
+
+def _line(x: int, y: int, text: str, weight: str) -> str:
+    return f'<text x="{x}" y="{y}" font-weight="{weight}" fill="#111827" xml:space="preserve">{escape(text)}</text>'
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 11 else f"…{name[-10:]}"
+
+
+def _shown_letters(topology: Topology, racks: Collection[Rack]) -> list[tuple[CliqueId, str]]:
+    serials = {rack.serial for rack in racks}
+    met = dict.fromkeys(seat.clique for seat in topology.seats if seat.rack.serial in serials)
+    letters = letters_of(topology)
+    return [(clique, letters[clique]) for clique in met]
+
+
+def _colour(letters: str, colours: tuple[str, ...]) -> str:
+    number = 0
+    for letter in letters:
+        number = number * 26 + ord(letter) - ord("A") + 1
+    return colours[(number - 1) % len(colours)]

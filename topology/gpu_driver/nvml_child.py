@@ -1,0 +1,109 @@
+"""The process that calls NVML: reports to its parent until that closes its standard input.
+
+``python -m rackrun.topology.gpu_driver.nvml_child [--once] [--period-ms N]``. On its standard output: each message is its length (4
+bytes, little-endian) and msgpack of a `Message`. An Xid is reported as it happens, readings every period.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import signal
+import sys
+
+import msgspec
+
+from rackrun.topology.gpu_driver.nvml import Nvml
+from rackrun.topology.gpu_driver.readings import NvmlUnavailable, TrayReading, XidEvent
+
+__all__ = ["Message", "main"]
+
+_PARENT = os.getppid()
+_PR_SET_PDEATHSIG = 1
+XIDS_MAX = 64
+"""In a row: then there is a reading, however many more there are."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of them."""
+
+    reading: TrayReading | None = None
+    xid: XidEvent | None = None
+    unavailable: NvmlUnavailable | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="nvml_child")
+    parser.add_argument("--once", action="store_true", help="one reading, then end")
+    parser.add_argument("--period-ms", type=int, default=500)
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs does not see our input close
+    while os.getppid() == _PARENT:
+        nvml = Nvml.open()
+        if isinstance(nvml, NvmlUnavailable):
+            _send(Message(unavailable=nvml))
+            going = not options.once and _parent_waits(options.period_ms)
+        else:
+            going = _report(nvml, options.period_ms, once=options.once)
+            nvml.close()
+        if not going:
+            return
+
+
+def _report(nvml: Nvml, period_ms: int, *, once: bool) -> bool:
+    """Until the parent has gone (False) or NVML has to be opened again (True)."""
+    while True:
+        reading = nvml.read()
+        if isinstance(reading, NvmlUnavailable):
+            _send(Message(unavailable=reading))
+            return not once and _parent_waits(period_ms)
+        _send(Message(reading=reading))
+        if once or not _parent_waits(0):
+            return False
+        if not nvml.listens:
+            if not _parent_waits(period_ms):
+                return False
+            continue
+        if not _tell_xids(nvml, period_ms):
+            nvml.listen()
+            if not _parent_waits(period_ms):
+                return False
+
+
+def _tell_xids(nvml: Nvml, timeout_ms: int) -> bool:
+    """Those of one period, and those that come with them. False when events cannot be waited for."""
+    try:
+        event = nvml.wait(timeout_ms)
+        for _ in range(XIDS_MAX):
+            if event is None:
+                break
+            _send(Message(xid=event))
+            event = nvml.wait(0)
+    except nvml.errors:
+        return False
+    return True
+
+
+def _parent_waits(timeout_ms: int) -> bool:
+    """False once the parent has closed our input, or is gone; until then this takes the whole time.
+
+    Its end alone may not close our input: what it forked without exec holds the other end as well.
+    """
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], timeout_ms / 1000)
+    return not readable and os.getppid() == _PARENT
+
+
+def _send(message: Message) -> None:
+    data = msgspec.msgpack.encode(message)
+    frame = len(data).to_bytes(4, "little") + data
+    while frame:
+        frame = frame[os.write(sys.stdout.fileno(), frame) :]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:  # the parent has gone
+        os._exit(0)

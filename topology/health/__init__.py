@@ -1,0 +1,1 @@
+"""What is made of what the driver tells: Xids, findings, the health of a tray."""

@@ -1,0 +1,1 @@
+"""Racks, trays, GPUs and cliques as values, and the files that describe them."""

@@ -1,0 +1,1 @@
+"""Which rank runs on which slot, and what its process is told of it."""

@@ -1,0 +1,312 @@
+"""Which rank sits on which slot, and which spare comes next. A pure function: equal questions have equal answers, on every machine.
+
+::
+
+    board = Board(topology)                                  # once for a topology
+    first = place(board, Mesh.of({"pp": 2, "dp": 8, "tp": 4}), spares=8)
+    after = place(board, first.mesh, previous=first, health={"tray-03": Fitness.BAD})
+    after.moves                                              # who moved where, and why
+
+`rackrun.topology.placement.objective.Terms` says what is better; `rackrun.topology.placement.solver` how it is found. docs/topology.md explains both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from rackrun.protocol.ids import Rank, SlotId
+from rackrun.topology.model.errors import DoesNotFit, TopologyError
+from rackrun.topology.model.mesh import Ints, Mesh
+from rackrun.topology.model.racks import Seat, Topology
+from rackrun.topology.placement.arrays import Board
+from rackrun.topology.placement.objective import NOWHERE, Fitness, Question, Terms, score
+from rackrun.topology.placement.slot_assignment import preference
+from rackrun.topology.placement.solver import nearness, solve
+
+__all__ = ["Fitness", "Move", "Placement", "as_seated", "place"]
+
+
+class Move(NamedTuple):
+    rank: Rank
+    source: SlotId | None
+    """None: it had no slot of this topology."""
+    target: SlotId
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    question: Question = field(repr=False)
+    seats: Ints = field(repr=False)
+    """(world_size,): the slot of each rank, as `Board` numbers them."""
+
+    @property
+    def board(self) -> Board:
+        return self.question.board
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.question.mesh
+
+    @cached_property
+    def slots(self) -> tuple[SlotId, ...]:
+        """Of each rank."""
+        return tuple(map(self.board.slots.__getitem__, self.seats.tolist()))
+
+    @cached_property
+    def spares(self) -> tuple[SlotId, ...]:
+        """Free, not bad and preflighted; the better ones first, then in the order of slots. For one rank: `spares_for`."""
+        free, question = self._free, self.question
+        order = free[np.lexsort((free, question.lemons[free], question.states[free]))]
+        return tuple(map(self.board.slots.__getitem__, order.tolist()))
+
+    @cached_property
+    def terms(self) -> Terms:
+        return score(self.question, self.seats)
+
+    @cached_property
+    def content_id(self) -> str:
+        """sha256 of the mesh, the slot of each rank and the order of the spares, hex: two agents that agree have the same."""
+        mesh = " ".join(f"{name}={size}{'*' * (name in self.mesh.bound)}" for name, size in self.mesh.axes)
+        return hashlib.sha256("\n".join((mesh, *self.slots, "", *self.spares)).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.content_id == other.content_id
+
+    def __hash__(self) -> int:
+        return int(self.content_id[:15], 16)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Against the previous placement; none when there was none."""
+        previous = self.question.previous
+        if previous is None:
+            return ()
+        names = self.board.slots
+        return tuple(
+            Move(
+                Rank(rank),
+                names[previous[rank]] if previous[rank] != NOWHERE else None,
+                names[self.seats[rank]],
+                self._why(rank),
+            )
+            for rank in np.flatnonzero(previous != self.seats).tolist()
+        )
+
+    @cached_property
+    def rank_on(self) -> dict[SlotId, Rank]:
+        return {slot: Rank(rank) for rank, slot in enumerate(self.slots)}
+
+    def spares_for(self, rank: int) -> tuple[SlotId, ...]:
+        """The spares that may take ``rank`` over, in the order in which they are used.
+
+        Of a rank in a bound group: those of its clique, the best and nearest first. Of any other: all, those of its clique first
+        among the equally healthy, then those near its neighbours.
+        """
+        question, board, free = self.question, self.board, self._free
+        here = int(board.clique[self.seats[rank]])
+        asked = Question(board, self.mesh, question.states, question.lemons, previous=self.seats)
+        if self.mesh.group_size > 1:
+            free = free[board.clique[free] == here]
+            order = free[np.lexsort(preference(asked, rank, free))]
+        else:
+            cliques = board.clique[free]
+            every = np.arange(len(board.cliques))
+            pp, dp = (found[cliques] for found in nearness(asked, board.clique[self.seats], rank, every))
+            room = np.bincount(cliques, minlength=len(board.cliques))[cliques]
+            inside = preference(asked, rank, board.members[here])[1:3]
+            gap, other = (_spread(board, key, here, free) for key in inside)
+            lemons, states = question.lemons[free], question.states[free]
+            best = np.full(len(board.cliques), np.iinfo(np.int64).max)
+            np.minimum.at(best, cliques, states * 2**32 + lemons)
+            order = free[
+                np.lexsort((free, gap, other, lemons, cliques, best[cliques], -room, dp, pp, cliques != here, states))
+            ]
+        return tuple(map(board.slots.__getitem__, order.tolist()))
+
+    def explain(self, rank: int) -> list[str]:
+        """Where ``rank`` sits, why, and who would take over: a few plain lines."""
+        if not 0 <= rank < self.mesh.world_size:
+            raise TopologyError(
+                f"there is no rank {rank} among {self.mesh.world_size}.",
+                remedy=f"name a rank from 0 to {self.mesh.world_size - 1}.",
+            )
+        lines = [*self.where(rank), self._since(rank)]
+        if (lemons := int(self.question.lemons[self.seats[rank]])) > 0:
+            lines.append(f"Its slot has {lemons} lemon points.")
+        spares = self.spares_for(rank)
+        shown = ", ".join(spares[:4]) + (f" and {len(spares) - 4} more" if len(spares) > 4 else "")
+        if spares:
+            lines.append(f"If it is lost: {shown}.")
+        elif self.mesh.group_size > 1:
+            lines.append("If it is lost, its clique has no spare: the whole group moves, if another clique has room.")
+        else:
+            lines.append("If it is lost, there is no spare.")
+        lines.append(f"The whole placement: {self.terms}.")
+        return lines
+
+    def where(self, rank: int) -> list[str]:
+        """Where ``rank`` sits, and with whom it is bound."""
+        seat = self.board.topology.seats[int(self.seats[rank])]
+        coordinate = ", ".join(f"{name} {at}" for name, at in self.mesh.coordinate(rank))
+        return [f"rank {rank} ({coordinate}) sits on {seat.slot}: {_place(seat)}.", self._group(rank)]
+
+    # -- reasons
+    def _group(self, rank: int) -> str:
+        mesh = self.mesh
+        if mesh.group_size == 1:
+            return "It is bound to no other rank."
+        ranks = mesh.groups[mesh.group_of[rank]]
+        cliques = {self.board.cliques[at] for at in self.board.clique[self.seats[ranks]].tolist()}
+        named = ", ".join(str(one) for one in ranks[:8].tolist()) + (" ..." if len(ranks) > 8 else "")
+        where = "one clique" if len(cliques) == 1 else f"{len(cliques)} cliques: NVLink does not join them"
+        return f"Its {' x '.join(mesh.bound)} group is the {len(ranks)} ranks {named}: all in {where}."
+
+    def _since(self, rank: int) -> str:
+        if self.question.previous is None:
+            return "Nothing was placed before."
+        if self.question.previous[rank] != self.seats[rank]:
+            return f"It moved: {self._why(rank)}."
+        if self.question.states[self.seats[rank]] == Fitness.AVOID:
+            return "It stays, on a slot that is on its way out: no better one is free."
+        return "It stays where it was."
+
+    def _why(self, rank: int) -> str:
+        question, board = self.question, self.board
+        assert question.previous is not None
+        old, new = int(question.previous[rank]), int(self.seats[rank])
+        if old == NOWHERE:
+            return "it had no slot of this topology"
+        before = question.previous_cliques[self.mesh.group_of[rank]]
+        if self.mesh.group_size > 1 and before == NOWHERE:
+            return "its group was not inside one clique"
+        if self.mesh.group_size > 1 and before != board.clique[new]:
+            usable = int((question.states[board.members[before]] < Fitness.BAD).sum())
+            return f"its group leaves clique {board.cliques[before]}, which has {usable} usable slots left"
+        fault = "lost" if question.states[old] == Fitness.BAD else "on its way out"
+        return f"{board.slots[old]} is {fault}"
+
+    @cached_property
+    def _free(self) -> Ints:
+        free = self.question.states < Fitness.BAD
+        free[self.seats] = False
+        return np.flatnonzero(free)
+
+
+def place(
+    topology: Topology | Board,
+    mesh: Mesh,
+    *,
+    spares: int = 0,
+    health: Mapping[str, Fitness] | None = None,
+    preflighted: Collection[str] | None = None,
+    lemons: Mapping[str, int] | None = None,
+    previous: Placement | Sequence[SlotId] | None = None,
+    allow_cross_clique: bool = False,
+) -> Placement:
+    """The slot of every rank.
+
+    topology: a `Board` of it saves the time to read it, which is most of a repair's.
+    spares: slots of each NVLink domain that are held back at first, whole trays before single slots; bad ones among them count.
+        Given a ``previous`` placement they are there to be used.
+    health, lemons: by slot, or by tray for all of its slots; the worse of the two holds. What is not named is usable.
+    preflighted: slots or trays that may be used; None: all. Who sits on a slot has passed.
+    previous: a placement, or the slots of all ranks; a name that there is not, such as "", is of a rank without a slot. What can
+        stay, stays.
+    allow_cross_clique: place groups that fit into no clique anyhow, near each other. They crawl.
+
+    Raises `DoesNotFit`; `TopologyError` for slots that there are not.
+    """
+    board = topology if isinstance(topology, Board) else Board(topology)
+    before = _previous(board, mesh, previous)
+    states, points = np.zeros(len(board.slots), np.int64), np.zeros(len(board.slots), np.int64)
+    if preflighted is not None:
+        states[:] = Fitness.BAD
+        for name in preflighted:
+            states[_slots_of(board, name)] = Fitness.USABLE
+        if before is not None:
+            states[before[before != NOWHERE]] = Fitness.USABLE
+    for name, fitness in (health or {}).items():
+        at = _slots_of(board, name)
+        states[at] = np.maximum(states[at], int(fitness))
+    for name, count in (lemons or {}).items():
+        at = _slots_of(board, name)
+        points[at] = np.maximum(points[at], count)
+    question = Question(board, mesh, states, points, before, spares, allow_cross_clique)
+    seats = solve(question)
+    for array in (states, points, seats):
+        array.flags.writeable = False
+    return Placement(question, seats)
+
+
+def as_seated(board: Board, mesh: Mesh, slots: Sequence[SlotId]) -> Placement:
+    """The ranks of ``mesh`` on ``slots``, as they sit: nothing is chosen."""
+    nothing = np.zeros(len(board.slots), np.int64)
+    seats = np.array([board.number[slot] for slot in slots], np.int64)
+    for array in (nothing, seats):
+        array.flags.writeable = False
+    return Placement(Question(board, mesh, nothing, nothing), seats)
+
+
+def place_first(
+    board: Board,
+    mesh: Mesh,
+    *,
+    spares: int,
+    health: Mapping[str, Fitness] | None = None,
+    allow_cross_clique: bool = False,
+) -> Placement:
+    """`place` from nothing, with ``spares`` slots held back over all NVLink domains: as many in each as the mesh leaves room for.
+    A bound group may need all of a domain, such as the eight GPUs of a host; whole domains wait then. Raises `DoesNotFit`."""
+    each = spares // len(dict.fromkeys(board.domain.tolist()))
+    while True:
+        try:
+            return place(board, mesh, spares=each, health=health, allow_cross_clique=allow_cross_clique)
+        except DoesNotFit:
+            if not each:
+                raise
+            each -= 1
+
+
+def _previous(board: Board, mesh: Mesh, previous: Placement | Sequence[SlotId] | None) -> Ints | None:
+    if previous is None:
+        return None
+    if isinstance(previous, Placement) and previous.board is board and previous.mesh == mesh:
+        return previous.seats
+    slots = previous.slots if isinstance(previous, Placement) else tuple(previous)
+    found = np.array([board.number.get(slot, NOWHERE) for slot in slots], np.int64)
+    taken = found[found != NOWHERE]
+    if len(slots) != mesh.world_size or len(np.unique(taken)) != len(taken):
+        raise TopologyError(
+            f"the previous placement has {len(slots)} ranks, {len(taken)} of them on {len(np.unique(taken))} slots of the topology; "
+            f"the mesh has {mesh.world_size} ranks.",
+            remedy="give one slot for each rank of the mesh, or no previous placement.",
+        )
+    return found
+
+
+def _slots_of(board: Board, name: str) -> list[int]:
+    if name in board.tray_slots:
+        return board.tray_slots[name]
+    if name in board.number:
+        return [board.number[SlotId(name)]]
+    raise TopologyError(
+        f"{name!r} is neither a slot nor a tray of the topology.", remedy="name it as the topology does."
+    )
+
+
+def _spread(board: Board, key: Ints, clique: int, slots: Ints) -> Ints:
+    """A key of a clique's members, for any slots: 0 outside it."""
+    every = np.zeros(len(board.slots), np.int64)
+    every[board.members[clique]] = key
+    return every[slots]
+
+
+def _place(seat: Seat) -> str:
+    return f"rack {seat.rack.serial}, tray {seat.tray.index}, GPU {seat.gpu.index}, clique {seat.clique}"

@@ -1,0 +1,1 @@
+"""Who knows the topology, and how their answers become one."""
